@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -83,48 +83,30 @@ class Cutter:
           ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error
             names the leaf.
         """
-
-        def describe(path: trees.KeyPath, leaf: jax.Array) -> _Owner:
-            axes = self._axes(path, leaf)
-            return _Owner(trees.path_string(path), jnp.shape(leaf), axes)
-
-        owners_tree = trees.map_matched(describe, params)
-        owned = set()  # names of the parameters that have state
-        unowned_ids = set()  # ids of leaves that belong to no parameter
-
-        def cut(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
-            if owner is None:
-                unowned_ids.add(id(leaf))
-                return leaf
-            owned.add(owner.name)
-            return _cut_moment(owner, leaf)
-
         if trees.find_nodes(state, KeptState):
             raise ValueError(
                 "opt_state is that of use_compact_state=True, whose arrays of kept weights do not "
                 "tell channels. Start a new state: shrink without opt_state, then "
                 "tx.init(small.params)."
             )
-        # A packed mask has another shape than its parameter: it is cut unpacked.
-        nodes = [node for _, node in trees.find_nodes(state, SparseState)]
-        packed = [node for node in nodes if are_packed(node.masks, params)]
-        for node in packed:
-            masks = unpack_masks(node.masks, params)
-            state = trees.replace_node(state, node, node._replace(masks=masks))
-        before = trees.leaves_by_path(state)
-        state = owners.map_owned(cut, owners_tree, state)
-        unowned = {path: leaf for path, leaf in before.items() if id(leaf) in unowned_ids}
-        _check_unowned(unowned, owners_tree)
-        arrays = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
-        if arrays and not owned and any(owner.axes for owner in jax.tree.leaves(owners_tree)):
-            raise ValueError(
-                f"No leaf of opt_state belongs to one of params, and it has one of shape "
-                f"{arrays[0]}: it is the state of other params. Give that of these, or {_REMEDY}."
-            )
-        for _, node in trees.find_nodes(state, SparseState) if packed else ():
-            masks = place_masks(pack_masks(node.masks, small_params), small_params)
-            state = trees.replace_node(state, node, node._replace(masks=masks))
-        return state
+
+        def describe(path: trees.KeyPath, leaf: jax.Array) -> _Owner:
+            return _Owner(trees.path_string(path), jnp.shape(leaf), self._axes(path, leaf))
+
+        def unpack(masks: Masks) -> Masks:
+            return unpack_masks(masks, params) if are_packed(masks, params) else masks
+
+        def repack(small: Masks, masks: Masks) -> Masks:
+            if not are_packed(masks, params):
+                return small
+            return place_masks(pack_masks(small, small_params), small_params)
+
+        owner_tree = trees.map_matched(describe, params)
+        # A packed mask has another shape than its parameter.
+        unpacked = _map_masks(unpack, state)
+        small = owners.map_owned(_cut_moment, owner_tree, unpacked)
+        _check_owners(owner_tree, unpacked)
+        return _map_masks(repack, small, state)
 
     def check_updates(
         self,
@@ -181,9 +163,36 @@ class Cutter:
         return {} if path is None else self.plan.kept.get(path, {})
 
 
-def _cut_moment(owner: _Owner, leaf: jax.Array) -> jax.Array:
-    """Cuts a leaf of an optimizer's state that belongs to a parameter."""
-    if not owner.axes or not hasattr(leaf, "shape"):
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """A parameter to which leaves of an optimizer's state belong."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: Mapping[int, np.ndarray]
+
+
+def _map_masks(fn: Callable[..., Masks], *states: PyTree) -> PyTree:
+    """Maps `fn` over the masks of the sparse states in trees of one structure, nested ones too.
+
+    The result is like the first tree.
+    """
+
+    def is_state(node: object) -> bool:
+        return isinstance(node, SparseState)
+
+    def replace(*nodes: PyTree) -> PyTree:
+        if not is_state(nodes[0]):
+            return nodes[0]
+        masks, inner_states = zip(*((node.masks, node.inner_state) for node in nodes), strict=True)
+        return nodes[0]._replace(masks=fn(*masks), inner_state=_map_masks(fn, *inner_states))
+
+    return jax.tree.map(replace, *states, is_leaf=is_state)
+
+
+def _cut_moment(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
+    """Cuts a leaf of an optimizer's state; a leaf without an owner stays."""
+    if owner is None or not owner.axes or not hasattr(leaf, "shape"):
         return leaf
     axes = owner.axes if leaf.shape == owner.shape else _find_average_axes(owner, leaf.shape)
     if axes is not None:
@@ -198,28 +207,31 @@ def _cut_moment(owner: _Owner, leaf: jax.Array) -> jax.Array:
     )
 
 
-def _check_unowned(leaves: Mapping[trees.KeyPath, jax.Array], owners_tree: PyTree) -> None:
-    """Raises a ValueError if a leaf of no parameter looks like a moment of a cut parameter."""
-    names = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
-    for path, leaf in leaves.items():
-        owners.check_stray(leaf, names, _REMEDY)
-        if trees.is_prunable(leaf) and leaf.ndim:
-            _check_place(path, leaf, owners_tree)
+def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
+    """Raises a ValueError if a leaf without an owner looks like a moment of a cut parameter."""
+    cut = [owner for owner in jax.tree.leaves(owner_tree) if owner.axes]
+    names = {owner.shape: owner.name for owner in cut}
+    has_owner = jax.tree.leaves(
+        owners.map_owned(lambda owner, _: owner is not None, owner_tree, state)
+    )
+    arrays = []
+    for (path, leaf), is_owned in zip(trees.leaves_by_path(state).items(), has_owner, strict=True):
+        if not is_owned:
+            owners.check_stray(leaf, names, _REMEDY)
+            if trees.is_prunable(leaf) and leaf.ndim:
+                _check_place(path, leaf, owner_tree)
+                arrays.append(leaf)
+    if cut and arrays and not any(has_owner):
+        raise ValueError(
+            f"No leaf of opt_state belongs to one of params, and it has one of shape "
+            f"{arrays[0].shape}: it is the state of other params. Give that of these, or {_REMEDY}."
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-    """A parameter to which leaves of an optimizer's state belong."""
-
-    name: str
-    shape: tuple[int, ...]
-    axes: Mapping[int, np.ndarray]
-
-
-def _check_place(path: trees.KeyPath, leaf: jax.Array, owners_tree: PyTree) -> None:
+def _check_place(path: trees.KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
     """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
     names = trees.path_names(path)
-    for place, owner in trees.leaves_by_path(owners_tree).items():
+    for place, owner in trees.leaves_by_path(owner_tree).items():
         part = trees.path_names(place)
         starts = range(len(names) - len(part) + 1)
         if owner.axes and any(names[i : i + len(part)] == part for i in starts):

@@ -446,7 +446,7 @@ def test_a_tree_of_eligible_entries_is_checked_by_path():
 
 @pytest.mark.parametrize("n", ["a", None, 10.5, 1j])
 def test_a_number_of_weights_is_an_integer(n):
-    with pytest.raises(ValueError, match="n must be in"):
+    with pytest.raises(ValueError, match="n must be an integer in"):
         selection.num_kept(n, 0.5)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,3 +253,28 @@ def test_norms_of_moments_go_on_only_where_gradients_are_masked(model, is_masked
         return
     with pytest.raises(ValueError, match="would not train the smaller model as the masked one"):
         shrink(graph, params, state.masks, state, tx)
+
+
+def test_a_leaf_without_an_owner_may_be_the_array_of_a_moment(pruned):
+    params, graph, masks = pruned
+    entry = jnp.zeros(1)
+    state = (optax.TraceState(dict.fromkeys(params, entry)), {"unused": entry})
+    chex.assert_trees_all_equal(shrink(graph, params, masks, state).opt_state, state)
+
+
+def test_packed_and_unpacked_masks_of_several_states_are_cut(pruned):
+    params, graph, masks = pruned
+
+    def chained(masks):
+        packed, unpacked = (
+            functools.partial(
+                sparsity.StaticRandomSparse(use_packed_masks=pack).wrap_optax, masks=masks
+            )
+            for pack in (True, False)
+        )
+        inner = packed(packed(optax.adam(1e-3)))
+        return optax.chain(inner, unpacked(optax.sgd(1.0)), packed(optax.sgd(1.0)))
+
+    small = shrink(graph, params, masks, chained(masks).init(params))
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, jnp.uint8), small.params)
+    chex.assert_trees_all_equal_shapes(small.opt_state, chained(ones).init(small.params))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +17,19 @@ import numpy as np
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import exact, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import KeyPath, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
 from sparsity.graph import Coupled, Graph
+from sparsity.graph.scope import counts
+from sparsity.graph.scope.placed import PlacedGroup
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
+
+
+# From groups, the leaves of their members, numbers of channels that stay, and more, to masks.
+Choose: TypeAlias = Callable[
+    [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
+    list[jax.Array],
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +40,10 @@ class ReaderChannels(Coupled):
     differ in scale by far. Channels without any importance stay out.
     """
 
-    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
+    def _is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         return any(use.path == path and axis in use.contracting for use in graph.uses)
 
-    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
+    def _ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
         standardized = [_standardized(x) for x in importance]
         joined = jnp.concatenate(standardized)
         # Positive, in the order of the scores, of which some are negative.
@@ -49,6 +60,32 @@ class ReaderChannels(Coupled):
         if self.across:
             self._warn_of_few(masks, sparsities)
         return masks
+
+    def scored_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
+        """Returns paths of the leaves that add to the importance of groups with a sparsity."""
+        groups = self._groups(params, sparsities)
+        return {path for group in groups for path, _, _ in group.scored}
+
+    def choose_masks(
+        self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
+    ) -> Masks:
+        """Returns masks of all members, of the channels that a function chooses.
+
+        Args:
+          choose: `choose(groups, leaves, counts, extra)` returns uint8[channels] for each group,
+            or [layers, channels], from the leaves of all members and the numbers of channels that
+            stay by group.
+          tree: tree of these leaves.
+          sparsities: tree of sparsities, `None` for leaves without one.
+          extra: more arrays for `choose`.
+        """
+        groups = self._groups(tree, sparsities)
+        numbers = [counts.count_by_sparsity(self, group) for group in groups]
+
+        def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
+            return choose(groups, leaves, *arrays)
+
+        return self._masks(groups, select, [tree], (numbers, extra))
 
     def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""
@@ -87,8 +124,8 @@ class ChannelPruning(StatisticsPruning):
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
-        readers = self.readers.scored(params, targets)  # a set, whose order differs by process
-        return [path for path in trees.leaves_by_path(params) if path in readers]
+        scored = self.readers.scored_paths(params, targets)  # a set, whose order differs by process
+        return [path for path in trees.leaves_by_path(params) if path in scored]
 
 
 def _standardized(importance: jax.Array) -> jax.Array:

@@ -86,7 +86,7 @@ class OSSCARPruning(ChannelPruning):
             self._check(problem)
         choose_channels = functools.partial(_choose, list(problems), self.swap, self.damping)
         statistics = [problem.statistic for problem in problems.values()]
-        masks = self.readers.masks_by(choose_channels, params, targets, statistics)
+        masks = self.readers.choose_masks(choose_channels, params, targets, statistics)
 
         def refit(path: KeyPath, pruned: jax.Array, mask: Any) -> jax.Array:
             if path not in problems:

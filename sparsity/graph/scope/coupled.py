@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal
 
 import chex
 import jax
@@ -53,15 +53,12 @@ class Coupled(DataclassBase):
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
       normalize: divide the score of a member by its number of entries in a channel.
-      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). The best
-        channels stay whose total cost is at most that of n (1 - s) channels of every group, or of
-        the fewest channels that may stay. The sparsity of a group changes only that total.
-        Channels of importance 0 are removed.
-      round_to: the number of channels that stay is rounded up to a multiple of `round_to`, with
-        `across` as far as the cost allows; or a function of that number, which may be traced.
-      min_channels: smallest number of channels that stay in every group. By default 1; with
-        `across` a tenth of each group, or the n (1 - s) channels of its sparsity if these are
-        fewer.
+      across: let groups compete by importance per multiply-add, or per byte ("nbytes"); the page
+        on budgets says which channels stay.
+      round_to: round the number of channels that stay up to a multiple of this number; or a
+        function of the number, which may be traced.
+      min_channels: smallest number of channels that stay in every group; that page states the
+        default.
       plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
         shapes tell the cut, unless an axis joins channels of two groups that lie on no other axis.
 
@@ -121,33 +118,10 @@ class Coupled(DataclassBase):
                 f"got batch_axes = {batch_axes!r}, topk_fn = {topk_fn!r}."
             )
 
-    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
-        """Returns whether a member of a group adds to its importance; by default all members do."""
-        return True
-
-    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
-        """Returns the ranks of the channels of each group with `across`, [channels] each.
-
-        Layers keep equally many channels: channels of equal rank in all layers count together.
-
-        Args:
-          importance: [channels] of each group, or [layers, channels].
-          costs: cost of one channel of each group, in all layers.
-        """
-        totals = [
-            exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
-        ]
-        return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
-
     def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that get masks: all members of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
-
-    def scored(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
-        """Returns paths of the leaves that add to the importance of groups with a sparsity."""
-        groups = self._groups(params, sparsities)
-        return {path for group in groups for path, _, _ in group.scored}
 
     def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
@@ -175,27 +149,6 @@ class Coupled(DataclassBase):
         limits = self._count(groups), [counts.count_least(self, group) for group in groups]
         return self._masks(groups, select, [scores], limits, is_on_host=self.order == 1)
 
-    def masks_by(
-        self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
-    ) -> Masks:
-        """Returns masks of all members, of the channels that a function chooses.
-
-        Args:
-          choose: `choose(groups, leaves, counts, extra)` returns uint8[channels] for each group,
-            or [layers, channels], from the leaves of all members and the numbers of channels that
-            stay by group.
-          tree: tree of these leaves.
-          sparsities: tree of sparsities, `None` for leaves without one.
-          extra: more arrays for `choose`.
-        """
-        groups = self._groups(tree, sparsities)
-        numbers = [counts.count_by_sparsity(self, group) for group in groups]
-
-        def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
-            return choose(groups, leaves, *arrays)
-
-        return self._masks(groups, select, [tree], (numbers, extra))
-
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> Masks:
@@ -222,6 +175,26 @@ class Coupled(DataclassBase):
 
         return self._masks(groups, move, [masks, drop, grow], drop_fraction)
 
+    # Hooks of subclasses.
+
+    def _is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
+        """Returns whether a member of a group adds to its importance; by default all members do."""
+        return True
+
+    def _ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
+        """Returns the ranks of the channels of each group with `across`, [channels] each.
+
+        Layers keep equally many channels: channels of equal rank in all layers count together.
+
+        Args:
+          importance: [channels] of each group, or [layers, channels].
+          costs: cost of one channel of each group, in all layers.
+        """
+        totals = [
+            exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
+        ]
+        return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
+
     # Groups as they lie in a tree.
 
     def _groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
@@ -243,7 +216,7 @@ class Coupled(DataclassBase):
             for i, (path, axis) in enumerate(group.members):
                 if path in places:
                     members.append((places[path], axis, group.positions[i]))
-                    if self.is_scored(graph, path, axis):
+                    if self._is_scored(graph, path, axis):
                         scored.append(members[-1])
                         entries.append(self._entries(full, i))
             rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
@@ -332,7 +305,7 @@ class Coupled(DataclassBase):
         least: Sequence[chex.Numeric],
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
-        ranks = self.ranks(importance, cost.each)
+        ranks = self._ranks(importance, cost.each)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(numbers: Sequence[jax.Array]) -> jax.Array:
@@ -341,13 +314,6 @@ class Coupled(DataclassBase):
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
-
-
-# From groups, the leaves of their members, numbers of channels that stay, and more, to masks.
-Choose: TypeAlias = Callable[
-    [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
-    list[jax.Array],
-]
 
 
 def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
