@@ -37,7 +37,6 @@ def pytest_collection_finish():
     """Spares garbage collections the modules and tests, which stay to the end."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # traces make many objects, and few cycles
 
 
 @pytest.fixture
