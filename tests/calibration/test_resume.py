@@ -336,6 +336,8 @@ def make(factor):
         return factor * x
     return inner
 
+scaled = make(4)
+
 @dataclasses.dataclass
 class Base:
     number: int = 3
@@ -349,7 +351,7 @@ class Refit(Base):
 
     def __init__(self):
         super().__init__()
-        self.scale = make(4)
+        self.scale = scaled
 
     def __call__(self, x, *, shift=1):
         try:
