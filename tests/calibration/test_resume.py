@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Report
+from sparsity.calibration.run.fingerprint import fingerprint
 from sparsity.calibration.run.resume import LayerStore
 from tests import helpers
 
@@ -315,3 +317,83 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="holds other files"):
         sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)
+
+
+SOURCE = """
+import dataclasses, functools
+
+FACTOR = 2
+
+def helper(x):
+    return FACTOR * x
+
+@functools.lru_cache
+def cached(x):
+    return helper(x)
+
+def make(factor):
+    def inner(x):
+        return factor * x
+    return inner
+
+scaled = make(4)
+
+@dataclasses.dataclass
+class Base:
+    number: int = 3
+
+    @property
+    def double(self):
+        return 2 * self.number
+
+class Refit(Base):
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        super().__init__()
+        self.scale = scaled
+
+    def __call__(self, x, *, shift=1):
+        try:
+            return recursive(cached(x), 5)
+        except ValueError:
+            return [inner + shift for inner in {6, 7}]
+
+def recursive(x, depth=8):
+    return recursive(x, depth - 1) if depth else Refit().double * x
+"""
+CHANGES = {
+    "global": ("FACTOR = 2", "FACTOR = 3"),
+    "code of a helper": ("FACTOR * x", "FACTOR + x"),
+    "helper": ("return helper(x)", "return abs(x)"),
+    "code of a closure": ("factor * x", "factor - x"),
+    "value in a closure": ("make(4)", "make(5)"),
+    "field": ("number: int = 3", "number: int = 4"),
+    "property of a base": ("2 * self.number", "3 * self.number"),
+    "constant": ("cached(x), 5", "cached(x), 6"),
+    "default": ("depth=8", "depth=9"),
+    "default of a keyword": ("shift=1", "shift=2"),
+    "caught exception": ("except ValueError", "except TypeError"),
+    "code within a comprehension": ("inner + shift", "inner - shift"),
+    "set": ("{6, 7}", "{6, 9}"),
+    "base": ("class Refit(Base)", "class Refit(Base, float)"),
+}
+
+
+def load(source):
+    """Returns an object of a module of the user's."""
+    module = types.ModuleType("user_module")
+    exec(source, vars(module))
+    return module.Refit()
+
+
+def test_the_same_code_has_the_same_fingerprint_on_other_lines():
+    moved = SOURCE.replace("def helper", "# a comment\n\ndef helper")
+    assert fingerprint(load(SOURCE)) == fingerprint(load(moved))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_part_of_a_users_code_changes_the_fingerprint(name):
+    before, after = CHANGES[name]
+    assert SOURCE.count(before) == 1
+    assert fingerprint(load(SOURCE)) != fingerprint(load(SOURCE.replace(before, after)))
