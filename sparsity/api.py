@@ -253,14 +253,14 @@ def _take_distribution(
 
 def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
     """Makes an instance of a class from keys of a configuration."""
-    taken: Mapping[str, str] = getattr(kind, "config_keys", {})
-    if unknown := sorted(keys.keys() - taken.keys()):
+    fields: Mapping[str, str] = getattr(kind, "config_keys", {})
+    if unknown := sorted(keys.keys() - fields.keys()):
         raise ValueError(
-            f"{unknown} is no key of {label}, which takes {', '.join(taken) or 'none'}."
+            f"{unknown} is no key of {label}, which takes {', '.join(fields) or 'none'}."
             + _who_takes(unknown[0])
         )
     try:
-        return kind(**{taken[key]: value for key, value in keys.items()})
+        return kind(**{fields[key]: value for key, value in keys.items()})
     except TypeError as error:
         raise ValueError(f"{label} cannot be made of {dict(keys)}: {error}") from None
 

@@ -166,9 +166,9 @@ def copy(x: np.ndarray) -> np.ndarray:
 
 def add_to(total: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Adds an array of real floats to another one in place, with the bits of `add`."""
-    flat, more = total.reshape(-1), x.reshape(-1)
+    flat, terms = total.reshape(-1), x.reshape(-1)
     for at in chunks(len(flat)):
-        flat[at] = add(flat[at], more[at])
+        flat[at] = add(flat[at], terms[at])
     return total
 
 

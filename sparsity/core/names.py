@@ -91,8 +91,8 @@ class Registry(dict[str, T]):
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be text for the key {self.role}, got name = {name!r}.")
         if name in self and self[name] is not entry:
-            taken = getattr(self[name], "__name__", repr(self[name]))
-            raise ValueError(f"The name {name!r} is taken by {taken}.")
+            other = getattr(self[name], "__name__", repr(self[name]))
+            raise ValueError(f"The name {name!r} is taken by {other}.")
         self[name] = entry
 
 

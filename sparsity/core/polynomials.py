@@ -180,11 +180,11 @@ def _least(most: jax.Array, base: jax.Array, table: _Table) -> Words:
     # The excess of the products over those at the base, which are integers. No summand is negative,
     # so that the rounding is relative to the excess alone.
     product = jnp.ones(len(table.numbers), jnp.float32)
-    more = product - 1
+    growth = product - 1
     for column in table.numbers.T:
-        more = more * most[column] + product * (most[column] - base[column])
+        growth = growth * most[column] + product * (most[column] - base[column])
         product = product * base[column]
-    terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * more
+    terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * growth
     real = exact.ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
     high = jnp.floor(real * jnp.float32(2.0**-32))
     low = real - high * jnp.float32(2.0**32)

@@ -221,11 +221,11 @@ class EpochStrategy(BaseUpdater):
                 strategies.Stage(is_global, dict(layers), by_path), scores, sparse_state.masks
             )
 
-        now = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
+        stage = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
         masks = jax.lax.switch(
-            jnp.array([branches.index(key) for key in keys])[now],
+            jnp.array([branches.index(key) for key in keys])[stage],
             [functools.partial(create, key) for key in branches],
-            jnp.array(table, jnp.float32)[now],
+            jnp.array(table, jnp.float32)[stage],
         )
         return sparse_state._replace(masks=masks)
 

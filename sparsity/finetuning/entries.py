@@ -171,9 +171,9 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
         is_odd = ~np.isfinite(sums.astype(wide))
     for slot, (weight, entries) in zip(slots, terms, strict=True):
         if _is_exact(weight, entries):
-            alone = count[slot] == 1
-            sums[slot[alone]] = entries.values[alone]
-            is_odd[slot[alone]] = False
+            is_single = count[slot] == 1
+            sums[slot[is_single]] = entries.values[is_single]
+            is_odd[slot[is_single]] = False
     if is_odd.any():
         index = entry_text(array.shape, positions[is_odd.argmax()])
         raise ValueError(

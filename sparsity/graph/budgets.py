@@ -122,8 +122,8 @@ class Budget:
             previous = np.nextafter(np.float32(lowest), np.float32(0))
             below = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
             for path, lower in trees.leaves_by_path(spread(below)).items():
-                more = _with(targets, path, lower)
-                targets = more if count(more) <= allowed else targets
+                raised = _with(targets, path, lower)
+                targets = raised if count(raised) <= allowed else targets
         return trees.map_matched(  # some patterns fix the density
             lambda path, x: sites[path].pattern.final_sparsity(x), targets
         )

@@ -80,18 +80,18 @@ class Global(DataclassBase):
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all leaves together."""
-        ranked, alone = _split_overrides(leaves)
-        together = self._select_together(ranked, alone)
-        return _merge_overrides(leaves, together, Layerwise().select(alone, topk_fn))
+        ranked, fixed = _split_overrides(leaves)
+        together = self._select_together(ranked, fixed)
+        return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
-        self, leaves: Sequence[ScoredLeaf], alone: Sequence[ScoredLeaf]
+        self, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
     ) -> list[jax.Array]:
-        """Returns the masks of the leaves that compete; `alone` counts towards the budget only."""
+        """Returns the masks of the leaves that compete; `fixed` counts towards the budget only."""
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        everyone = [*leaves, *alone]
+        everyone = [*leaves, *fixed]
         total = _find_cost(everyone)
         sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
@@ -105,10 +105,10 @@ class Global(DataclassBase):
             kept = count_units(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)
-                limit, fixed = cost.at(kept), kept[len(leaves) :]
+                limit, added = cost.at(kept), kept[len(leaves) :]
 
                 def fits(counts: jax.Array) -> jax.Array:
-                    return exact.at_least(limit, cost.at(jnp.concatenate([counts, fixed])))
+                    return exact.at_least(limit, cost.at(jnp.concatenate([counts, added])))
 
                 return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
             k = exact.total(kept[: len(leaves)])
@@ -121,9 +121,9 @@ class Global(DataclassBase):
         scores are kept. As many weights as were dropped grow anywhere. A leaf with an entry
         in `custom_sparsity_map` moves separately.
         """
-        ranked, alone = _split_overrides(leaves)
+        ranked, fixed = _split_overrides(leaves)
         together = self._move_together(ranked, drop_fraction)
-        return _merge_overrides(leaves, together, Layerwise().move(alone, drop_fraction))
+        return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
         self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric
@@ -194,10 +194,10 @@ def _split_overrides(leaves: Sequence[L]) -> tuple[list[L], list[L]]:
 def _merge_overrides(
     leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf],
     together: list[jax.Array],
-    apart: list[jax.Array],
+    fixed: list[jax.Array],
 ) -> list[jax.Array]:
     """Returns masks in the order of the leaves, from those of each part of `_split_overrides`."""
-    parts = iter(together), iter(apart)
+    parts = iter(together), iter(fixed)
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 

@@ -131,8 +131,8 @@ def _dot(
         equation.inputs, *numbers, ((), experts), strict=False
     ):
         roles = _ints(contracted), _ints(batch)
-        taken = {*roles[0], *roles[1], *indices}
-        free = tuple(axis for axis in range(len(value.shape)) if axis not in taken)
+        placed = {*roles[0], *roles[1], *indices}
+        free = tuple(axis for axis in range(len(value.shape)) if axis not in placed)
         operands.append(Operand(roles[0], free, roles[1], indices))
     lhs, rhs = operands
     # The experts of a ragged dot that contracts rows are the first axis of its result.

@@ -47,10 +47,10 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
         return [x for x in leaves if is_traced(x)]
 
     closed = jax.make_jaxpr(traced)(*args)
-    held = list_constants(closed)
-    if held is None or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in held):
+    arrays = list_constants(closed)
+    if arrays is None or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays):
         return fn  # keys of random numbers have no bytes to compare
-    constants = [np.asarray(x) for x in held]
+    constants = [np.asarray(x) for x in arrays]
     if any(x.nbytes > _LARGEST for x in constants):
         return fn
     key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)

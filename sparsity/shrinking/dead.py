@@ -127,8 +127,8 @@ class _Proofs:
         """
         cases = {}
         for group, is_masked in masked.items():
-            held = [path not in self._graph.removal.updated_state for path, _ in group.members]
-            rows = (is_masked & held).reshape(-1, len(held))
+            is_static = [path not in self._graph.removal.updated_state for path, _ in group.members]
+            rows = (is_masked & is_static).reshape(-1, len(is_static))
             unique, numbers = np.unique(rows, axis=0, return_inverse=True)
             members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
             cases[group] = members, numbers.reshape(is_masked.shape[:2])

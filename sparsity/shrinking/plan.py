@@ -102,13 +102,13 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        now = graph.retrace(example, *args)
-        chosen = solve_kept(now.removal.list_axes(), self)
-        if now is not graph:
-            check_proven(now, chosen, self)
-        smaller = Smaller(now.removal.coupling, chosen, now.removal.alike if chosen else {})
-        outputs = smaller.run(now.model.program, [*arrays, *inputs])
-        return jax.tree.unflatten(now.model.output_tree, outputs)
+        traced = graph.retrace(example, *args)
+        chosen = solve_kept(traced.removal.list_axes(), self)
+        if traced is not graph:
+            check_proven(traced, chosen, self)
+        smaller = Smaller(traced.removal.coupling, chosen, traced.removal.alike if chosen else {})
+        outputs = smaller.run(traced.model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(traced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.

@@ -54,8 +54,8 @@ def show_savings(
     check_kind("seconds", seconds, Mapping, "a dict {name: (before, after)}")
     is_masked = any(row.density is not None for row in rows)
     columns = ("parameters", "left", "bytes", "left", "MACs", "left")
-    more = ("density",) if is_masked else ()
-    leaves = extras.make_table(("leaf", "shape", "smaller"), (*columns, *more))
+    last_columns = ("density",) if is_masked else ()
+    leaves = extras.make_table(("leaf", "shape", "smaller"), (*columns, *last_columns))
     for row in rows:
         shapes = [trees.shape_text(shape) for shape in row.shapes]
         numbers = (*row.parameters, *row.nbytes, *row.macs)
@@ -63,7 +63,7 @@ def show_savings(
         leaves.add_row(row.name, *shapes, *(f"{n:,}" for n in numbers), *density)
     sums = np.sum([(*row.parameters, *row.nbytes) for row in rows], axis=0, dtype=object)
     leaves.add_section()
-    leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, *macs)), *("" for _ in more))
+    leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, *macs)), *("" for _ in last_columns))
     parts = [extras.as_text(leaves), *notes]
     if seconds:
         times = extras.make_table(("time",), ("before", "after", "ratio"))

@@ -220,19 +220,19 @@ def _insert_others(computed: Arrays, values: Sequence[Value], others: Sequence[P
 def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
     """Takes entries along an axis; indices of [layers, entries] have a row for each layer."""
     xp = host.namespace([array, index])
-    taken: jax.Array
+    selected: jax.Array
     if index.ndim == 1 and xp is np:  # into memory that jax need not copy
         sizes = (*array.shape[:axis], len(index), *array.shape[axis + 1 :])
         out = host.empty(sizes, array.dtype)
-        taken = xp.take(array, index, axis=axis, out=out, mode="clip")  # else numpy copies `out`
+        selected = xp.take(array, index, axis=axis, out=out, mode="clip")  # else numpy copies `out`
     elif index.ndim == 1:
-        taken = xp.take(array, index, axis=axis)
+        selected = xp.take(array, index, axis=axis)
     else:
         shape = [1] * array.ndim
         shape[0], shape[axis] = index.shape
         rows = xp.asarray(index).reshape(shape)
-        taken = xp.take_along_axis(xp.asarray(array), rows, axis=axis)
-    return taken
+        selected = xp.take_along_axis(xp.asarray(array), rows, axis=axis)
+    return selected
 
 
 def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:

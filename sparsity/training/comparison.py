@@ -150,10 +150,10 @@ def _compare(expected: PyTree, computed: PyTree, model: str, remedy: str) -> flo
         exact, got = (np.asarray(x).astype(complex) for x in (exact, got))
         is_same = (exact == got) | (np.isnan(exact) & np.isnan(got))
         scale = np.abs(exact[np.isfinite(exact)]).max(initial=0) or 1.0
-        apart = np.abs(np.where(is_same, 0, exact) - np.where(is_same, 0, got)) / scale
-        largest = max(largest, float(apart.max()))
-        if not apart.max() <= rounding:
-            at = np.unravel_index(apart.argmax(), apart.shape)
+        difference = np.abs(np.where(is_same, 0, exact) - np.where(is_same, 0, got)) / scale
+        largest = max(largest, float(difference.max()))
+        if not difference.max() <= rounding:
+            at = np.unravel_index(difference.argmax(), difference.shape)
             raise ValueError(
                 f"The optimizer would not train the {model} as the masked one: "
                 f"{trees.path_string(path)!r} has {got[at].real:.6g} in place of "

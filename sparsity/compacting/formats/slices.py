@@ -141,5 +141,5 @@ def _take_slices(
 
     for _ in depth:
         take = jax.vmap(take)
-    taken = take(jnp.moveaxis(array, stack, depth), indices)
-    return jnp.moveaxis(taken, depth, stack)
+    selected = take(jnp.moveaxis(array, stack, depth), indices)
+    return jnp.moveaxis(selected, depth, stack)

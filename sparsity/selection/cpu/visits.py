@@ -108,7 +108,7 @@ class Visits:
         """Same as `Rows.row_ends`."""
         missing = [[(0, 0), (0, self.rows - leaf.rows)] for leaf in self.leaves]
         ends = zip(self.leaves, missing, strict=True)
-        return np.concatenate([np.pad(leaf.row_ends, more) for leaf, more in ends])
+        return np.concatenate([np.pad(leaf.row_ends, padding) for leaf, padding in ends])
 
     def eligible(self) -> jax.Array:
         """Does what `Rows.eligible` does."""
