@@ -7,19 +7,17 @@ Addresses, files and lines are left out.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import logging
 import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Set
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +56,7 @@ def fingerprint_program(program: Program) -> str:
     return _hash(_describe_program(program, {}))
 
 
-def _hash(parts: Iterator[str]) -> str:
+def _hash(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
@@ -118,168 +116,127 @@ class _Describer:
         if key not in self._hashes:
             self._alive.append(value)
             self._open[key] = len(self._open)
-            describe = next(
-                (describe for kind, describe in _KINDS if isinstance(value, kind)),
-                _Describer._object,
-            )
-            self._hashes[key] = _hash(describe(self, value))
+            self._hashes[key] = _hash(map(self.describe, self._parts(value)))
             del self._open[key]
         return self._hashes[key]
 
-    def _array(self, value: chex.Array) -> Iterator[str]:
-        if is_traced(value):
-            raise ValueError("It is traced, and its value is not known yet.")
-        weak = bool(getattr(value, "weak_type", False))
-        yield f"array {value.dtype} {value.shape} {weak}"
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        yield hashlib.sha256(np.ascontiguousarray(jax.device_get(value)).tobytes()).hexdigest()
-
-    def _sequence(self, value: Sequence[object]) -> Iterator[str]:
-        yield self.describe(type(value))
-        for item in value:
-            yield self.describe(item)
-
-    def _set(self, value: Set[object]) -> Iterator[str]:
-        yield f"{_name(type(value))} {sorted(map(self.describe, value))}"
-
-    def _mapping(self, value: Mapping[Hashable, object]) -> Iterator[str]:
-        yield self.describe(type(value))
-        for key, item in value.items():
-            yield self.describe(key)
-            yield self.describe(item)
-
-    def _text(self, value: object) -> Iterator[str]:
-        text = repr(value)
-        if _ADDRESS.search(text):
-            raise _no_description(value)
-        yield f"{_name(type(value))} {text}"
-
-    def _enum(self, value: enum.Enum) -> Iterator[str]:
-        yield f"{_name(type(value))} {value.name}"
-
-    def _pattern(self, value: re.Pattern[str]) -> Iterator[str]:
-        yield f"pattern {value.pattern!r} {value.flags}"
-
-    def _logger(self, value: logging.Logger) -> Iterator[str]:
-        yield f"logger {value.name}"
-
-    def _partial(self, value: functools.partial[object]) -> Iterator[str]:
-        yield "partial"
-        yield self.describe((value.func, value.args, value.keywords))
-
-    def _method(self, value: types.MethodType) -> Iterator[str]:
-        yield "method"
-        yield self.describe((value.__func__, value.__self__))
-
-    def _builtin(self, value: types.BuiltinFunctionType) -> Iterator[str]:
-        yield f"builtin {value.__qualname__}"
-        yield self.describe(value.__self__)
-
-    def _module(self, value: types.ModuleType) -> Iterator[str]:
-        yield f"module {value.__name__} {_version(value.__name__)}"
-
-    def _class(self, value: type) -> Iterator[str]:
-        version = _version(value.__module__)
-        yield f"class {_name(value)} {version}"
-        if version is not None:
-            return
-        yield self.describe(value.__bases__)
-        for name, item in vars(value).items():
-            if name not in _IGNORED_IN_CLASSES:
-                yield name
-                yield self.describe(item)
-
-    def _property(self, value: object) -> Iterator[str]:
-        functions = ("fget", "fset", "fdel", "__func__", "func")
-        yield f"property {_name(type(value))}"
-        yield self.describe([getattr(value, name, None) for name in functions])
-
-    def _function(self, value: types.FunctionType) -> Iterator[str]:
-        yield f"function {value.__module__}.{value.__qualname__}"
-        version = _version(value.__module__)
-        if version is not None:
-            yield version
-        else:
-            yield from self._code(value.__code__)
-            yield from self._globals(value)
-        yield self.describe((value.__defaults__, value.__kwdefaults__, vars(value)))
-        for cell in value.__closure__ or ():
-            try:
-                yield self.describe(cell.cell_contents)
-            except ValueError as error:
-                if str(error) != "Cell is empty":
-                    raise
-                yield "empty"
-
-    def _code(self, code: types.CodeType) -> Iterator[str]:
-        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
-        table = code.co_exceptiontable.hex()
-        yield f"{code.co_code.hex()} {table} {names} {counts} {code.co_flags}"
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from self._code(constant)
-            else:
-                yield self.describe(constant)
-
-    def _globals(self, value: types.FunctionType) -> Iterator[str]:
-        """Describes the globals that a function names, and the names it reads in user modules."""
-        names = sorted(_names(value.__code__))
-        for name in names:
-            if name in value.__globals__:
-                yield name
-                item = value.__globals__[name]
-                yield self.describe(item)
-                if isinstance(item, types.ModuleType) and _version(item.__name__) is None:
-                    for inner in names:
-                        if inner in vars(item):
-                            yield self.describe(vars(item)[inner])
-
-    def _program(self, value: ClosedJaxpr) -> Iterator[str]:
-        yield from _describe_program(read_jaxpr(value), {})
-
-    def _object(self, value: object) -> Iterator[str]:
-        wrapped = getattr(value, "__wrapped__", None)
-        if callable(wrapped):  # a jitted or cached function
-            yield f"wrapped {_name(type(value))}"
-            yield self.describe(wrapped)
-        elif type(value) is object:  # a sentinel
-            yield "object"
-        elif (state := _state(value)) is not None:
-            yield "object"
-            yield self.describe(type(value))
-            yield from self._mapping(state)
-        elif hasattr(value, "eqns") or _version(type(value).__module__) is not None:
-            yield from self._text(value)
-        else:
-            raise _no_description(value)
+    def _parts(self, value: object) -> Iterable[object]:
+        """Returns the name of a kind of values, and all that a value of this kind consists of."""
+        match value:
+            case enum.Enum():
+                return "enum", _name(type(value)), value.name
+            case jax.Array() | np.ndarray() | np.generic():
+                return "array", *_array(value)
+            case np.dtype() | pathlib.PurePath():
+                return "text", *_text(value)
+            case ClosedJaxpr():
+                return "program", fingerprint_program(read_jaxpr(value))
+            case Set():
+                return "set", _name(type(value)), sorted(map(self.describe, value))
+            case Mapping():
+                return "mapping", type(value), *itertools.chain.from_iterable(value.items())
+            case tuple() | list():
+                return "sequence", type(value), *value
+            case re.Pattern():
+                return "pattern", value.pattern, int(value.flags)
+            case logging.Logger():
+                return "logger", value.name
+            case functools.partial():
+                return "partial", value.func, value.args, value.keywords
+            case types.MethodType():
+                return "method", value.__func__, value.__self__
+            case types.BuiltinFunctionType():
+                return "builtin", value.__qualname__, value.__self__
+            case types.FunctionType():
+                return "function", *_function(value)
+            case types.CodeType():
+                return "code", *(getattr(value, name) for name in _CODE)
+            case types.ModuleType():
+                return "module", value.__name__, _version(value.__name__)
+            case type():
+                return "class", *_class(value)
+            case property() | classmethod() | staticmethod() | functools.cached_property():
+                return "property", _name(type(value)), *(getattr(value, x, None) for x in _WRAPPED)
+            case _:
+                return _object(value)
 
 
+_CODE = (
+    "co_code", "co_exceptiontable", "co_consts", "co_names", "co_varnames", "co_freevars",
+    "co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags",
+)  # fmt: skip
+_WRAPPED = ("fget", "fset", "fdel", "__func__", "func")
 # Attributes of a class that do not change the behaviour of its objects.
 _IGNORED_IN_CLASSES = {
     "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__",
     "__static_attributes__", "__dataclass_params__", "__dataclass_fields__", "__match_args__",
     "__abstractmethods__", "_abc_impl", "__annotate_func__", "__annotations_cache__",
 }  # fmt: skip
-_KINDS: list[tuple[Any, Callable[[_Describer, Any], Iterator[str]]]] = [
-    (enum.Enum, _Describer._enum),
-    ((jax.Array, np.ndarray, np.generic), _Describer._array),
-    ((np.dtype, pathlib.PurePath), _Describer._text),
-    (ClosedJaxpr, _Describer._program),
-    (Set, _Describer._set),
-    (Mapping, _Describer._mapping),
-    ((tuple, list), _Describer._sequence),
-    (re.Pattern, _Describer._pattern),
-    (logging.Logger, _Describer._logger),
-    (functools.partial, _Describer._partial),
-    (types.MethodType, _Describer._method),
-    (types.BuiltinFunctionType, _Describer._builtin),
-    (types.FunctionType, _Describer._function),
-    (types.ModuleType, _Describer._module),
-    (type, _Describer._class),
-    ((property, classmethod, staticmethod, functools.cached_property), _Describer._property),
-]
+
+
+def _array(value: jax.Array | np.ndarray | np.generic) -> Iterator[object]:
+    if is_traced(value):
+        raise ValueError("It is traced, and its value is not known yet.")
+    yield from (str(value.dtype), value.shape, bool(getattr(value, "weak_type", False)))
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    yield hashlib.sha256(np.ascontiguousarray(jax.device_get(value)).tobytes()).hexdigest()
+
+
+def _text(value: object) -> Iterator[object]:
+    text = repr(value)
+    if _ADDRESS.search(text):
+        raise _no_description(value)
+    yield from (_name(type(value)), text)
+
+
+def _class(value: type) -> Iterator[object]:
+    version = _version(value.__module__)
+    yield from (_name(value), version)
+    if version is None:
+        yield value.__bases__
+        for name, item in vars(value).items():
+            if name not in _IGNORED_IN_CLASSES:
+                yield from (name, item)
+
+
+def _function(value: types.FunctionType) -> Iterator[object]:
+    version = _version(value.__module__)
+    yield from (f"{value.__module__}.{value.__qualname__}", version)
+    if version is None:
+        yield value.__code__
+        yield from _globals(value)
+    yield from (value.__defaults__, value.__kwdefaults__, vars(value))
+    for cell in value.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield "empty cell"
+
+
+def _globals(value: types.FunctionType) -> Iterator[object]:
+    """Yields the globals that a function names, and what it reads in user modules."""
+    names = sorted(_names(value.__code__))
+    for name in names:
+        if name in value.__globals__:
+            item = value.__globals__[name]
+            yield from (name, item)
+            if isinstance(item, types.ModuleType) and _version(item.__name__) is None:
+                yield from (vars(item)[inner] for inner in names if inner in vars(item))
+
+
+def _object(value: object) -> Iterator[object]:
+    wrapped = getattr(value, "__wrapped__", None)
+    if callable(wrapped):  # a jitted or cached function
+        yield from ("wrapped", _name(type(value)), wrapped)
+    elif type(value) is object:
+        yield "sentinel"
+    elif (state := _state(value)) is not None:
+        yield from ("object", type(value), state)
+    elif hasattr(value, "eqns") or _version(type(value).__module__) is not None:
+        yield from ("text", *_text(value))
+    else:
+        raise _no_description(value)
 
 
 def _no_description(value: object) -> ValueError:
@@ -311,23 +268,14 @@ def _names(code: types.CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _state(value: Any) -> dict[Hashable, object] | None:
+def _state(value: object) -> dict[str, object] | None:
     """Returns the attributes of an object without cached ones, `None` if Python sees none."""
-    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    classes = type(value).__mro__
+    slots = [vars(cls).get("__slots__", ()) for cls in classes]
     names = {name for each in slots for name in ([each] if isinstance(each, str) else each)}
-    names |= {field.name for field in dataclasses.fields(value)} if _has_fields(value) else set()
-    names |= vars(value).keys() if hasattr(value, "__dict__") else set()
     if not names and not hasattr(value, "__dict__"):
         return None
-    cached = {
-        name
-        for cls in type(value).__mro__
-        for name, item in vars(cls).items()
-        if isinstance(item, functools.cached_property)
-    }
-    named = sorted(names - cached - {"__dict__", "__weakref__"})
-    return {name: getattr(value, name) for name in named if hasattr(value, name)}
-
-
-def _has_fields(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    members = [pair for cls in classes for pair in vars(cls).items()]
+    cached = {name for name, item in members if isinstance(item, functools.cached_property)}
+    names = (names | getattr(value, "__dict__", {}).keys()) - cached - {"__dict__", "__weakref__"}
+    return {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}

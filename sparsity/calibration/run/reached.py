@@ -86,7 +86,7 @@ class ReachedWeight:
             rerun = make_rerun(use, alignment, matrices, place)
             if rerun is None:
                 return None
-            total += sum(map(rerun.sums, inputs))
+            total += sum(map(rerun, inputs))
         dtype = promote(matrices[0].dtype, jnp.float32)
         losses: jax.Array = place.put(total.astype(dtype))
         return losses

@@ -6,8 +6,7 @@ same inputs with lost weights is this program again: sums of its outputs compile
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,37 +20,13 @@ from sparsity.graph import Use
 from sparsity.programs.products import read_product
 
 
-@dataclasses.dataclass(frozen=True)
-class Rerun:
-    """A product that runs again with other weights.
-
-    Attributes:
-      use: the product.
-      operands: the weights in the shape of the operand.
-    """
-
-    use: Use
-    operands: Sequence[jax.Array]
-
-    def sums(self, x: jax.Array) -> np.ndarray:
-        """Returns the sums of |y|^2 over the outputs y of each operand.
-
-        Args:
-          x: the operand beside the weight.
-        """
-        pairs = [[x, w] if self.use.operand else [w, x] for w in self.operands]
-        outputs = (self.use.equation.bind(pair)[0] for pair in pairs)
-        with np.errstate(all="ignore"):
-            return np.array([host_sums.sum_squares(np.asarray(y)) for y in outputs])
-
-
 def make_rerun(
     use: Use, alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
-) -> Rerun | None:
-    """Returns the product with matrices as its weights; `None` if its outputs lose digits.
+) -> Callable[[jax.Array], np.ndarray] | None:
+    """Returns a function from the operand beside a weight to the sums of |y|^2 with each matrix.
 
     Args:
-      use: the product.
+      use: the product; `None` is returned if its outputs lose digits.
       alignment: alignment of the use, without the axes that scans took apart.
       matrices: [*batch, outputs, inputs] each, in the order of the parameter.
       place: the place of matrices and inputs.
@@ -64,7 +39,15 @@ def make_rerun(
     sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
     weights = [np.asarray(alignment.operand(each)) for each in host.to_numpy(list(matrices))]
     operands = [each.astype(value.dtype).reshape(sizes).transpose(order) for each in weights]
-    return Rerun(use, place.put([host.copy(each) for each in operands]))
+    operands = place.put([host.copy(each) for each in operands])
+
+    def sum_outputs(x: jax.Array) -> np.ndarray:
+        pairs = [[x, w] if use.operand else [w, x] for w in operands]
+        outputs = (use.equation.bind(pair)[0] for pair in pairs)
+        with np.errstate(all="ignore"):
+            return np.array([host_sums.sum_squares(np.asarray(y)) for y in outputs])
+
+    return sum_outputs
 
 
 def _is_wide(use: Use, matrices: Sequence[jax.Array]) -> bool:
