@@ -16,6 +16,7 @@ from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import solve_kept, spread_kept
+from sparsity.graph.graph import retrace, trace_at_shapes
 from sparsity.programs.axes import Axis, list_variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.smaller import Smaller
@@ -102,13 +103,15 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        now = graph.retrace(example, *args)
-        chosen = solve_kept(now.removal.list_axes(), self)
+        now = retrace(graph, example, *args)
+        chosen = solve_kept(now.traced.removal.list_axes(), self)
         if now is not graph:
             check_proven(now, chosen, self)
-        smaller = Smaller(now.removal.coupling, chosen, now.removal.alike if chosen else {})
-        outputs = smaller.run(now.model.program, [*arrays, *inputs])
-        return jax.tree.unflatten(now.model.output_tree, outputs)
+        smaller = Smaller(
+            now.traced.removal.coupling, chosen, now.traced.removal.alike if chosen else {}
+        )
+        outputs = smaller.run(now.traced.model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(now.traced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.
@@ -118,7 +121,7 @@ class Plan:
         """
         check_kind("graph", graph, Graph, "made by sparsity.trace")
         shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
-        return graph.trace_at_shapes(functools.partial(self.apply, graph), shapes)
+        return trace_at_shapes(graph, functools.partial(self.apply, graph), shapes)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
@@ -279,14 +282,14 @@ def plan_cut(
     masked: Mapping[Path, Mapping[int, np.ndarray]] | None = None,
 ) -> Plan:
     """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
-    kept = spread_kept(graph.removal.list_axes(), chosen)
+    kept = spread_kept(graph.traced.removal.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
 def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, axes in graph.removal.list_axes():
+    for leaf, axes in graph.traced.removal.list_axes():
         for number, axis in enumerate(axes):
             if any(v in chosen and v not in removable for v in list_variables(axis)):
                 why = _reason(graph, leaf.path, number)
