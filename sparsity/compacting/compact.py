@@ -390,7 +390,7 @@ def compact(
     comparison.check_arguments(graph, masks, opt_state, tx)
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
-    graph.parameters.check_complete(params)
+    graph.traced.parameters.check_complete(params)
     is_frozen = outside == "frozen"
     masked = describe_masked(graph, read_masks(graph, masks, is_frozen), is_frozen)
     stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))

@@ -49,15 +49,16 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
+        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
-        return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
+        return self.graph.traced.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         parameters = [
-            self.graph.parameters.find(path, param, may_be_smaller=True) for path, param in leaves
+            self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+            for path, param in leaves
         ]
         kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
         if self.quantity == "nbytes":
@@ -68,7 +69,7 @@ class Budget:
             for parameter in parameters
             if parameter.size
         }
-        return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
+        return Polynomial.convert(self.graph.traced.costs.count_sparse_macs(shares))
 
     def __call__(
         self,
@@ -95,7 +96,7 @@ class Budget:
                 f"{self.quantity} of this budget. Use across = {across!r}."
             )
         sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        leaves = self.graph.parameters.match(params)
+        leaves = self.graph.traced.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)
         else:
@@ -134,14 +135,14 @@ class Budget:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         graph, by_bytes = self.graph, self.quantity == "nbytes"
         paths = {parameter.path for parameter in leaves.values()}
-        has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
+        has_integral_costs = by_bytes or isinstance(graph.traced.costs.count_small_macs({}), int)
 
         def count(targets: Sparsities) -> Fraction:
             sizes = scope.count_channels(params, targets)
             if by_bytes:
-                cost = graph.costs.count_small_bytes(sizes, paths)
+                cost = graph.traced.costs.count_small_bytes(sizes, paths)
             else:
-                cost = graph.costs.count_small_macs(sizes)
+                cost = graph.traced.costs.count_small_macs(sizes)
             # A number of channels that is no integer may cost more than the integer below.
             return Fraction(math.floor(cost)) if scope.across and has_integral_costs else cost
 
@@ -170,7 +171,7 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.costs.count_sparse_macs(
+            macs: Fraction = self.graph.traced.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
             )
             return macs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import chex
 import numpy as np
@@ -26,6 +26,7 @@ from sparsity.patterns import SparsityType
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Trace: TypeAlias = Callable[[Callable[..., PyTree], PyTree, tuple[PyTree, ...]], "Graph"]
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
 
 
@@ -36,11 +37,7 @@ class Graph:
       leaves: the parameters, in tree order.
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
-      model: the traced program.
-      parameters: the parameters by path, for trees that hold them.
-      tracker: arrays that hold entries of parameters, throughout the program.
-      removal: coupled axes, and proofs that channels may go.
-      costs: multiply-adds and bytes, also of masked and of smaller models.
+      traced: the traced program and its analyses, for the package itself.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -54,28 +51,17 @@ class Graph:
       (('up',), (0,))
     """
 
-    def __init__(
-        self,
-        model: Model,
-        trace: Callable[[Callable[..., PyTree], PyTree, tuple[PyTree, ...]], Graph],
-    ) -> None:
-        self.model, self.leaves, self.state = model, list(model.leaves), model.state
-        self._trace = trace
-        self._traces: list[tuple[PyTree, Graph]] = []
-        self.tracker = Tracker(
-            model.program, model.values, [parameter.path for parameter in self.leaves]
-        )
-        self.uses = self.tracker.uses
-        self.removal = Removal(model, self.uses)
-        self.costs = Costs(model, self.tracker, self.removal)
-        self.parameters = Parameters(self.leaves, self.removal.list_members)
+    def __init__(self, model: Model, trace: Trace) -> None:
+        self.traced = TracedModel(model, trace)
+        self.leaves, self.state = list(model.leaves), model.state
+        self.uses = self.traced.tracker.uses
 
     def __deepcopy__(self, _: object) -> Graph:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the function by its name, and the shapes: unpickling traces the model again."""
-        return self._trace, (self.model.fn, *self.model.example)
+        return self.traced.trace, (self.traced.model.fn, *self.traced.model.example)
 
     def __repr__(self) -> str:
         return (
@@ -104,7 +90,7 @@ class Graph:
         return self._count_macs({})  # jax asks for the text of a graph in each call of an updater
 
     def _count_macs(self, densities: Mapping[Path, Fraction]) -> int:
-        macs: Fraction = self.costs.count_sparse_macs(densities)
+        macs: Fraction = self.traced.costs.count_sparse_macs(densities)
         return round(macs)
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
@@ -114,7 +100,7 @@ class Graph:
             parameter.path: Fraction(
                 int(np.count_nonzero(np.asarray(mask))), max(parameter.size, 1)
             )
-            for parameter, mask in self.parameters.match_masks(masks)
+            for parameter, mask in self.traced.parameters.match_masks(masks)
         }
 
     @property
@@ -124,7 +110,7 @@ class Graph:
         Kernels (Pallas), sparse products (BCOO), calls of foreign code, Fourier transforms,
         decompositions and linear solvers.
         """
-        return self.costs.uncounted
+        return self.traced.costs.uncounted
 
     def table(self, masks: Masks | None = None) -> str:
         """Returns a table of all parameters: shape, readers, contracted axes, MACs, channels.
@@ -139,7 +125,9 @@ class Graph:
           Text of several lines.
         """
         masked = None if masks is None else self.macs(masks)
-        return tables.show_leaves(self._rows(masks), self.macs(), masked, self.costs.uncounted)
+        return tables.show_leaves(
+            self._rows(masks), self.macs(), masked, self.traced.costs.uncounted
+        )
 
     def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.
@@ -165,7 +153,7 @@ class Graph:
                 for path, axis in group.members
                 if path == parameter.path
             ]
-            dense = self.costs.count_macs(parameter.path)
+            dense = self.traced.costs.count_macs(parameter.path)
             masked = round(dense * density.get(parameter.path, 1))
             names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
             row = tables.CostRow(
@@ -246,7 +234,7 @@ class Graph:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the leaves."""
-        return self.removal.groups
+        return self.traced.removal.groups
 
     @property
     def refused(self) -> list[Refusal]:
@@ -255,42 +243,67 @@ class Graph:
         Windows of convolutions, and the positions of an image that is flattened with its channels,
         are no channels and are left out.
         """
-        return self.removal.refused
+        return self.traced.removal.refused
+
+
+class TracedModel:
+    """The parts of a `Graph` that the package asks, and no page shows.
+
+    Attributes:
+      model: the traced program.
+      trace: makes a graph of a function, its parameters and its inputs.
+      parameters: the parameters by path, for trees that hold them.
+      tracker: arrays that hold entries of parameters, throughout the program.
+      removal: coupled axes, and proofs that channels may go.
+      costs: multiply-adds and bytes, also of masked and of smaller models.
+      retraced: (arguments, graph) of earlier calls of `retrace`.
+    """
+
+    def __init__(self, model: Model, trace: Trace) -> None:
+        self.model, self.trace = model, trace
+        self.retraced: list[tuple[PyTree, Graph]] = []
+        paths = [parameter.path for parameter in model.leaves]
+        self.tracker = Tracker(model.program, model.values, paths)
+        self.removal = Removal(model, self.tracker.uses)
+        self.costs = Costs(model, self.tracker, self.removal)
+        self.parameters = Parameters(model.leaves, self.removal.list_members)
 
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:
         """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
         return find_biases(self.model.program, self.model.values, self.tracker)
 
-    # Other arguments.
 
-    def retrace(self, params: Params, *args: PyTree) -> Graph:
-        """Returns the graph of the model for other arguments, or this graph if they are alike.
+def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
+    """Returns the graph of the model for other arguments, or `graph` if they are alike.
 
-        Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
-        numbers, functions) are equal.
+    Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
+    numbers, functions) are equal.
 
-        Args:
-          params: the parameters; dtypes and containers may differ from those of the trace.
-          *args: inputs of the model.
-        """
-        example = sharding.abstract((params, args))
-        if trees.are_alike(example, self.model.example):
-            return self
-        for earlier, graph in self._traces:
-            if trees.are_alike(example, earlier):
-                return graph
-        graph = self._trace(self.model.fn, *example)
-        # A number that changes from call to call must not fill the memory.
-        self._traces = [*self._traces[-_MOST_RETRACED:], (example, graph)]
+    Args:
+      graph: the graph of the model.
+      params: the parameters; dtypes and containers may differ from those of the trace.
+      *args: inputs of the model.
+    """
+    example = sharding.abstract((params, args))
+    traced = graph.traced
+    if trees.are_alike(example, traced.model.example):
         return graph
+    for earlier, retraced in traced.retraced:
+        if trees.are_alike(example, earlier):
+            return retraced
+    retraced = traced.trace(traced.model.fn, *example)
+    # A number that changes from call to call must not fill the memory.
+    traced.retraced = [*traced.retraced[-_MOST_RETRACED:], (example, retraced)]
+    return retraced
 
-    def trace_at_shapes(
-        self, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
-    ) -> Graph:
-        """Returns the graph of a function like the model, at other shapes of the parameters."""
-        params, args = self.model.example
-        arrays, rebuild = trees.split_arrays(params)
-        leaves = zip(arrays, self.leaves, strict=True)
-        structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
-        return self._trace(fn, rebuild(structs), args)
+
+def trace_at_shapes(
+    graph: Graph, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
+) -> Graph:
+    """Returns the graph of a function like the model, at other shapes of the parameters."""
+    params, args = graph.traced.model.example
+    arrays, rebuild = trees.split_arrays(params)
+    leaves = zip(arrays, graph.leaves, strict=True)
+    structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
+    return graph.traced.trace(fn, rebuild(structs), args)

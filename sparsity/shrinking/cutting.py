@@ -155,7 +155,7 @@ class Cutter:
         """Returns the path in the graph of a leaf of params, `None` for a leaf that is no array."""
         if not hasattr(leaf, "shape"):
             return None
-        return self.graph.parameters.find(trees.path_names(key), leaf).path
+        return self.graph.traced.parameters.find(trees.path_names(key), leaf).path
 
     def _axes(self, key: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
         """Returns the indices that stay along each axis of a leaf that loses some."""

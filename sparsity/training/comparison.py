@@ -30,7 +30,7 @@ def check_arguments(
     tx: optax.GradientTransformation | None,
 ) -> None:
     """Raises a ValueError if graph, masks, state and optimizer are missing, traced or confused."""
-    if not hasattr(graph, "parameters"):
+    if not hasattr(graph, "traced"):
         raise ValueError(f"graph must be made by sparsity.trace, got graph = {graph!r}.")
     if masks is None:
         raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")

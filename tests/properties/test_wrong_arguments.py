@@ -257,7 +257,7 @@ EXTRA |= {
     if not name.startswith("_") and isinstance(method, FunctionType | staticmethod | classmethod)
 }
 # Methods for the package itself.
-for name in ("Delta.patches", "Graph.retrace", "Graph.trace_at_shapes", "Plan.shrink_shape"):
+for name in ("Delta.patches", "Plan.shrink_shape"):
     del EXTRA[name]
 half = sparsity.Uniform(0.5)
 

@@ -35,21 +35,21 @@ class Biases:
         if path not in self.places:
             return None
         place = self.places[path].path
-        axes = self.graph.tracker.find_scanned_axes().get(place, ())
+        axes = self.graph.traced.tracker.find_scanned_axes().get(place, ())
         return place, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
 
     def shift(
         self, path: Path, bias: jax.Array, layer: PrunedLayer, weights: ModelWeights
     ) -> jax.Array:
         """Returns the bias of a parameter that keeps the means of its outputs."""
-        read = self.graph.model.reader(weights.by_path())
+        read = self.graph.traced.model.reader(weights.by_path())
         lost = layer.dense, layer.refitted, layer.statistic
         return shift_bias(self.places[path], bias, *lost, read)
 
 
 def find_run_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
-    biases = {path: graph.biases[path] for path in sites if path in graph.biases}
+    biases = {path: graph.traced.biases[path] for path in sites if path in graph.traced.biases}
     places = {path: bias for path, bias in biases.items() if _holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in places]:
         warnings.warn(
@@ -63,7 +63,7 @@ def find_run_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
 
 def _holds_outputs(graph: Graph, path: Path, bias: Bias) -> bool:
     """Returns whether a bias can hold outputs: a real one would lose their imaginary parts."""
-    outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]
+    outputs = [use.equation.outputs[0].dtype for use in graph.traced.tracker.find_products(path)]
     if not any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs):
         return True
     (dtype,) = (param.dtype for param in graph.leaves if param.path == bias.path)

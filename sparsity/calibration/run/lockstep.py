@@ -59,7 +59,10 @@ class Lockstep:
         Raises:
           ValueError: the batches differ in shape or structure, or have inputs that are not finite.
         """
-        program, count = self._calibration.graph.model.program, len(self._calibration.graph.leaves)
+        program, count = (
+            self._calibration.graph.traced.model.program,
+            len(self._calibration.graph.leaves),
+        )
         inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
         for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
             check_structure(batch, self._batches[0], number)

@@ -145,7 +145,7 @@ def identify(
             identity[name] = fingerprint(value)
         except ValueError as error:
             raise ValueError(_refusal(name, error)) from error
-    programs = [trace(fn, params, batch).model.program for batch in shapes.values()]
+    programs = [trace(fn, params, batch).traced.model.program for batch in shapes.values()]
     try:
         identity["fn"] = fingerprint([fingerprint_program(program) for program in programs])
     except ValueError as error:

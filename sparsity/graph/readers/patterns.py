@@ -16,11 +16,18 @@ from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 
-class _Graph(Protocol):
-    """Parts of a `Graph` that filters and patterns ask."""
+class _Traced(Protocol):
+    """Parts of a `TracedModel` that filters and patterns ask."""
 
     parameters: Parameters
     tracker: Tracker
+
+
+class _Graph(Protocol):
+    """The part of a `Graph` that holds them."""
+
+    @property
+    def traced(self) -> _Traced: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +47,12 @@ class Weights:
 
     def __call__(self, path: Path, param: chex.Array) -> bool:
         """Returns whether a product has enough inputs for each output, before the model was cut."""
-        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.tracker.find_products(parameter.path) if use.contracting]
+        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+        uses = [
+            use
+            for use in self.graph.traced.tracker.find_products(parameter.path)
+            if use.contracting
+        ]
         return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
@@ -65,8 +76,12 @@ class _Patterns(abc.ABC):
 
     def __call__(self, path: Path, param: chex.Array) -> SparsityType | None:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
-        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.tracker.find_products(parameter.path) if use.contracting]
+        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+        uses = [
+            use
+            for use in self.graph.traced.tracker.find_products(parameter.path)
+            if use.contracting
+        ]
         if not uses:
             return None if self.otherwise == "dense" else Unstructured()
         pattern = self._fit(uses, f"{parameter.name!r} of shape {param.shape}", param.shape)
@@ -137,7 +152,7 @@ class SharedInputs(_Patterns):
             return _name_axes(axes, shown, "no axes serve FanIn")
         (inputs,) = axes
         for axis in inputs:
-            full = self.graph.parameters.find_shape(uses[0].path)[axis]
+            full = self.graph.traced.parameters.find_shape(uses[0].path)[axis]
             if not all(use.is_along(axis, full) for use in uses):
                 return (
                     f"Products contract a part of axis {axis} of {shown}, which a reshape took "
