@@ -111,7 +111,7 @@ def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: PyTree) -> j
     return value
 
 
-_move_compiled = jax.jit(_move, static_argnums=(5, 6, 7, 8))
+_move_compiled = jax.jit(_move, static_argnames=("pruner", "objects", "treedef", "tx"))
 
 
 def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:

@@ -82,28 +82,10 @@ def find_channels(
       windows: {path: the axes of the parameter that are windows of a convolution}.
       layers: {variable: number of layers} where layers may keep different entries.
     """
-    refusals = dict(unproven)
-    members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
-    for parameter, axes in parameters:
-        for number, axis in enumerate(axes):
-            parts = dict.fromkeys(list_variables(axis))
-            is_single = parameter.shape[number] > 1 and all(
-                variable.size == 1 for variable in parts
-            )
-            for variable in parts:
-                if variable.pin is not None:
-                    refusals[variable] = variable.pin
-                elif variable not in refusals and label_entries(axis, variable) is None:
-                    refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
-                elif variable not in refusals and is_single:
-                    refusals[variable] = Reason(
-                        None, "an axis that is cut into single entries", "axis"
-                    )
-                if variable.size > 1 or is_single:
-                    members.setdefault(variable, []).append((parameter, number, axis))
+    refusals = _find_refusals(parameters, unproven)
     groups, refused = [], []
     names: dict[str, int] = {}
-    for variable, places in members.items():
+    for variable, places in _find_members(parameters).items():
         if variable in refusals:
             for parameter, number, axis in places:
                 reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
@@ -165,6 +147,42 @@ def resize_groups(
         )
         for group in groups
     ]
+
+
+def _find_refusals(
+    parameters: ParameterAxes, unproven: Mapping[Axis, Reason]
+) -> dict[Axis, Reason]:
+    """Returns the variables that cannot lose entries, and why."""
+    refusals = dict(unproven)
+    for parameter, axes in parameters:
+        for size, axis in zip(parameter.shape, axes, strict=True):
+            for variable in list_variables(axis):
+                if variable.pin is not None:
+                    refusals[variable] = variable.pin
+                elif variable in refusals:
+                    continue
+                elif label_entries(axis, variable) is None:
+                    refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
+                elif _is_cut_up(axis, size):
+                    text = "an axis that is cut into single entries"
+                    refusals[variable] = Reason(None, text, "axis")
+    return refusals
+
+
+def _find_members(parameters: ParameterAxes) -> dict[Axis, list[tuple[Parameter, int, Axis]]]:
+    """Returns {variable: the axes of parameters along which its entries lie}."""
+    members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
+    for parameter, axes in parameters:
+        for number, axis in enumerate(axes):
+            for variable in dict.fromkeys(list_variables(axis)):
+                if variable.size > 1 or _is_cut_up(axis, parameter.shape[number]):
+                    members.setdefault(variable, []).append((parameter, number, axis))
+    return members
+
+
+def _is_cut_up(axis: Axis, size: int) -> bool:
+    """Returns whether an axis of this size consists of variables of one entry each."""
+    return size > 1 and all(variable.size == 1 for variable in list_variables(axis))
 
 
 def _refuse(
