@@ -123,6 +123,21 @@ def test_the_state_of_a_wrapped_optimizer_goes_on_without_the_wrapper():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), dense, params)
 
 
+def test_one_number_for_a_parameter_stays_in_the_state():
+    def init(params):
+        numbers = jax.tree.map(lambda _: jnp.zeros(()), params)
+        return numbers, jax.tree.map(lambda x: x[None], numbers)
+
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda x: x + 1, state)
+
+    _, params, masks, _, graph = draw()
+    tx = optax.GradientTransformation(init, update)
+    model = compact(graph, params, masks, tx.init(params), tx)
+    shapes = [{x.shape for x in jax.tree.leaves(state)} for state in model.opt_state]
+    assert shapes == [{()}, {(1,)}]
+
+
 @pytest.mark.parametrize(
     ("tx", "message"),
     [

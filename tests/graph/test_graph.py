@@ -63,6 +63,18 @@ def test_resnet50_costs_4_0892_billion():
     assert sum(use.macs for use in resnet50().uses) == resnet50().macs()
 
 
+def test_zeros_that_a_transposed_convolution_inserts_cost_nothing():
+    def fn(params, x):
+        return jax.lax.conv_transpose(
+            x, params["w"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    params, x = models.abstract([(2, 2, 3, 8), (1, 4, 5, 3)])
+    graph = trace(fn, {"w": params}, x)
+    # Each of 4 x 5 entries meets a kernel of 2 x 2, for 3 inputs and 8 outputs.
+    assert graph.macs() == graph.traced.costs.count_small_macs({}) == 4 * 5 * 2 * 2 * 3 * 8
+
+
 @pytest.mark.parametrize(("rate", "left"), [(0.8, 0.414), (0.9, 0.242)])
 def test_erk_leaves_of_resnet50_what_is_published(rate, left):
     # Evci et al. 2020, table 1: 0.42 and 0.24 of the operations of ResNet-50, in whose masks the

@@ -22,3 +22,11 @@ def test_norms_on_hosts_and_devices_are_those_of_the_finite_scores_in_numpy():
     np.testing.assert_array_equal(on_host, on_device)
     tiny = [np.float32(1e-38) * x for x in leaves]  # XLA takes most of these for 0
     np.testing.assert_array_equal(norms([Scores.wrap(x) for x in tiny]), compiled(tiny))
+
+
+def test_a_leaf_that_is_not_cut_into_rows_has_the_norm_of_numpy():
+    # A prime number of entries: sums of so many squares take three digits.
+    leaf = np.random.default_rng(1).normal(size=131_071).astype(np.float32)
+    compiled = jax.jit(lambda leaves: norms([Scores.wrap(x) for x in leaves]))([leaf])
+    np.testing.assert_allclose(compiled, [np.linalg.norm(leaf.astype(np.float64))], rtol=1e-6)
+    np.testing.assert_array_equal(compiled, norms([Scores.wrap(leaf)]))

@@ -53,3 +53,15 @@ def test_move_names_the_wrong_argument(pattern, changed, error):
     } | changed
     with pytest.raises(ValueError, match=error):
         pattern.move(**arguments)
+
+
+@PATTERNS
+def test_no_axis_indexes_slices_by_default(pattern):
+    pattern.check((4, 8))
+    for scores in (SCORES, SCORES.reshape(2, 2, 8)):
+        shape = scores.shape
+        pooled = pattern.pool(scores, 0)
+        np.testing.assert_array_equal(pattern.pool(scores), pooled)
+        units = np.arange(pooled.size).reshape(pooled.shape) % 2
+        np.testing.assert_array_equal(pattern.expand(units, shape), pattern.expand(units, shape, 0))
+        assert pattern.count_kept(shape, 0.5) == pattern.count_kept(shape, 0.5, 0)

@@ -111,6 +111,7 @@ def test_no_group_dies_unless_its_sparsity_asks_for_it(is_traced):
     assert [int(n) for n in run(0.5)] == [64 - 7, 7]  # 7 is a tenth of 64
     assert [int(n) for n in run(0.5, min_channels=1)] == [63, 1]
     assert [int(n) for n in run(0.9375)] == [4, 4]  # 4 of 64 are what this sparsity leaves
+    assert [int(n) for n in run(0.99)] == [1, 1]  # the last channel of a group stays
 
 
 @pytest.mark.slow

@@ -476,3 +476,30 @@ def test_a_rule_for_derivatives_may_belong_to_a_function_that_returns_integers_t
     for name, axis in (("in", 1), ("out", 0)):
         expected = np.delete(large_grads[name], 2, axis)
         np.testing.assert_allclose(grads[name], expected, rtol=1e-5)
+
+
+def _concatenated(params, x):
+    return jnp.concatenate([x @ params["a"], x @ params["b"]], axis=1) @ params["c"]
+
+
+def _shifted(params, x):
+    shift = jax.lax.broadcast_in_dim(x.sum(axis=1), (2, 4), (0,))
+    return (x @ params["a"] + shift).sum(axis=1)
+
+
+@pytest.mark.parametrize("fn", [_concatenated, _shifted])
+def test_channels_that_meet_others_are_cut_exactly(fn):
+    # Integers: all sums are exact.
+    params = {name: jnp.arange(float(n)) for name, n in (("a", 12), ("b", 15), ("c", 18))}
+    params = {name: x.reshape(9 if name == "c" else 3, -1) for name, x in params.items()}
+    masks = {
+        "a": jnp.ones((3, 4), jnp.uint8).at[:, 1].set(0),
+        "b": jnp.ones((3, 5), jnp.uint8).at[:, 2].set(0),
+    }
+    if fn is _shifted:
+        del params["b"], params["c"], masks["b"]
+    masked = {name: x * masks.get(name, 1) for name, x in params.items()}
+    x = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, -6.0]])
+    small = shrink(trace(fn, params, x), params, masks)
+    assert small.params["a"].shape == (3, 3)
+    np.testing.assert_array_equal(small.apply(small.params, x), fn(masked, x))

@@ -400,3 +400,13 @@ def test_annotations_that_are_no_fields_need_no_decorator():
 
     assert Constants(**HALF).regrows
     assert Initialized(2.0, **HALF).alpha == 2.0
+
+
+def test_hooks_take_the_state_and_the_trees_by_name():
+    updater = sparsity.MagnitudePruning(**HALF, **ONCE)
+    params = {"k": PARAMS["k"]}
+    state = updater.wrap_optax(optax.sgd(0.1)).init(params)
+    named = updater.update_state(sparse_state=state, params=params, grads=params)
+    placed = updater.update_state(state, params, params)
+    np.testing.assert_array_equal(named.masks["k"], placed.masks["k"])
+    assert int(named.masks["k"].sum()) == 16
