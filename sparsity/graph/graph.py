@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
 import chex
 import numpy as np
@@ -164,27 +164,39 @@ class Graph:
 
     # For pruners.
 
-    def is_weight(self, path: Path, param: chex.Array) -> bool:
+    @overload
+    def is_weight(self, path: Path, param: chex.Array) -> bool: ...
+
+    @overload
+    def is_weight(self, *, min_inputs: int) -> Callable[[Path, chex.Array], bool]: ...
+
+    def is_weight(
+        self,
+        path: Path | None = None,
+        param: chex.Array | None = None,
+        *,
+        min_inputs: int | None = None,
+    ) -> bool | Callable[[Path, chex.Array], bool]:
         """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
         Embeddings that are only looked up, scales, shifts and positional tables are no weights.
+        `is_weight(min_inputs=64)` returns a `filter_fn` that leaves narrow weights dense, too: a
+        3 x 3 convolution of an image has 27 inputs, a depthwise one 9.
 
         Args:
           path: path of the parameter.
           param: the parameter.
-        """
-        return Weights(self, 1)(path, param)
-
-    def weights(self, min_inputs: int) -> Callable[[Path, chex.Array], bool]:
-        """Returns a `filter_fn` like `is_weight` that leaves narrow weights dense, too.
-
-        A 3 x 3 convolution of an image has 27 inputs, a depthwise one 9.
-
-        Args:
           min_inputs: smallest number of inputs of an output. Of a convolution these are the input
             channels of a group times the window.
         """
-        return Weights(self, min_inputs)
+        if min_inputs is not None:
+            return Weights(self, min_inputs)
+        if path is None or param is None:
+            raise ValueError(
+                "is_weight is a filter_fn(path, param), or is_weight(min_inputs=n) returns one: "
+                "give both path and param, or min_inputs."
+            )
+        return Weights(self, 1)(path, param)
 
     def nm(
         self, n: int, m: int, *, otherwise: Literal["dense"] | None = None

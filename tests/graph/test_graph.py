@@ -365,13 +365,15 @@ def test_masks_of_nm_hold_along_the_contraction():
 def test_weights_with_few_inputs_can_stay_dense():
     model = models.mobilenet()  # 3 x 3 x 3 inputs of the stem, 3 x 3 of a depthwise output
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
-    assert select(graph, graph.weights(min_inputs=1)) == select(graph, graph.is_weight)
-    assert select(graph, graph.weights(min_inputs=9)) == {"stem/kernel", "depthwise/kernel"}
-    assert select(graph, graph.weights(min_inputs=10)) == {"stem/kernel"}
-    assert select(graph, graph.weights(min_inputs=28)) == set()
-    assert graph.weights(min_inputs=9) == graph.weights(min_inputs=9)
+    assert select(graph, graph.is_weight(min_inputs=1)) == select(graph, graph.is_weight)
+    assert select(graph, graph.is_weight(min_inputs=9)) == {"stem/kernel", "depthwise/kernel"}
+    assert select(graph, graph.is_weight(min_inputs=10)) == {"stem/kernel"}
+    assert select(graph, graph.is_weight(min_inputs=28)) == set()
+    assert graph.is_weight(min_inputs=9) == graph.is_weight(min_inputs=9)
     with pytest.raises(ValueError, match="min_inputs must be at least 1, got min_inputs = 0"):
-        graph.weights(min_inputs=0)
+        graph.is_weight(min_inputs=0)
+    with pytest.raises(ValueError, match="give both path and param, or min_inputs"):
+        graph.is_weight(("stem", "kernel"))
 
 
 def mixed(p, x):

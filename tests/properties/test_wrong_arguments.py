@@ -110,7 +110,7 @@ WRONG = {
     "normalize": BOOLEAN,
     "only_total_sparsity": BOOLEAN,
     "opt_state": (None, 3, [], ODD),
-    "min_inputs": COUNT,
+    "min_inputs": optional(COUNT),
     "otherwise": (3, "x", ODD),
     "order": (0, 3, *INTEGER),
     "outside": (None, 3, "none", True, ODD),

@@ -32,7 +32,7 @@ class _Graph(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """`filter_fn` that selects the weights with enough inputs. Made by `Graph.weights`.
+    """`filter_fn` that selects the weights with enough inputs. Made by `Graph.is_weight`.
 
     Attributes:
       graph: the graph of the model.
