@@ -487,19 +487,25 @@ def _shifted(params, x):
     return (x @ params["a"] + shift).sum(axis=1)
 
 
-@pytest.mark.parametrize("fn", [_concatenated, _shifted])
-def test_channels_that_meet_others_are_cut_exactly(fn):
+def _cut_between_heads(params, x):
+    heads = jnp.einsum("bi,ihd->bhd", x, params["a"]).reshape(2, 24)
+    return heads[:, :12] @ params["b"] + heads[:, 12:] @ params["c"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (_concatenated, {"a": (3, 4), "b": (3, 5), "c": (9, 2)}),
+        (_shifted, {"a": (3, 4)}),
+        (_cut_between_heads, {"a": (3, 4, 6), "b": (12, 2), "c": (12, 2)}),
+    ],
+)
+def test_channels_that_meet_others_are_cut_exactly(fn, shapes):
     # Integers: all sums are exact.
-    params = {name: jnp.arange(float(n)) for name, n in (("a", 12), ("b", 15), ("c", 18))}
-    params = {name: x.reshape(9 if name == "c" else 3, -1) for name, x in params.items()}
-    masks = {
-        "a": jnp.ones((3, 4), jnp.uint8).at[:, 1].set(0),
-        "b": jnp.ones((3, 5), jnp.uint8).at[:, 2].set(0),
-    }
-    if fn is _shifted:
-        del params["b"], params["c"], masks["b"]
-    masked = {name: x * masks.get(name, 1) for name, x in params.items()}
+    params = {name: jnp.arange(float(np.prod(x))).reshape(x) for name, x in shapes.items()}
+    masks = {"a": jnp.ones(shapes["a"], jnp.uint8).at[..., 1].set(0)}
+    masked = params | {"a": params["a"] * masks["a"]}
     x = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, -6.0]])
     small = shrink(trace(fn, params, x), params, masks)
-    assert small.params["a"].shape == (3, 3)
+    assert small.params["a"].shape == (*shapes["a"][:-1], shapes["a"][-1] - 1)
     np.testing.assert_array_equal(small.apply(small.params, x), fn(masked, x))
