@@ -187,10 +187,11 @@ class Parameters:
         return matched
 
     def check_complete(self, params: PyTree) -> None:
-        """Raises a ValueError unless params, or the part that they are, have all leaves."""
+        """Raises a ValueError unless each collection, such as 'params', has all leaves."""
         matched = self.match(params)
         paths = {parameter.path for parameter in matched.values()}
-        parts = {x.path[: len(x.path) - len(path)] for path, x in matched.items()}
+        # A tree of nested collections may hold some of them.
+        parts = {x.path[: len(x.path) - max(len(path) - 1, 1)] for path, x in matched.items()}
         for parameter in self._leaves:
             if parameter.path not in paths and any(
                 parameter.path[: len(part)] == part for part in parts

@@ -68,7 +68,8 @@ def test_a_copy_of_ones_own_is_one_entry(monkeypatch, params):
         return COPY.bind(x @ params["up"].T) + params["bias"]
 
     def find_biases():
-        return sparsity.trace(outputs, params | {"bias": jnp.ones(8)}, jnp.ones((5, 4))).biases
+        graph = sparsity.trace(outputs, params | {"bias": jnp.ones(8)}, jnp.ones((5, 4)))
+        return graph.traced.biases
 
     assert find_biases() == {}
     monkeypatch.setitem(ENTRYWISE, "own_copy", Entrywise(is_copy=True))
