@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
-        if field == "squares" and (jnp.iscomplexobj(value) or _has_negative(value)):
+        if field == "squares" and (jnp.iscomplexobj(value) or not _passes(_all_nonnegative, value)):
             raise ValueError(
                 f"The squares of the inputs of {name!r} must be real and >= 0, sums of |x|^2, got "
                 f"squares = {value!r}. Take the real part of sums of x conj(x)."
@@ -131,10 +131,15 @@ def not_finite(name: str, batch: int) -> ValueError:
 
 def is_finite(value: jax.Array) -> bool:
     """Returns whether all entries are finite; traced ones pass."""
+    return _passes(_all_finite, value)
+
+
+def _passes(test: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
+    """Returns whether a value passes a test; traced ones do."""
     if is_traced(value):
         return True
     with jax.ensure_compile_time_eval():  # a constant within a function that is traced
-        return bool(_all_finite(value))
+        return bool(test(value))
 
 
 @host.instead(lambda value: np.isfinite(value).all())
@@ -142,17 +147,9 @@ def _all_finite(value: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(value))
 
 
-def _has_negative(value: jax.Array) -> bool:
-    """Returns whether a real entry is negative; traced ones pass."""
-    if is_traced(value):
-        return False
-    with jax.ensure_compile_time_eval():
-        return bool(_any_negative(value))
-
-
-@host.instead(lambda x: (x < 0).any())
-def _any_negative(x: jax.Array) -> jax.Array:
-    return jnp.any(x < 0)
+@host.instead(lambda x: (x >= 0).all())
+def _all_nonnegative(x: jax.Array) -> jax.Array:
+    return jnp.all(x >= 0)
 
 
 @host.instead(lambda x: (x == 0).all(axis=-1))
