@@ -175,9 +175,9 @@ class Uniform:
             together = {float(np.float32(targets[path])) for path in ranked}
             total = sum(counter(path)(target) for path, target in targets.items())
             if isinstance(scope, Global) and len(together) == 1:
-                separately = sum(counter(path)(targets[path]) for path in ranked)
+                num_separate = sum(counter(path)(targets[path]) for path in ranked)
                 size = sum(math.prod(shapes[path]) for path in ranked)
-                total += num_kept_int(size, together.pop()) - separately
+                total += num_kept_int(size, together.pop()) - num_separate
             return total
 
         if (fewest := count(1.0)) > int(self.entries or 0):

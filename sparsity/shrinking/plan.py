@@ -103,11 +103,11 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        again = retrace(graph, example, *args)
-        traced = again.traced
+        retraced = retrace(graph, example, *args)
+        traced = retraced.traced
         chosen = solve_kept(traced.removal.list_axes(), self)
-        if again is not graph:
-            check_proven(again, chosen, self)
+        if retraced is not graph:
+            check_proven(retraced, chosen, self)
         smaller = Smaller(traced.removal.coupling, chosen, traced.removal.alike if chosen else {})
         outputs = smaller.run(traced.model.program, [*arrays, *inputs])
         return jax.tree.unflatten(traced.model.output_tree, outputs)

@@ -96,11 +96,11 @@ def test_products_that_read_the_same_channels_decide_together():
 
 @pytest.mark.slow
 def test_layers_choose_by_themselves():
-    given = problem(0), problem(1)
-    weights, grams = (jnp.stack([x[i][None] for x in given]) for i in range(2))
-    found = choose([ReaderMatrices(weights, grams, jnp.asarray(given[0][2]))], 4, 8, 0.01)
-    for own, mask in zip(given, found, strict=True):
-        np.testing.assert_array_equal(np.flatnonzero(mask), chosen(4, 8, own, damping=0.01))
+    layers = problem(0), problem(1)
+    weights, grams = (jnp.stack([x[i][None] for x in layers]) for i in range(2))
+    masks = choose([ReaderMatrices(weights, grams, jnp.asarray(layers[0][2]))], 4, 8, 0.01)
+    for layer, mask in zip(layers, masks, strict=True):
+        np.testing.assert_array_equal(np.flatnonzero(mask), chosen(4, 8, layer, damping=0.01))
 
 
 @pytest.mark.slow

@@ -209,10 +209,8 @@ class Calibration(Collector):
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
         for number, use in self.uses.items():
-            alignment, shape = (
-                self.alignments[number],
-                self.graph.traced.parameters.find_shape(use.path),
-            )
+            alignment = self.alignments[number]
+            shape = self.graph.traced.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
