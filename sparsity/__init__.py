@@ -55,7 +55,6 @@ from sparsity.api import (
     register_schedule,
     register_scope,
 )
-from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.calibration import (
     ADMM,
     FLAPPruning,
@@ -76,13 +75,13 @@ from sparsity.finetuning.train_only import train_only
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
+from sparsity.masks.distributions import ERK, Distribution, Uniform
 from sparsity.reports import (
     active_masks,
     sparsity_table,
     summarize_sparsity,
 )
 from sparsity.shrinking import Plan, shrink
-from sparsity.sparsity_distributions import ERK, Distribution, Uniform
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
     OneShotSchedule,
@@ -91,6 +90,7 @@ from sparsity.sparsity_schedules import (
     Schedule,
 )
 from sparsity.sparsity_types import Block, Channel, FanIn, NByM, SparsityType, Unstructured
+from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.training.state import (
     SparseState,
     get_sparse_state,

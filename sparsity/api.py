@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.core.checks import check_fraction, check_function
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, Scope
+from sparsity.masks.distributions import DISTRIBUTIONS, Distribution
 from sparsity.patterns import parse_sparsity_type
-from sparsity.sparsity_distributions import DISTRIBUTIONS, Distribution
 from sparsity.sparsity_schedules import SCHEDULES, Schedule, check_schedule
+from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 
 T = TypeVar("T")
 Options = dict[str, Any]  # keys of a configuration with their values

@@ -19,7 +19,7 @@ from sparsity.algorithms.srigl import SRigL
 from sparsity.algorithms.ste import SteMagnitudePruning, SteRandomPruning
 from sparsity.algorithms.tickets import lottery_ticket
 from sparsity.algorithms.top_kast import TopKast
-from sparsity.base_updater import ALGORITHM_REGISTRY, NoPruning
+from sparsity.training.base_updater import ALGORITHM_REGISTRY, NoPruning
 
 ALGORITHM_REGISTRY.update(
     {

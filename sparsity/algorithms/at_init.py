@@ -36,9 +36,9 @@ from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
+from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
-from sparsity.sparsity_distributions import Uniform
 from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Schedule
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState

@@ -12,15 +12,15 @@ from typing import ClassVar
 import jax
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
-from sparsity.base_updater import BaseUpdater
 from sparsity.core.trees import PyTree, ScoreTree, Sparsities
 from sparsity.masks import Global, Layerwise, Overrides, Scope, call_distribution
-from sparsity.sparsity_distributions import (
+from sparsity.masks.distributions import (
     Distribution,
     FilterFn,
     Uniform,
     uniform,
 )
+from sparsity.training.base_updater import BaseUpdater
 
 
 @dataclasses.dataclass(kw_only=True)

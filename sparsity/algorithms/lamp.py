@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import jax
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.masks.lamp_scores import LampScores, lamp_scores
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden

@@ -11,10 +11,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Draw, elementwise
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
 __all__ = ["MagnitudePruning", "RandomPruning", "SaliencyPruning", "generate_random_scores"]

@@ -18,7 +18,6 @@ import optax
 from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import generate_random_scores
-from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
@@ -34,6 +33,7 @@ from sparsity.masks import (
     move_masks,
 )
 from sparsity.sparsity_schedules import boundary_values, update_range
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden

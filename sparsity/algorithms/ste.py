@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
@@ -28,6 +27,7 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.sparsity_schedules import update_range
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState, get_sparse_state
 from sparsity.training.updater import is_overridden

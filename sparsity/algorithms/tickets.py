@@ -25,7 +25,7 @@ from sparsity.core.checks import (
 )
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import apply_masks
-from sparsity.sparsity_distributions import Uniform
+from sparsity.masks.distributions import Uniform
 
 Ticket: TypeAlias = tuple[PyTree, PyTree, PyTree]  # start, masks, trained
 

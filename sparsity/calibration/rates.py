@@ -20,7 +20,7 @@ from sparsity.core.checks import (
 )
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
-from sparsity.sparsity_distributions import FilterFn
+from sparsity.masks.distributions import FilterFn
 
 
 @dataclasses.dataclass(frozen=True)

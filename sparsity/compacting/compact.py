@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.building import (
     build,
     describe_masked,
@@ -44,6 +43,7 @@ from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training import comparison
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.checks import check_optimizer
 from sparsity.training.kept_state import spread_state
 

@@ -17,7 +17,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
@@ -34,9 +33,10 @@ from sparsity.masks import (
     pack_masks,
     read_masks,
 )
+from sparsity.masks.distributions import Distribution
 from sparsity.patterns import SparsityType, Unstructured
-from sparsity.sparsity_distributions import Distribution
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 

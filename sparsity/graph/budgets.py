@@ -21,9 +21,9 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.model import Parameter
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.masks import BatchAxes, Overrides, Sites
+from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
-from sparsity.sparsity_distributions import Uniform
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
@@ -20,6 +19,7 @@ from sparsity.graph.graph import retrace, trace_at_shapes
 from sparsity.programs.axes import Axis, list_variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.smaller import Smaller
+from sparsity.training.base_updater import BaseUpdater
 
 FORMAT = 1  # of the text of a plan
 

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
@@ -28,6 +27,7 @@ from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
 from sparsity.shrinking.savings import SizeRow
 from sparsity.training import comparison
+from sparsity.training.base_updater import BaseUpdater
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

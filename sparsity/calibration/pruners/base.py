@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.statistics import Statistic, Statistics, look_up_statistic
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, keeps_targets
 from sparsity.sparsity_schedules import update_range
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg
 
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.calibration.statistics.rows import Kind
@@ -37,6 +36,7 @@ from sparsity.masks import (
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.share import share
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
 

@@ -18,7 +18,6 @@ import chex
 import jax
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import StatisticsPruning
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
@@ -45,6 +44,7 @@ from sparsity.core.checks import (
 )
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import is_per_slice
+from sparsity.training.base_updater import BaseUpdater
 
 
 @overload

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import SplitScope
 from sparsity.calibration.refits import Refit, Select, shifts_biases
 from sparsity.calibration.statistics import (
@@ -24,6 +23,7 @@ from sparsity.core import host, sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import ScoredLeaf, Site, is_per_slice
+from sparsity.training.base_updater import BaseUpdater
 
 
 def prune(

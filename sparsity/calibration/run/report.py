@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.run.outputs import OutputReport
 from sparsity.calibration.run.sensitivity import Sensitivity, measure
 from sparsity.core import extras, trees
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
 from sparsity.core.trees import Path, PyTree
+from sparsity.training.base_updater import BaseUpdater
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.run.report import LayerReport
@@ -20,6 +19,7 @@ from sparsity.core import extras, trees
 from sparsity.core.files import reading, writing
 from sparsity.core.trees import PyTree
 from sparsity.graph import trace
+from sparsity.training.base_updater import BaseUpdater
 
 
 class StoredLayer(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
@@ -14,6 +13,7 @@ from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_iterable
 from sparsity.core.trees import Path, PyTree
+from sparsity.training.base_updater import BaseUpdater
 
 
 class Sensitivity(dict[Path, dict[float, float]]):

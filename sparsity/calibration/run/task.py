@@ -9,7 +9,6 @@ from typing import Any
 import chex
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Refit, shifts_biases
 from sparsity.calibration.run.biases import Biases, find_run_biases
@@ -23,6 +22,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, trace
 from sparsity.masks import Site
 from sparsity.patterns.base import absolute_axis
+from sparsity.training.base_updater import BaseUpdater
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.model import StoredModel, run_stored
 from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
@@ -19,6 +18,7 @@ from sparsity.compacting.moving.mover import make_movers, move_all
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
+from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 

@@ -1,0 +1,400 @@
+"""Distributions: functions from a parameter tree to a tree of sparsities.
+
+A distribution is any function of the parameters (arrays, or objects with `shape`, `ndim` and
+`dtype`) that returns a tree of sparsities in [0, 1] with `None` for the leaves that stay dense.
+`Uniform(0.8)` and `ERK(0.8)` are such functions as frozen objects; `uniform` and `erk` are plain
+functions, for `functools.partial(uniform, sparsity=0.8)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol
+
+import chex
+import jax
+import numpy as np
+
+from sparsity.core import names, trees
+from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
+from sparsity.core.exact import lowest_sparsity, num_kept_int
+from sparsity.core.names import Registry
+from sparsity.core.trees import Params, PyTree, Sparsities
+from sparsity.masks.global_scope import Global
+from sparsity.masks.layerwise import keeps_targets
+from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
+from sparsity.patterns import Unstructured
+from sparsity.patterns.counts import entry_counter
+
+FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
+Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
+
+
+class Distribution(Protocol):
+    """Interface of `sparsity_distribution_fn`.
+
+    A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
+    (the table of patterns) and `scope`. A global scope ranks the leaves that an attribute
+    `custom_sparsity_map` names apart from the others. With a method `cost(path, param)` a global
+    scope ranks by score per cost and keeps no more than the sparsities of all leaves cost together:
+    the sum over all weights, or the result of a method `total`.
+
+    Example:
+      >>> def half(params):
+      ...     return jax.tree.map(lambda param: 0.5, params)
+      >>> distribution: Distribution = half
+      >>> distribution({"kernel": 1.0})
+      {'kernel': 0.5}
+    """
+
+    def __call__(self, params: Params, /) -> Sparsities:
+        """Returns a tree of sparsities in [0, 1], `None` for leaves that stay dense."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Gives every selected parameter the same sparsity.
+
+    Attributes:
+      sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
+      filter_fn: `filter_fn(path, param) -> bool` selects parameters; `path` is a tuple of strings.
+        By default parameters with more than one axis beyond the batch axes. Only floating and
+        complex leaves are ever selected.
+      custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
+        not. A key is a path as a tuple, the path joined by '/', a regular expression that matches
+        the whole joined path, or a compiled pattern, which is searched in it.
+      batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
+        a function of (path, param); `None` means the `batch_axes` of the updater, or 0 without one.
+      entries: the number of entries that all masks together may keep, in place of `sparsity`: as
+        many as float32 sparsities reach, never more. Masks of the overrides count, too.
+
+    Example:
+      >>> import numpy as np
+      >>> params = {"kernel": np.ones((4, 8)), "bias": np.ones(8)}
+      >>> Uniform(0.5)(params)
+      {'bias': None, 'kernel': 0.5}
+      >>> round(32 * (1 - Uniform(entries=8)(params)["kernel"]))
+      8
+    """
+
+    sparsity: chex.Numeric | None = None
+    filter_fn: FilterFn | None = None
+    custom_sparsity_map: Overrides | None = None
+    batch_axes: BatchAxes | None = None
+    entries: int | None = dataclasses.field(default=None, kw_only=True)
+
+    # Keys of a configuration, and the fields that they set.
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "sparsity": "sparsity",
+        "filter_fn": "filter_fn",
+        "custom_sparsity_map": "custom_sparsity_map",
+    }
+
+    def __post_init__(self) -> None:
+        if self.sparsity is not None:
+            check_fraction("sparsity", self.sparsity)
+        if self.entries is not None:
+            check_int("entries", self.entries, 1)
+            if self.sparsity is not None:
+                raise ValueError(
+                    f"Give one of sparsity and entries, got sparsity = {self.sparsity} and entries "
+                    f"= {self.entries}."
+                )
+        if self.filter_fn is not None and not callable(self.filter_fn):
+            raise ValueError(
+                f"filter_fn must be a function of (path, param), got {self.filter_fn!r}."
+            )
+        if self.batch_axes is not None and not callable(self.batch_axes):
+            check_int("batch_axes", self.batch_axes)
+        overrides = {} if self.custom_sparsity_map is None else self.custom_sparsity_map
+        if not isinstance(overrides, Mapping):
+            raise ValueError(
+                f"custom_sparsity_map must be a dict {{path: sparsity}}, got {overrides!r}."
+            )
+        for key, value in overrides.items():
+            if value is not None:
+                check_fraction(f"custom_sparsity_map[{key!r}]", value)
+
+    def __call__(
+        self,
+        params: Params,
+        batch_axes: BatchAxes = 0,
+        sites: Sites | None = None,
+        scope: object = None,
+    ) -> Sparsities:
+        """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
+
+        Args:
+          params: a parameter tree, or a single array.
+          batch_axes: `batch_axes` of the updater; the field takes precedence.
+          sites: the sites of the updater, with patterns; by default entries are removed one by one.
+          scope: the scope of the updater, for `entries`.
+
+        Raises:
+          ValueError: an override matches no parameter, nothing is selected for a sparsity, or the
+            sparsest masks keep more than `entries`.
+        """
+        if self.entries is not None:
+            return self._spread_entries(params, batch_axes, sites, scope)
+        selected, custom = self._filter_params(params, batch_axes, sites)
+        sparsities = self._share(selected) | custom
+        return trees.map_matched(lambda path, _: sparsities.get(path), params)
+
+    def _spread_entries(
+        self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
+    ) -> PyTree:
+        """Returns the lowest sparsities whose masks keep no more than `entries`."""
+        if not (scope is None or isinstance(scope, Global) or keeps_targets(scope)):
+            raise ValueError(
+                f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
+                f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
+            )
+        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        shapes = {
+            path: x.shape for path, x in trees.leaves_by_path(trees.only_arrays(params)).items()
+        }
+
+        @functools.cache
+        def counter(path: trees.KeyPath) -> Callable[[float], int]:
+            return entry_counter(sites[path].pattern, shapes[path], sites[path].batch_axes)
+
+        def spread(sparsity: float) -> PyTree:
+            return dataclasses.replace(self, sparsity=sparsity, entries=None)(params, batch_axes)
+
+        def count(sparsity: float) -> int:
+            targets = {p: float(x) for p, x in trees.leaves_by_path(spread(sparsity)).items()}
+            ranked = [path for path in targets if not sites[path].has_override]
+            together = {float(np.float32(targets[path])) for path in ranked}
+            total = sum(counter(path)(target) for path, target in targets.items())
+            if isinstance(scope, Global) and len(together) == 1:
+                num_separate = sum(counter(path)(targets[path]) for path in ranked)
+                size = sum(math.prod(shapes[path]) for path in ranked)
+                total += num_kept_int(size, together.pop()) - num_separate
+            return total
+
+        if (fewest := count(1.0)) > int(self.entries or 0):
+            raise ValueError(
+                f"entries = {self.entries} is less than the {fewest} entries that the sparsest "
+                "masks keep, one unit or more in each matrix. Allow more, or select fewer "
+                "parameters with filter_fn."
+            )
+        return spread(lowest_sparsity(lambda sparsity: count(sparsity) <= int(self.entries or 0)))
+
+    def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
+        """Returns the sparsities of the selected parameters: {path: (parameter, batch axes)}."""
+        return dict.fromkeys(selected, self.sparsity)
+
+    def _filter_params(
+        self, params: Params, batch_axes: BatchAxes, sites: Sites | None
+    ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
+        """Returns the filtered parameters with their batch axes, and the overrides, by path."""
+        batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
+        overrides: dict[names.Key, float | None] = dict((self.custom_sparsity_map or {}).items())
+        prunable = {
+            path: leaf
+            for path, leaf in trees.leaves_by_path(params).items()
+            if trees.is_prunable(leaf)
+        }
+        labels = {path: trees.path_string(path) for path in prunable}
+        for key in overrides:
+            if prunable and not any(names.matches(key, label) for label in labels.values()):
+                raise ValueError(
+                    f"custom_sparsity_map[{key!r}] matches no parameter. "
+                    f"{names.nearest(key, labels.values(), 'parameters')}"
+                )
+        selected: Candidates = {}
+        custom: dict[trees.KeyPath, float | None] = {}
+        dense: list[str] = []  # selected by the filter, without a pattern
+        for path, param in prunable.items():
+            override = names.best_key(overrides, labels[path])
+            if override is not None:
+                custom[path] = overrides[override]
+                continue
+            name = trees.path_names(path)
+            axes = leading_axes(batch_axes, name, param)
+            if not (self.filter_fn(name, param) if self.filter_fn else param.ndim - axes > 1):
+                continue
+            if sites is not None and sites.stays_dense(path):
+                dense.append(labels[path])
+            else:
+                selected[path] = (param, axes)
+        removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
+        if prunable and removes and not selected and not custom:
+            raise ValueError(self._nothing_selected(list(labels.values()), dense))
+        return selected, custom
+
+    def _nothing_selected(self, labels: list[str], dense: list[str]) -> str:
+        """Returns the error of a filter and a pattern that select no parameter."""
+        if dense:
+            return (
+                f"sparsity_type keeps all selected parameters dense, {trees.listed(dense)}, so "
+                f"sparsity = {self.sparsity} has nothing to remove. Give another pattern."
+            )
+        reason = (
+            "filter_fn selects no parameter"
+            if self.filter_fn
+            else "No parameter has more than one axis beyond its batch axes"
+        )
+        return (
+            f"{reason}, so sparsity = {self.sparsity} has nothing to remove. The parameters are "
+            f"{trees.listed(labels)}. Select some with filter_fn(path, param), path a tuple of "
+            "strings, or name them in custom_sparsity_map; a wrapper that flattens parameters "
+            "belongs inside wrap_optax."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ERK(Uniform):
+    """Gives small layers more density than large ones: the Erdos-Renyi-Kernel distribution.
+
+    The density of a parameter of shape `s` is `eps * (sum(s) / prod(s)) ** power_scale`, with one
+    `eps` for all, such that as many weights are kept as by `Uniform`. Parameters whose density
+    would exceed 1 are dense; the others share the remaining weights. Parameters with an override
+    are excluded. A stack of layers counts by the shape of one layer.
+
+    Attributes:
+      power_scale: exponent; smaller values are closer to the uniform distribution, 0 is uniform.
+
+    Source: Evci et al. 2020, "Rigging the Lottery", section 3.
+
+    Example:
+      >>> import numpy as np
+      >>> ERK(0.5, power_scale=1.0)({"a": np.ones((10, 10)), "b": np.ones((50, 50))})
+      {'a': 0.0, 'b': 0.52}
+    """
+
+    power_scale: float = 1.0
+
+    config_keys: ClassVar[Mapping[str, str]] = {
+        **Uniform.config_keys,
+        "erk_power_scale": "power_scale",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("erk_power_scale", self.power_scale, 0)
+        if is_traced(self.sparsity):
+            raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
+
+    def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
+        if self.sparsity is None:
+            return {}
+        sizes = {path: param.size for path, (param, _) in selected.items()}
+        raw = {
+            path: _power(sum(shape) / math.prod(shape), self.power_scale)
+            for path, (param, axes) in selected.items()
+            if math.prod(shape := param.shape[axes:] or (1,)) and param.size
+        }
+        if not all(0 < density < math.inf for density in raw.values()):
+            raise ValueError(
+                f"erk_power_scale = {self.power_scale} is too large: densities of these shapes "
+                "leave the range of floats. 1 is the exponent of the source."
+            )
+        densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
+        return {path: 1.0 - densities.get(path, 1.0) for path in selected}
+
+
+def uniform(
+    params: Params,
+    sparsity: chex.Numeric | None = None,
+    filter_fn: FilterFn | None = None,
+    custom_sparsity_map: Overrides | None = None,
+    batch_axes: BatchAxes | None = None,
+    sites: Sites | None = None,
+) -> Sparsities:
+    """Gives every selected parameter the same sparsity: `Uniform` as a function.
+
+    Args:
+      params: a parameter tree, or a single array.
+      sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
+      filter_fn: as in `Uniform`.
+      custom_sparsity_map: as in `Uniform`.
+      batch_axes: as in `Uniform`.
+      sites: as in `Uniform.__call__`.
+
+    Returns:
+      A tree like `params` of floats, `None` where a parameter stays dense.
+
+    Raises:
+      ValueError: a sparsity lies outside [0, 1], an override matches no parameter, or nothing is
+        selected.
+
+    Example:
+      >>> import numpy as np
+      >>> params = {"kernel": np.ones((4, 8)), "bias": np.ones(8)}
+      >>> uniform(params, 0.5)
+      {'bias': None, 'kernel': 0.5}
+    """
+    distribution = Uniform(sparsity, filter_fn, custom_sparsity_map, batch_axes)
+    return distribution(params, sites=sites)
+
+
+def erk(
+    params: Params,
+    sparsity: chex.Numeric | None = None,
+    filter_fn: FilterFn | None = None,
+    custom_sparsity_map: Overrides | None = None,
+    erk_power_scale: float = 1.0,
+    batch_axes: BatchAxes | None = None,
+    sites: Sites | None = None,
+) -> Sparsities:
+    """Gives small layers more density than large ones: `ERK` as a function.
+
+    Args:
+      params: a parameter tree, or a single array.
+      sparsity: fraction of all selected weights to remove, in [0, 1]; `None` keeps them dense.
+      filter_fn: as in `Uniform`.
+      custom_sparsity_map: as in `Uniform`.
+      erk_power_scale: `power_scale` of `ERK`.
+      batch_axes: as in `Uniform`.
+      sites: as in `Uniform.__call__`.
+
+    Returns:
+      A tree like `params` of floats, `None` where a parameter stays dense.
+
+    Raises:
+      ValueError: as in `uniform`, or `erk_power_scale` is not a finite number >= 0.
+
+    Example:
+      >>> import numpy as np
+      >>> erk({"a": np.ones((10, 10)), "b": np.ones((50, 50))}, 0.5)
+      {'a': 0.0, 'b': 0.52}
+    """
+    distribution = ERK(
+        sparsity, filter_fn, custom_sparsity_map, batch_axes, power_scale=erk_power_scale
+    )
+    return distribution(params, sites=sites)
+
+
+DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
+    "dist_type", {"uniform": Uniform, "erk": ERK}
+)
+
+
+def _power(base: float, exponent: float) -> float:
+    """Returns base ** exponent, infinity where Python has an error."""
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _scale_to_total(
+    raw: dict[trees.KeyPath, float], sizes: dict[trees.KeyPath, int], budget: float
+) -> dict[trees.KeyPath, float]:
+    """Returns the densities `min(1, eps * raw)` that keep `budget` weights in total."""
+    densities: dict[trees.KeyPath, float] = {}
+    open_paths = sorted(raw, key=lambda path: raw[path])
+    weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
+    while open_paths:
+        eps = budget / weighted
+        densest = open_paths[-1]
+        if eps * raw[densest] < 1.0 - 1e-12:  # dense up to rounding is dense
+            break
+        densities[open_paths.pop()] = 1.0
+        budget -= sizes[densest]
+        weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
+    return densities | {path: eps * raw[path] for path in open_paths}

@@ -1,0 +1,294 @@
+"""Base of all algorithms: entry points; fields and hooks are in `training.updater`.
+
+`BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
+algorithm overrides a hook, usually `calculate_scores`. `sparsity.training` calls the hooks in each
+step and handles packing, sparse updates, the state of regrown weights and the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import jax
+import optax
+
+from sparsity import masks as masks_lib
+from sparsity.core.checks import check_values
+from sparsity.core.names import Registry
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
+from sparsity.masks.distributions import Distribution, uniform
+from sparsity.training.checks import check_gradients, check_optimizer
+from sparsity.training.compact_step import CompactStep
+from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
+from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.state import SparseState
+from sparsity.training.step import Step, wrap_dense
+from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater, is_overridden
+
+
+@dataclasses.dataclass(kw_only=True)
+class BaseUpdater(Updater):
+    """Wraps an optimizer with sparsity; subclasses define the scores of weights.
+
+    Updaters compare and hash by class and fields, so that they serve as static arguments of
+    compiled functions: changing a field makes a new static argument, so functions recompile.
+
+    Attributes:
+      scheduler: schedule of the mask updates and their sparsities.
+      skip_gradients: leave weights and optimizer state as they are in steps that update masks.
+      is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
+      sparsity_type: pattern of the weights that are kept or removed together: an instance such as
+        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a leaf that stays dense
+        whatever the distribution selects.
+      sparsity_distribution_fn: function from params to a tree of target sparsities; `None` leaves
+        all parameters dense.
+      scope: decides which weights compete: `Layerwise()` (the weights of each leaf) or `Global()`
+        (the weights of all leaves).
+      rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
+      use_packed_masks: store one bit a weight instead of a byte.
+      topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
+        scores, and is called for each slice.
+      is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
+        without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
+        last transformation: scaling or clipping goes inside. `None` means on, unless the class
+        `keeps_dense_weights`.
+      batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
+        a function of (path, param); each slice has an exact mask.
+      use_compact_state: keep the optimizer's state of kept weights only, in arrays [*batch, k].
+        The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
+        final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
+      regrows: class attribute: whether pruned weights may return to the mask. Returning weights
+        start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
+        the class keeps dense weights. `None` replaces an inherited `False` in a class that
+        overrides `calculate_scores`, `create_masks` or `update_state`. `False` makes updates of
+        masks a tenth faster.
+      keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
+        A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
+        assumed to keep values; `wrap_optax` warns unless `is_sparse_updates` is set.
+      keeps_count: class attribute. True: each slice keeps the number that the target sparsity
+        gives. `None`: at most that number. False: any number, the default of a class that overrides
+        a hook that makes masks.
+      prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
+        classes that train sparse from the start.
+      schedule_type: class attribute: the schedule of configurations that name no schedule, made
+        from start, end and frequency.
+      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
+        these keys to fields.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from sparsity.sparsity_distributions import Uniform
+      >>> @dataclasses.dataclass
+      ... class MagnitudePruning(BaseUpdater):
+      ...     def calculate_scores(self, params, sparse_state=None, grads=None):
+      ...         return jax.tree.map(jnp.abs, params)
+      >>> pruner = MagnitudePruning(sparsity_distribution_fn=Uniform(0.5))
+      >>> pruner.instant_sparsify(jnp.array([[1.0, -3.0], [2.0, 0.5]]))[0]
+      Array([[ 0., -3.],
+             [ 2.,  0.]], dtype=float32)
+      >>> tx = pruner.wrap_optax(optax.sgd(0.1))
+    """
+
+    # Declared again for its default: `Updater` stands below the distributions.
+    sparsity_distribution_fn: Distribution | None = uniform
+
+    prunes_at_once: ClassVar[bool] = True
+    _assumes_dense_weights: ClassVar[bool] = False  # without a stated keeps_dense_weights
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    schedule_type: ClassVar[str] = "polynomial"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _infer_attributes(cls)
+        # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
+        for name in {"__eq__", "__hash__"} - vars(cls).keys():
+            setattr(cls, name, getattr(BaseUpdater, name))
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        updater = super().__new__(cls)
+        check_names(cls, kwargs)
+        return updater
+
+    def __post_init__(self) -> None:
+        if self.rng_seed is None:
+            self.rng_seed = 8
+        check_fields(self)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and have_equal_fields(self, other)
+
+    def __hash__(self) -> int:
+        return hash_of_fields(self)
+
+    @classmethod
+    def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
+        """Converts keys of a configuration to fields; a class with `config_keys` overrides this.
+
+        Args:
+          options: keys of the class, and `scheduler`.
+        """
+        return dict(options)
+
+    # Entry points.
+
+    def instant_sparsify(
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
+        """Prunes at once, without an optimizer.
+
+        Args:
+          params: tree of parameters, or a single array.
+          grads: tree of gradients, for algorithms that score weights by gradients.
+          **extra_args: `calculate_scores` and `create_masks` get the arguments that their
+            signatures name.
+
+        Returns:
+          (pruned params, masks); the masks are packed with `use_packed_masks`.
+
+        Raises:
+          ValueError: the algorithm lacks gradients, a parameter to prune has none of its shape, or
+            parameters are shapes without values.
+        """
+        remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
+        check_values("params", params, remedy, may_be_traced=True)
+        inputs = Inputs(params, grads, self.sites(params), extra_args)
+        targets = self.compute_targets(params, inputs.sites)
+        if grads is not None:
+            check_gradients(grads, params, targets)
+        scores: ScoreTree | None = None
+        if not is_overridden(self, "create_masks"):  # overrides get arrays
+            scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
+        if scores is None:
+            scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
+        masks = inputs.call(self.create_masks, scores, targets)
+        masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
+        pruned = masks_lib.apply_masks(params, masks)
+        return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
+
+    def wrap_optax(
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Wraps an optimizer so that pruned weights stay exactly 0.
+
+        The wrapper must be the outermost transformation: scaling or clipping its updates would move
+        pruned weights away from 0. The state of the wrapper, a `SparseState`, holds the masks.
+
+        Args:
+          inner: any optax transformation, with its learning rate.
+          masks: initial masks, for example from `instant_sparsify` or an earlier run: an array or
+            `None` for each parameter. `static_sparse` keeps these masks. By default the algorithm
+            creates the masks.
+
+        Returns:
+          A transformation whose `update` needs `params`, and passes extra arguments to `inner` and
+          to the hooks that name them.
+
+        Raises:
+          ValueError: from `init` if a sparsity lies outside [0, 1], a pattern or a mask does not
+            fit, or regrown weights could have no fresh state. From `update` if `params` are missing
+            or belong to another model. The message names the parameter.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from sparsity.algorithms import MagnitudePruning
+          >>> from sparsity.sparsity_distributions import Uniform
+          >>> from sparsity.sparsity_schedules import OneShotSchedule
+          >>> params = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+          >>> pruner = MagnitudePruning(
+          ...     sparsity_distribution_fn=Uniform(0.5), scheduler=OneShotSchedule(0)
+          ... )
+          >>> tx = pruner.wrap_optax(optax.sgd(0.5))
+          >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(params), params)
+          >>> optax.apply_updates(params, updates)
+          Array([[ 0. , -3.5],
+                 [ 1.5,  0. ]], dtype=float32)
+        """
+        if self._assumes_dense_weights and self.is_sparse_updates is None:
+            cls = next(
+                cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(_WEIGHT_HOOKS)
+            )
+            warnings.warn(
+                f"{cls.__name__} overrides {' or '.join(_WEIGHT_HOOKS)}, so that it is assumed "
+                "to keep the values of pruned weights: update does not set them to 0. State in the "
+                f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
+                "weights at exactly 0.",
+                stacklevel=2,
+            )
+        check_optimizer("inner", inner)
+        step = (CompactStep if self.use_compact_state else Step).wrap(self, inner, masks)
+        return optax.GradientTransformationExtraArgs(step.init, step.update)
+
+
+_WEIGHT_HOOKS = "post_gradient_update", "apply_masks"
+
+
+def _infer_attributes(cls: type[BaseUpdater]) -> None:
+    """Replaces inherited class attributes that may be false for the hooks that a class overrides.
+
+    A class that states an attribute, or has a mixin that does, keeps the stated value. Otherwise
+
+    - `post_gradient_update` and `apply_masks` imply `keeps_dense_weights = True`, as in jaxpruner,
+      and `wrap_optax` warns;
+    - `calculate_scores` and hooks that update masks imply `regrows = None` in place of False;
+    - hooks that update masks or create the first ones imply `keeps_count = False`.
+    """
+    parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
+    new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
+    stated = {name for base in new for name in vars(base)}
+
+    def overrides(*hooks: str) -> bool:
+        return any(
+            all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
+            for hook in hooks
+        )
+
+    if "keeps_dense_weights" in stated:
+        cls._assumes_dense_weights = False
+    elif overrides(*_WEIGHT_HOOKS):
+        cls.keeps_dense_weights = cls._assumes_dense_weights = True
+    if "regrows" not in stated and not cls.regrows and overrides("calculate_scores", *UPDATE_HOOKS):
+        cls.regrows = None
+    if "keeps_count" not in stated and overrides(*UPDATE_HOOKS, *FIRST_MASK_HOOKS):
+        cls.keeps_count = False
+
+
+ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
+
+
+@dataclasses.dataclass(kw_only=True)
+class NoPruning(BaseUpdater):
+    """Keeps all parameters dense, as a baseline.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> NoPruning().instant_sparsify(jnp.array([1.0, 2.0]))
+      (Array([1., 2.], dtype=float32), None)
+    """
+
+    regrows: ClassVar[bool | None] = False
+
+    sparsity_distribution_fn: Distribution | None = None
+
+    def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
+        return jax.tree.map(lambda _: None, params)
+
+    def update_state(
+        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
+    ) -> SparseState:
+        return sparse_state
+
+    def instant_sparsify(
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
+        return params, self.get_initial_masks(params, None)
+
+    def wrap_optax(
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns `inner` with a SparseState around its state; `params` are optional."""
+        if masks is not None:
+            raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
+        return wrap_dense(self, inner)
