@@ -97,8 +97,7 @@ from sparsity.training.state import (
     set_sparse_state,
     sharding_like,
 )
-
-__version__ = "0.1.0"
+from sparsity.version import __version__ as __version__
 
 # Names of jaxpruner and jax_pruning: not in `__all__` either.
 utils = mask_calculator = compat.jaxpruner

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-import sparsity
 from sparsity.cli import apply, diff, inspect, prune
 from sparsity.cli.output import printable
+from sparsity.version import __version__
 
 COMMANDS = {"inspect": inspect, "prune": prune, "diff": diff, "apply": apply}
 NOTES = """
@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     about = "Inspects, prunes and compares checkpoints, and applies deltas."
     parser = _Parser(prog="sparsity", description=about, epilog=_examples(*COMMANDS))
-    parser.add_argument("--version", action="version", version=sparsity.__version__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         one = commands.add_parser(
