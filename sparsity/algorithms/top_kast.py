@@ -19,7 +19,7 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.algorithms.ste import StraightThrough
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
-from sparsity.core.sharding import on_device
+from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, apply_masks
 from sparsity.training.hooks import ExtraArg, call_hook
@@ -107,7 +107,12 @@ class TopKast(StraightThrough, MagnitudePruning):
         masks, backward = sparse_state.masks, sparse_state.algorithm_state
         targets = sparse_state.target_sparsities
         explored = functools.partial(_explored, self.regularization)
-        return trees.map_matched(explored, grads, params, masks, backward, targets)
+        return trees.map_matched(
+            lambda _, grad, *leaves: (
+                grad if leaves[1] is None else shard_like(grad, explored, grad, *leaves)
+            ),
+            *(grads, params, masks, backward, targets),
+        )
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None
@@ -132,7 +137,11 @@ class TopKast(StraightThrough, MagnitudePruning):
         backward_sparsity = functools.partial(_backward_sparsity, self.backward_sparsity)
         sparsities = jax.tree.map(backward_sparsity, targets)
         first = trees.map_matched(
-            lambda _, score, mask: score if mask is None else _raised(score, mask), scores, masks
+            lambda _, score, mask: (
+                score if mask is None else shard_like(score, _raised, score, mask)
+            ),
+            scores,
+            masks,
         )
         return self._create(first, sparsities, sites, targets)
 
@@ -161,16 +170,13 @@ def _backward_sparsity(sparsity: float | None, target: jax.Array) -> jax.Array:
 
 def _explored(
     decay: float,
-    _: trees.KeyPath,
     grad: jax.Array,
     param: jax.Array,
-    mask: jax.Array | None,
+    mask: jax.Array,
     backward: jax.Array,
     sparsity: chex.Numeric | None,
 ) -> jax.Array:
     """Returns the gradient of B with its decay, and zeros elsewhere."""
-    if mask is None:
-        return grad
     # A leaf may have a mask without a sparsity: a bias of pruned channels, or a mask of the user.
     kept = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
     density = jnp.maximum(kept, 1 / max(param.size, 1))  # one weight always stays

@@ -38,9 +38,11 @@ def shard_like(
       shape: shape of the result if it differs from that of `like`; mesh axes that do not divide the
         shape are dropped.
     """
-    if not any(explicit_sharding(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)):
+    explicit = [explicit_sharding(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)]
+    if not any(explicit):
         return fn(*args)
-    shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
+    everywhere = next(filter(None, explicit)).update(spec=PartitionSpec())
+    shardings = jax.tree.unflatten(jax.tree.structure(like), [x or everywhere for x in explicit])
     if shape is not None:
         shardings = fit(shardings, shape)
     with _use_mesh(like):

@@ -225,6 +225,24 @@ def arrays_on_explicit_axes_need_no_mesh_in_use(devices):
                 same(pruned[layer]["kernel"], like * (masks[layer]["kernel"] != 0), like)
 
 
+def a_leaf_off_the_mesh_and_an_empty_one_train_beside_leaves_on_explicit_axes(devices):
+    draw = tree(0)
+    for name in ("magnitude", "global_magnitude", "rigl", "top_kast"):
+        masks = []
+        for layout in (None, "both"):
+            params = place(devices, draw, layout)
+            empty = np.zeros((0, 64), np.float32)
+            params["empty"] = devices.put(empty, "a") if layout else jnp.asarray(empty)
+            params["off"] = jnp.asarray(draw["in"]["kernel"] ** 3)
+            tx = helpers.make_updater(name).wrap_optax(optax.adam(0.1))
+            state = tx.init(params)
+            for _ in range(3):
+                updates, state = tx.update(params, state, params)
+            masks.append(state.masks)
+        jax.tree.map(np.testing.assert_array_equal, *masks)
+        assert updates["in"]["kernel"].sharding.is_equivalent_to(params["in"]["kernel"].sharding, 2)
+
+
 def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(devices):
     params, grads = (place(devices, tree(seed), "both") for seed in (0, 1))
     tx = helpers.make_updater("rigl").wrap_optax(optax.adam(0.1))
@@ -351,5 +369,9 @@ CASES = {
         updates_inside_shard_map_and_pmap_prune_each_part,
         a_tree_inside_shard_map_gets_the_masks_of_each_part,
     ],
-    "Explicit": [*_BOTH, arrays_on_explicit_axes_need_no_mesh_in_use],
+    "Explicit": [
+        *_BOTH,
+        arrays_on_explicit_axes_need_no_mesh_in_use,
+        a_leaf_off_the_mesh_and_an_empty_one_train_beside_leaves_on_explicit_axes,
+    ],
 }
