@@ -1,5 +1,6 @@
 """Masked channels are cut for real: what is left computes what the masked model computes."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -229,6 +230,14 @@ def test_a_plan_is_text_that_cuts_another_checkpoint(mlp):
     again = shrink(trace(_mlp, params, x[:2]), other, plan)
     kept = np.flatnonzero(masks["first"]["bias"])
     np.testing.assert_array_equal(again.params["first"]["bias"], other["first"]["bias"][kept])
+
+
+def test_a_smaller_model_is_equal_to_itself_alone(mlp):
+    params, _, graph = mlp
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
+    small = shrink(graph, params, masks)
+    assert small in {small}
+    assert small != dataclasses.replace(small)
 
 
 @pytest.mark.slow
