@@ -306,6 +306,16 @@ def test_gaps_are_positions_in_few_bytes():
         np.testing.assert_array_equal(gaps.decode(gaps.encode(np.array(positions, int))), positions)
 
 
+@pytest.mark.parametrize(
+    "gap", [0, 254, 255, 509, 510, 600, 765, 66_000, 131_069, 131_070, 200_000]
+)
+def test_gaps_take_the_fewest_bytes_that_a_dtype_of_codes_allows(gap):
+    positions = np.arange(10) * (gap + 1) + gap
+    numbers = {dtype: gap // np.iinfo(dtype).max + 1 for dtype in gaps.DTYPES}
+    fewest = min(10 * number * np.dtype(dtype).itemsize for dtype, number in numbers.items())
+    assert gaps.encode(positions).nbytes == fewest
+
+
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])
 def test_a_million_float32_values_take_less_than_eight_megabytes(tmp_path, size):
     base = np.zeros(size, np.float32)
