@@ -39,7 +39,7 @@ from sparsity.masks.scopes import (
     Scope,
     ScoredLeaf,
     TreeScope,
-    find_lacking_method,
+    find_missing_scope_method,
     is_per_slice,
 )
 from sparsity.masks.sites import (
@@ -83,7 +83,7 @@ __all__ = [
     "compute_targets",
     "create_mask",
     "elementwise",
-    "find_lacking_method",
+    "find_missing_scope_method",
     "host_scores",
     "is_elementwise",
     "is_per_slice",

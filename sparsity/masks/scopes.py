@@ -143,8 +143,8 @@ class TreeScope(Protocol):
         """Returns the masks with a fraction of the active weights or channels replaced."""
 
 
-def find_lacking_method(scope: object) -> str | None:
-    """Returns the name of the first method of a `Scope` that an object or a class lacks, if any."""
+def find_missing_scope_method(scope: object) -> str | None:
+    """Returns the first method of a `Scope` that a value lacks, `None` if it has all."""
     methods = () if isinstance(scope, TreeScope) else ("check", "select", "move")
     return next((name for name in methods if not callable(getattr(scope, name, None))), None)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
-from sparsity.masks import SCOPES, find_lacking_method
+from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
 from sparsity.training.compact_step import check_rules
@@ -63,7 +63,7 @@ def check_fields(updater: Updater) -> None:
     if not callable(updater.batch_axes):
         check_int("batch_axes", updater.batch_axes, 0)
     scope = updater.scope
-    method = "check" if isinstance(scope, type) else find_lacking_method(scope)
+    method = "check" if isinstance(scope, type) else find_missing_scope_method(scope)
     if method is not None:
         raise ValueError(
             f"scope must be an object with a method {method}, for example "
