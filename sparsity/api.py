@@ -9,10 +9,15 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 
 from sparsity.core.checks import check_fraction, check_function
 from sparsity.core.names import suggest
-from sparsity.masks import SCOPES, Scope
+from sparsity.masks import SCOPES, Scope, find_missing_scope_method
 from sparsity.masks.distributions import DISTRIBUTIONS, Distribution
 from sparsity.patterns import parse_sparsity_type
-from sparsity.sparsity_schedules import SCHEDULES, Schedule, check_schedule
+from sparsity.sparsity_schedules import (
+    SCHEDULES,
+    Schedule,
+    check_schedule,
+    find_missing_schedule_method,
+)
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 
 T = TypeVar("T")
@@ -65,16 +70,45 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
 
 
 def register_schedule(name: str, schedule: type[Schedule]) -> None:
-    """Registers a class of schedules for the key `schedule_type`, as `register_distribution`."""
+    """Registers a class of schedules for the key `schedule_type`, as `register_distribution`.
+
+    Raises:
+      ValueError: the name is taken by another class, or the class lacks a method of `Schedule`.
+    """
     check_function("schedule", schedule, "the fields of a schedule, such as its class")
+    method = find_missing_schedule_method(schedule)
+    if isinstance(schedule, type):
+        _check_methods("schedule", schedule, method)
+    elif method is None:
+        raise ValueError(
+            "schedule must be a class of schedules, such as OneShotSchedule, got the instance "
+            f"schedule = {schedule!r}. Register its class {type(schedule).__name__}."
+        )
     SCHEDULES.add(name, schedule)
 
 
 def register_scope(name: str, scope: type[Scope]) -> None:
-    """Registers a class of scopes by name; its dataclass fields are keys of a configuration."""
+    """Registers a class of scopes by name; its dataclass fields are keys of a configuration.
+
+    Raises:
+      ValueError: the name is taken by another class, or the class lacks a method of `Scope`.
+    """
     if not (isinstance(scope, type) and dataclasses.is_dataclass(scope)):
-        raise ValueError(f"scope must be a dataclass, got scope = {scope!r}.")
+        raise ValueError(
+            f"scope must be a dataclass such as Global, and no instance of one, got scope = "
+            f"{scope!r}. Decorate the class with @dataclasses.dataclass, and register the class."
+        )
+    _check_methods("scope", scope, find_missing_scope_method(scope))
     SCOPES.add(name, scope)
+
+
+def _check_methods(role: str, kind: type, missing: str | None) -> None:
+    """Raises a ValueError if a class lacks a method."""
+    if missing is not None:
+        raise ValueError(
+            f"{role} must be a class with a method {missing}, got {role} = {kind!r}. "
+            f"sparsity.{role.title()} lists the methods to define."
+        )
 
 
 def create_updater_from_config(config: Config) -> BaseUpdater:

@@ -226,9 +226,15 @@ SCHEDULES: Registry[type[Schedule]] = Registry(
 
 def check_schedule(schedule: object) -> None:
     """Raises a ValueError unless an object has the methods of a schedule."""
-    for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-        if isinstance(schedule, type) or not callable(getattr(schedule, name, None)):
-            raise ValueError(f"scheduler must have a method {name}, got scheduler = {schedule!r}.")
+    if isinstance(schedule, type) or find_missing_schedule_method(schedule):
+        method = find_missing_schedule_method(schedule) or "is_mask_update_iter"
+        raise ValueError(f"scheduler must have a method {method}, got scheduler = {schedule!r}.")
+
+
+def find_missing_schedule_method(schedule: object) -> str | None:
+    """Returns the first method of a `Schedule` that a value lacks, `None` if it has both."""
+    methods = "is_mask_update_iter", "get_sparsity_at_step"
+    return next((name for name in methods if not callable(getattr(schedule, name, None))), None)
 
 
 def update_range(schedule: Schedule) -> tuple[int, int | None] | None:

@@ -358,6 +358,47 @@ def test_registered_distributions_schedules_and_scopes_are_configured_by_their_k
         _config(update_base=3)
 
 
+@dataclasses.dataclass
+class Incomplete:
+    """Has the first methods of a scope and of a schedule, and can be called."""
+
+    def check(self, pattern, batch_axes, topk_fn):
+        pass
+
+    def is_mask_update_iter(self, step):
+        return True
+
+    def __call__(self, params):
+        return params
+
+
+class CallableSchedule(Incomplete):
+    def get_sparsity_at_step(self, target_sparsities, step):
+        return target_sparsities
+
+
+@pytest.mark.usefixtures("_own_names")
+@pytest.mark.parametrize(
+    ("register", "value", "message"),
+    [
+        ("schedule", Incomplete, r"a method get_sparsity_at_step, got schedule = .*Incomplete"),
+        ("schedule", int, r"method is_mask_update_iter, got .*int.*sparsity.Schedule lists"),
+        ("schedule", CallableSchedule(), "got the instance .* Register its class CallableSchedule"),
+        ("scope", Incomplete, r"a method select, got scope = .*Incomplete.*sparsity.Scope lists"),
+        ("scope", Mine(2.0), r"got scope = Mine\(strength=2.0\).*register the class"),
+    ],
+)
+def test_classes_that_make_no_schedule_or_scope_cannot_be_registered(register, value, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(sparsity, f"register_{register}")("mine", value)
+
+
+@pytest.mark.usefixtures("_own_names")
+def test_a_function_that_makes_schedules_can_be_registered():
+    sparsity.register_schedule("late", lambda: sparsity.OneShotSchedule(99))
+    assert _config(schedule_type="late").scheduler == sparsity.OneShotSchedule(99)
+
+
 # Names of predecessors.
 
 

@@ -22,7 +22,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites, apply_mask, masked_paths
+from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
@@ -78,7 +78,7 @@ class ADMMPruning(MagnitudePruning):
             _check_penalties(self.rho, self.scheduler)
         sites = self.sites(params) if sites is None else sites
         targets = self.compute_targets(params, sites)
-        masked = masked_paths(self.scope, params, targets)
+        masked = adapt_scope(self.scope).masked(params, targets)
         start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
         z, _ = self._project(start, targets, sites)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}

@@ -35,7 +35,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
+from sparsity.masks import Global, LeafScope, Scope, Sites, apply_masks, are_ones
 from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
@@ -244,7 +244,7 @@ def prune_at_init(
 def _masks(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all selected leaves together."""
     scope, sites = Global(use_normalization=False), Sites(scores, Unstructured())
-    return create_masks(scope, sites, scores, Uniform(sparsity)(scores))
+    return LeafScope(scope, sites).select_tree(scores, Uniform(sparsity)(scores))
 
 
 def _in_rounds(

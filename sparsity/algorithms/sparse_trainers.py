@@ -25,12 +25,12 @@ from sparsity.masks import (
     Global,
     Scope,
     Sites,
+    adapt_scope,
     elementwise,
     is_elementwise,
     keeps_targets,
     lazy_scores,
     make_draw,
-    move_masks,
 )
 from sparsity.sparsity_schedules import boundary_values, update_range
 from sparsity.training.base_updater import BaseUpdater
@@ -209,6 +209,7 @@ class DropAndGrow(SparseTraining):
         if is_traced(sparse_state.count):
             # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
             fraction = jnp.where(sparse_state.count >= 0, fraction, 0.0)
+        check_fraction("drop_fraction", fraction)
         drop, grow = scores(self.get_drop_scores), scores(self.get_grow_scores)
         return self._move(sparse_state, inputs.sites, drop, grow, fraction)
 
@@ -229,8 +230,8 @@ class DropAndGrow(SparseTraining):
           grow_scores: tree of arrays or lazy scores.
           fraction: fraction of the active weights to replace.
         """
-        masks = sparse_state.masks
-        return move_masks(self.scope, sites, masks, drop_scores, grow_scores, fraction)
+        scope = adapt_scope(self.scope, sites)
+        return scope.move_tree(sparse_state.masks, drop_scores, grow_scores, fraction)
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
         """Returns the fraction of active weights to replace at a step."""

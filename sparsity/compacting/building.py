@@ -18,8 +18,8 @@ from sparsity.core import trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import check_entries
+from sparsity.masks.slice_layout import SliceLayout
 
 
 def build(

@@ -24,11 +24,11 @@ from sparsity.epochs import strategies
 from sparsity.masks import (
     Global,
     Layerwise,
+    LeafScope,
     Site,
     Sites,
     TopkFn,
     apply_masks,
-    create_masks,
     leading_axes,
     pack_masks,
     read_masks,
@@ -284,7 +284,7 @@ def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )
     scope = _GLOBAL if stage.is_global else Layerwise()
-    new = create_masks(scope, stage.sites, scores, named)
+    new = LeafScope(scope, stage.sites).select_tree(scores, named)
     return trees.map_matched(
         lambda _, score, mask, old: old if mask is None else mask, scores, new, masks
     )

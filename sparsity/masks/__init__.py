@@ -19,11 +19,10 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.create import (
+    LeafScope,
+    adapt_scope,
     check_user_mask,
     create_mask,
-    create_masks,
-    masked_paths,
-    move_masks,
 )
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
@@ -35,7 +34,14 @@ from sparsity.masks.lazy import (
     lazy_scores,
     make_draw,
 )
-from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope, is_per_slice
+from sparsity.masks.scopes import (
+    MovingLeaf,
+    Scope,
+    ScoredLeaf,
+    TreeScope,
+    find_missing_scope_method,
+    is_per_slice,
+)
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -54,6 +60,7 @@ __all__ = [
     "Draw",
     "Global",
     "Layerwise",
+    "LeafScope",
     "MovingLeaf",
     "Overrides",
     "Scope",
@@ -62,6 +69,7 @@ __all__ = [
     "Sites",
     "TopkFn",
     "TreeScope",
+    "adapt_scope",
     "apply_mask",
     "apply_mask_straight_through",
     "apply_masks",
@@ -74,8 +82,8 @@ __all__ = [
     "check_user_mask",
     "compute_targets",
     "create_mask",
-    "create_masks",
     "elementwise",
+    "find_missing_scope_method",
     "host_scores",
     "is_elementwise",
     "is_per_slice",
@@ -83,8 +91,6 @@ __all__ = [
     "lazy_scores",
     "leading_axes",
     "make_draw",
-    "masked_paths",
-    "move_masks",
     "pack",
     "pack_masks",
     "packed_shape",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import chex
 import jax
@@ -13,7 +14,7 @@ from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import Scores, compute_array
+from sparsity.selection import Scores
 
 
 def create_mask(
@@ -55,98 +56,81 @@ def create_mask(
     )
 
 
-def create_masks(
+def adapt_scope(
     scope: Scope | TreeScope,
-    sites: Mapping[trees.KeyPath, Site],
-    scores: ScoreTree,
-    sparsities: Sparsities,
+    sites: Mapping[trees.KeyPath, Site] | None = None,
     targets: Sparsities | None = None,
     topk_fn: TopkFn | None = None,
-) -> Masks:
-    """Creates the masks of a tree.
+) -> TreeScope:
+    """Returns a `TreeScope` as it is, and a `Scope` as a `LeafScope` with the other arguments."""
+    return (
+        scope if isinstance(scope, TreeScope) else LeafScope(scope, sites or {}, targets, topk_fn)
+    )
 
-    Args:
+
+@dataclasses.dataclass(frozen=True)
+class LeafScope(TreeScope):
+    """Makes masks of trees by a `Scope`, which gets the parameters with a sparsity or a mask.
+
+    Attributes:
       scope: decides which weights compete.
       sites: the sites of the parameters.
-      scores: tree of scores, stored or lazy.
-      sparsities: tree of sparsities, `None` for leaves that stay dense.
-      targets: sparsities at the end of a ramp, for N:M; `sparsities` by default.
+      targets: sparsities at the end of a ramp, for N:M; by default the sparsities of a call.
       topk_fn: as in `create_mask`.
-
-    Returns:
-      Tree like `scores` of masks, `None` for leaves that stay dense.
-
-    Raises:
-      ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
     """
-    if isinstance(scope, TreeScope):
-        return scope.select_tree(jax.tree.map(compute_array, scores), sparsities)
-    leaves: list[ScoredLeaf] = []
 
-    def collect(
-        path: trees.KeyPath,
-        score: jax.Array | Scores,
-        sparsity: chex.Numeric | None,
-        target: chex.Numeric | None,
-    ) -> None:
-        if sparsity is not None:
-            check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
-            target = sparsity if target is None else target
-            leaves.append(ScoredLeaf(sites[path], score, sparsity, target))
+    scope: Scope
+    sites: Mapping[trees.KeyPath, Site]
+    targets: Sparsities | None = None
+    topk_fn: TopkFn | None = None
 
-    trees.map_matched(collect, scores, sparsities, targets, role="scores")
-    masks = _by_path([leaf.site.path for leaf in leaves], scope.select(leaves, topk_fn))
-    return trees.map_matched(lambda path, _: masks.get(path), scores)
+    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+        self.scope.check(pattern, batch_axes, topk_fn)
+
+    def masked(self, params: Params, sparsities: Sparsities) -> set[trees.KeyPath]:
+        return set(trees.leaves_by_path(sparsities))
+
+    def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
+        leaves: list[ScoredLeaf] = []
+
+        def collect(
+            path: trees.KeyPath,
+            score: jax.Array | Scores,
+            sparsity: chex.Numeric | None,
+            target: chex.Numeric | None,
+        ) -> None:
+            if sparsity is not None:
+                check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
+                target = sparsity if target is None else target
+                leaves.append(ScoredLeaf(self.sites[path], score, sparsity, target))
+
+        trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
+        return _place(leaves, self.scope.select(leaves, self.topk_fn), scores)
+
+    def move_tree(
+        self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> Masks:
+        leaves: list[MovingLeaf] = []
+
+        def collect(
+            path: trees.KeyPath,
+            drop: jax.Array | Scores,
+            grow: PyTree,
+            mask: jax.Array | None,
+        ) -> None:
+            if mask is not None:
+                leaves.append(MovingLeaf(self.sites[path], mask, drop, grow))
+
+        trees.map_matched(collect, drop, grow, masks, role="drop scores")
+        return _place(leaves, self.scope.move(leaves, drop_fraction), masks)
 
 
-def move_masks(
-    scope: Scope | TreeScope,
-    sites: Mapping[trees.KeyPath, Site],
-    masks: Masks,
-    drop_scores: PyTree,
-    grow_scores: PyTree,
-    drop_fraction: chex.Numeric,
+def _place(
+    leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf], masks: Sequence[jax.Array], like: PyTree
 ) -> Masks:
-    """Moves the masks of a tree: drops active weights and grows as many others, within the scope.
-
-    Args:
-      scope: decides which weights compete.
-      sites: the sites of the parameters.
-      masks: tree of the current masks.
-      drop_scores: tree of scores, stored or lazy; the active weights with the lowest are dropped.
-      grow_scores: tree of scores, stored or lazy; the weights not kept with the highest grow.
-      drop_fraction: scalar in [0, 1].
-
-    Returns:
-      Tree like `masks`.
-    """
-    check_fraction("drop_fraction", drop_fraction)
-    if isinstance(scope, TreeScope):
-        drop_scores, grow_scores = jax.tree.map(compute_array, (drop_scores, grow_scores))
-        return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
-    leaves: list[MovingLeaf] = []
-
-    def collect(
-        path: trees.KeyPath,
-        drop: jax.Array | Scores,
-        grow: PyTree,
-        mask: jax.Array | None,
-    ) -> None:
-        if mask is not None:
-            leaves.append(MovingLeaf(sites[path], mask, drop, grow))
-
-    trees.map_matched(collect, drop_scores, grow_scores, masks, role="drop scores")
-    moved = _by_path([leaf.site.path for leaf in leaves], scope.move(leaves, drop_fraction))
-    return trees.map_matched(lambda path, _: moved[path], masks)
-
-
-def masked_paths(
-    scope: Scope | TreeScope, params: Params, sparsities: Sparsities
-) -> set[trees.KeyPath]:
-    """Returns the paths of the leaves with masks: those with a sparsity, or as `TreeScope` says."""
-    if isinstance(scope, TreeScope):
-        return scope.masked(params, sparsities)
-    return set(trees.leaves_by_path(sparsities))
+    """Returns the masks of leaves in a tree like `like`, with `None` elsewhere."""
+    by_path = dict(zip([leaf.site.path for leaf in leaves], masks, strict=True))
+    return trees.map_matched(lambda path, _: by_path.get(path), like)
 
 
 def check_user_mask(
@@ -169,7 +153,3 @@ def check_user_mask(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
             f"other could be made for it later. Give None for it there, or fix this: {error}"
         ) from error
-
-
-def _by_path(paths: list[trees.KeyPath], masks: list[jax.Array]) -> dict[trees.KeyPath, jax.Array]:
-    return dict(zip(paths, masks, strict=True))

@@ -123,7 +123,10 @@ class Scope(Protocol):
 
 @runtime_checkable
 class TreeScope(Protocol):
-    """Interface of a scope that selects the leaves with masks, and gets all their scores."""
+    """Interface of scopes within the package: trees in, trees out; `adapt_scope` adapts a `Scope`.
+
+    Scores are stored or lazy; `compute_array` makes arrays of both.
+    """
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError as `Scope.check` does."""
@@ -138,6 +141,12 @@ class TreeScope(Protocol):
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> Masks:
         """Returns the masks with a fraction of the active weights or channels replaced."""
+
+
+def find_missing_scope_method(scope: object) -> str | None:
+    """Returns the first method of a `Scope` that a value lacks, `None` if it has all."""
+    methods = () if isinstance(scope, TreeScope) else ("check", "select", "move")
+    return next((name for name in methods if not callable(getattr(scope, name, None))), None)
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:

@@ -80,7 +80,7 @@ class FanIn(SparsityType):
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         """Returns the scores of the units, [*batch, groups, *inputs]."""
-        order, batch, outputs, inputs = self._layout(scores.shape, batch_axes)
+        order, batch, outputs, inputs = self._split_axes(scores.shape, batch_axes)
         rows = scores.transpose(order).reshape(*batch, outputs, *inputs)
         group = self._group_size(outputs)
         if group == 1:  # in the dtype of the scores: a cast could make ties
@@ -93,20 +93,20 @@ class FanIn(SparsityType):
         return total
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        order, _, outputs, _ = self._layout(shape, batch_axes)
+        order, _, outputs, _ = self._split_axes(shape, batch_axes)
         rows = jnp.repeat(units, self._group_size(outputs), axis=batch_axes)
         rows = jax.lax.slice_in_dim(rows, 0, outputs, axis=batch_axes)
         return rows.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
-        _, _, outputs, inputs = self._layout(shape, batch_axes)
+        _, _, outputs, inputs = self._split_axes(shape, batch_axes)
         return outputs * exact.num_kept_int(math.prod(inputs), sparsity)
 
     def _group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""
         return max(1, min(self.group, outputs))
 
-    def _layout(
+    def _split_axes(
         self, shape: tuple[int, ...], batch_axes: int
     ) -> tuple[list[int], tuple[int, ...], int, tuple[int, ...]]:
         """Returns the axes by role; the sizes of the batch, the outputs as one, and the inputs."""

@@ -84,8 +84,8 @@ class Sizes(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """A layout primitive.
+class AxisRule:
+    """Relates the axes of the inputs of a layout primitive to those of its outputs.
 
     Attributes:
       relate: returns the relations between the axes of an equation. Inputs and outputs without
@@ -376,38 +376,38 @@ def _window_reduction(equation: Equation) -> str:
     return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
 
 
-def _cumulative(name: str, reduction: str) -> dict[str, Layout]:
+def _cumulative(name: str, reduction: str) -> dict[str, AxisRule]:
     relate = _along("mixed", lambda equation: [equation.params["axis"]])
-    return {name: Layout(relate, joins=lambda equation: reduction)}
+    return {name: AxisRule(relate, joins=lambda equation: reduction)}
 
 
-def _windowed(name: str, joins: Callable[[Equation], str]) -> dict[str, Layout]:
-    return {name: Layout(_along("mixed", _list_windows), joins=joins, moves_window=True)}
+def _windowed(name: str, joins: Callable[[Equation], str]) -> dict[str, AxisRule]:
+    return {name: AxisRule(_along("mixed", _list_windows), joins=joins, moves_window=True)}
 
 
-LAYOUTS: dict[str, Layout] = {
-    "transpose": Layout(_transpose, reads_quantized=True),
-    "squeeze": Layout(_squeeze, reads_quantized=True),
-    "broadcast_in_dim": Layout(_broadcast, _resize_broadcast, reads_quantized=True),
-    "reshape": Layout(_reshape, _resize_reshape, reads_quantized=True),
-    "concatenate": Layout(_concatenate, sources=_all_inputs),
-    "split": Layout(_split, _resize_split),
-    "stack": Layout(_stack, sources=_all_inputs),
-    "unstack": Layout(_unstack),
-    "tile": Layout(_tile),
-    "slice": Layout(_slice, _resize_slice, reads_quantized=True),
-    "dynamic_slice": Layout(
+LAYOUTS: dict[str, AxisRule] = {
+    "transpose": AxisRule(_transpose, reads_quantized=True),
+    "squeeze": AxisRule(_squeeze, reads_quantized=True),
+    "broadcast_in_dim": AxisRule(_broadcast, _resize_broadcast, reads_quantized=True),
+    "reshape": AxisRule(_reshape, _resize_reshape, reads_quantized=True),
+    "concatenate": AxisRule(_concatenate, sources=_all_inputs),
+    "split": AxisRule(_split, _resize_split),
+    "stack": AxisRule(_stack, sources=_all_inputs),
+    "unstack": AxisRule(_unstack),
+    "tile": AxisRule(_tile),
+    "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
+    "dynamic_slice": AxisRule(
         _along("cut", lambda equation: ()),
         _resize_dynamic_slice,
         is_lookup=True,
         reads_quantized=True,
     ),
-    "dynamic_update_slice": Layout(_update, sources=lambda equation, number: (0, 1)),
-    "gather": Layout(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
-    "pad": Layout(_along("cut", _list_padded), sources=_all_inputs),
-    "rev": Layout(_along("reversed", lambda equation: equation.params["dimensions"])),
-    "sort": Layout(_sort, sources=lambda equation, number: (number,)),
-    "top_k": Layout(
+    "dynamic_update_slice": AxisRule(_update, sources=lambda equation, number: (0, 1)),
+    "gather": AxisRule(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
+    "pad": AxisRule(_along("cut", _list_padded), sources=_all_inputs),
+    "rev": AxisRule(_along("reversed", lambda equation: equation.params["dimensions"])),
+    "sort": AxisRule(_sort, sources=lambda equation, number: (number,)),
+    "top_k": AxisRule(
         _along("mixed", lambda equation: [len(equation.inputs[0].shape) - 1]),
         sources=lambda equation, number: () if number else (0,),  # the others are indices
     ),

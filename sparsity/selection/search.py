@@ -87,26 +87,26 @@ def select_by_counting(
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
       as words like k.
     """
-    slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
+    counters, sizes = [SliceCounter(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
-    eligible = totals([x.eligible() + zero for x in slices], across_leaves)
+    eligible = totals([x.eligible() + zero for x in counters], across_leaves)
     k = exact.limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
-        each = zip(slices, per_leaf(pivots, sizes, across_leaves), strict=True)
+        each = zip(counters, per_leaf(pivots, sizes, across_leaves), strict=True)
         return totals([x.above(rows) for x, rows in each], across_leaves)
 
     score_keys = key_range(leaves[0].scores.dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
     keys = per_leaf(thresholds(above, k, lowest, score_keys), sizes, across_leaves)
-    counts = [x.above_and_ties(key) for x, key in zip(slices, keys, strict=True)]
+    counts = [x.above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, totals([x[:, 0] for x in counts], across_leaves))
     share = tie_shares(ties, need, across_leaves)
 
     def above_among_ties(pivots: jax.Array) -> Words:
-        each = zip(slices, per_leaf(pivots, sizes), keys, strict=True)
+        each = zip(counters, per_leaf(pivots, sizes), keys, strict=True)
         return totals([x.above(rows, key) for x, rows, key in each])
 
     tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.size for leaf in leaves), -1)
@@ -117,11 +117,11 @@ def select_by_counting(
         lambda: all_ties,
     )
     cuts = per_leaf(jnp.where(share > 0, cut, 0), sizes)
-    return [x.mask(*ends) for x, *ends in zip(slices, keys, cuts, strict=True)], eligible
+    return [x.mask(*ends) for x, *ends in zip(counters, keys, cuts, strict=True)], eligible
 
 
-class Slices:
-    """Slices of one parameter, in its shape: sums leave all entries where they lie."""
+class SliceCounter:
+    """Counts and masks the slices of one parameter, in its shape: no entry moves."""
 
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape

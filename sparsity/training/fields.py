@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
-from sparsity.masks import SCOPES, TreeScope
+from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
 from sparsity.training.compact_step import check_rules
@@ -63,14 +63,12 @@ def check_fields(updater: Updater) -> None:
     if not callable(updater.batch_axes):
         check_int("batch_axes", updater.batch_axes, 0)
     scope = updater.scope
-    sees_trees = isinstance(scope, TreeScope) and not isinstance(scope, type)
-    for name in () if sees_trees else ("check", "select", "move"):
-        if isinstance(scope, type) or not callable(getattr(scope, name, None)):
-            raise ValueError(
-                f"scope must be an object with a method {name}, for example "
-                f"{', '.join(f'{cls.__name__}()' for cls in SCOPES.values())}; got scope = "
-                f"{scope!r}."
-            )
+    method = "check" if isinstance(scope, type) else find_missing_scope_method(scope)
+    if method is not None:
+        raise ValueError(
+            f"scope must be an object with a method {method}, for example "
+            f"{', '.join(f'{cls.__name__}()' for cls in SCOPES.values())}; got scope = {scope!r}."
+        )
     scope.check(kind, updater.batch_axes, updater.topk_fn)
     if updater.use_compact_state:
         check_rules(updater)

@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
+from sparsity.masks.slice_layout import SliceLayout
 
 
 class KeptState(NamedTuple):

@@ -133,7 +133,7 @@ class Updater(DataclassBase):
           params: tree of parameters.
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
-        masked = masks_lib.masked_paths(self.scope, params, target_sparsities)
+        masked = masks_lib.adapt_scope(self.scope).masked(params, target_sparsities)
 
         def start(path: trees.KeyPath, param: jax.Array) -> jax.Array | None:
             return ones_like(param) if path in masked else None
@@ -164,9 +164,8 @@ class Updater(DataclassBase):
         if sites is None:
             sites = self.sites(jax.tree.map(_as_weights, scores))
         sparsities = self._sparsity_tree(sparsities, scores)
-        return masks_lib.create_masks(
-            self.scope, sites, scores, sparsities, target_sparsities, self.topk_fn
-        )
+        scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
+        return scope.select_tree(scores, sparsities)
 
     def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
         """Returns the argument `sparsities` of `create_masks` as a tree like the scores."""

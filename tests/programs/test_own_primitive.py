@@ -9,7 +9,7 @@ from jax.interpreters import ad, batching, mlir
 
 import sparsity
 from sparsity.programs.entrywise import ENTRYWISE, Entrywise, exact
-from sparsity.programs.layout import LAYOUTS, Layout, same
+from sparsity.programs.layout import LAYOUTS, AxisRule, same
 from sparsity.programs.products import PRODUCTS, Operand, Product
 
 
@@ -44,7 +44,7 @@ def model(params, x):
 @pytest.fixture
 def entries(monkeypatch):
     monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(exact(np.positive)))  # 0 stays 0
-    monkeypatch.setitem(LAYOUTS, "swap_ends", Layout(_swap))
+    monkeypatch.setitem(LAYOUTS, "swap_ends", AxisRule(_swap))
 
 
 @pytest.fixture

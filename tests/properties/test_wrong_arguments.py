@@ -210,7 +210,15 @@ SPECIAL = {
     ("prune_at_init", "name"): (None, 3, "zz", [], ODD),
     ("prune_at_init", "params"): (),
     ("prune_at_init", "rounds"): (),  # of synflow
-    ("register_scope", "scope"): (None, 3, ODD, int, sparsity.Global()),
+    ("register_schedule", "schedule"): (
+        None,
+        3,
+        ODD,
+        int,
+        sparsity.Uniform,
+        sparsity.OneShotSchedule(0),
+    ),
+    ("register_scope", "scope"): (None, 3, ODD, int, sparsity.Global(), sparsity.Uniform),
     ("sharding_like", "opt_state"): (),  # any tree
     ("sharding_like", "params"): (None, 3, {}, [], {"w": np.ones(3)}),
     ("shrink", "opt_state"): (),

@@ -93,7 +93,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
             return [jnp.concatenate(x) for x in zip(*found, strict=True)]
 
         above, eligible = count()
-        natural = [portable.Slices(leaf) for leaf in leaves]
+        natural = [portable.SliceCounter(leaf) for leaf in leaves]
         for start, part, x, own in zip(first, natural, scores, where, strict=True):
             own = np.ones_like(x) if own is None else own
             expected = [[np.sum((x > p) & (own > 0), 1) for p in pivots], np.sum(own, 1)]

@@ -30,7 +30,7 @@ from sparsity.masks import (
     Site,
     Sites,
     TopkFn,
-    create_masks,
+    adapt_scope,
     is_per_slice,
 )
 from sparsity.patterns import FanIn, NByM
@@ -147,7 +147,8 @@ class ScoredPruning(StatisticsPruning):
                 check_groups(sites[path], statistic, shape)
             split_axes[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
-        return create_masks(scope, sites, scores, sparsities, target_sparsities, self.topk_fn)
+        tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
+        return tree_scope.select_tree(scores, sparsities)
 
 
 @dataclasses.dataclass(kw_only=True)

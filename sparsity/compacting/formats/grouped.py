@@ -16,7 +16,7 @@ from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.find_groups import find_groups
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks import Site
-from sparsity.masks.layout import AnyArray
+from sparsity.masks.slice_layout import AnyArray
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import read_product

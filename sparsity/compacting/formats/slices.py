@@ -24,7 +24,7 @@ from sparsity.programs.program import Equation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sliced(Storage):
+class WholeSlices(Storage):
     """Whole slices of each slice of the stack, along one axis, at positions [*stack, k].
 
     Values have the axes of the dense array, and size k along this axis. Positions beyond the axis

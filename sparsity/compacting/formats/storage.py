@@ -26,8 +26,8 @@ from sparsity.compacting.formats.dtypes import (
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.masks import Site
-from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
+from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType
 from sparsity.programs.program import Equation
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from sparsity.programs.axes import Axis, Kind, Reason, join_axes, list_variables, pin, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
-from sparsity.programs.layout import LAYOUTS, Layout, Place, Relation
+from sparsity.programs.layout import LAYOUTS, AxisRule, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value
 from sparsity.programs.walk import Flow
@@ -143,7 +143,7 @@ class Coupling(Flow[list[Axis]]):
                 self.pin(value, reason)
                 self.pin(output, reason)
 
-    def _layout(self, equation: Equation, layout: Layout) -> None:
+    def _layout(self, equation: Equation, rule: AxisRule) -> None:
         inputs = [self.axes(value) for value in equation.inputs]
         outputs: dict[Place, Axis] = {}
 
@@ -153,8 +153,8 @@ class Coupling(Flow[list[Axis]]):
             size = equation.outputs[place.array].shape[place.axis]
             return outputs.setdefault(place, Axis(size))
 
-        for relation in layout.relate(equation):
-            reason = Reason(equation, relation.text, "space" if layout.moves_window else "")
+        for relation in rule.relate(equation):
+            reason = Reason(equation, relation.text, "space" if rule.moves_window else "")
             sources = [
                 Axis(x, pin=reason) if isinstance(x, int) else inputs[x.array][x.axis]
                 for x in relation.sources

@@ -19,7 +19,7 @@ from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
-from sparsity.programs.layout import LAYOUTS, Layout, Place
+from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
@@ -244,8 +244,8 @@ class _Proof(Flow[Constants]):
         self.alike[reduction] = alike
         return True
 
-    def _layout(self, equation: Equation, layout: Layout) -> None:
-        relations, reduction = layout.relate(equation), layout.joins(equation)
+    def _layout(self, equation: Equation, rule: AxisRule) -> None:
+        relations, reduction = rule.relate(equation), rule.joins(equation)
         sources: dict[Place, list[Place]] = {}
         for relation in relations:
             for place in relation.targets if relation.may_lose_entries else ():
@@ -253,7 +253,7 @@ class _Proof(Flow[Constants]):
                     axes = [x for x in relation.sources if not isinstance(x, int)]
                     sources.setdefault(place, []).extend(axes)
         for number, output in enumerate(equation.outputs):
-            numbers = layout.sources(equation, number)
+            numbers = rule.sources(equation, number)
             inputs = {i: equation.inputs[i] for i in numbers}
             at: dict[RemovedEntry, float | None] = {}
             for axis, variable in self._places(output):
@@ -263,7 +263,7 @@ class _Proof(Flow[Constants]):
             constants = Constants(at, everywhere)
             if reduction is not None:
                 constants = _reduce(reduction, constants)
-            self.facts[output] = _join_fill(constants, layout.fill(equation))
+            self.facts[output] = _join_fill(constants, rule.fill(equation))
 
     def _meet_inputs(
         self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Axis

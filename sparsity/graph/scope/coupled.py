@@ -33,6 +33,7 @@ from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
+from sparsity.selection import compute_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Coupled(DataclassBase):
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
         tables = [trees.leaves_by_path(x) for x in member_trees]
         # Lists, because jax sorts the keys of a dict, and paths have no order.
-        leaves = [[table[path] for path in paths] for table in tables]
+        leaves = [[compute_array(table[path]) for path in paths] for table in tables]
 
         def make_masks(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
             by_path = [dict(zip(paths, each, strict=True)) for each in leaves]

@@ -26,7 +26,7 @@ from sparsity.selection.cpu.key_search import Bracket, Groups, State
 from sparsity.selection.cpu.visits import Parts, arrange
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
-from sparsity.selection.search import Slices, tie_shares
+from sparsity.selection.search import SliceCounter, tie_shares
 
 _SAMPLE_SHIFT = 8  # together, every 256th key is sampled: to sort them costs less than a pass,
 _SAMPLE_SIZES = (256, 4096)  # but at least and at most so many: 4096 are sorted in 0.15 ms
@@ -77,7 +77,9 @@ def select_by_thresholds(
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
         # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
-        Slices(leaf).mask(read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices))
+        SliceCounter(leaf).mask(
+            read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices)
+        )
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not across_leaves:
