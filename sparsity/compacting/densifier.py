@@ -1,9 +1,7 @@
 """Programs on kept values: a masked parameter is dense only while an equation reads the parameter.
 
 Casts and scalings apply to the kept values. Other entrywise equations and layouts of parameters are
-deferred to the equation that reads the result, usually a product. A product has a rule for
-derivatives that keeps the kept values and the other operand for the backward pass, and computes the
-dense parameter again.
+deferred to the equation that reads the result, usually a product.
 """
 
 from __future__ import annotations
@@ -120,59 +118,100 @@ class Densifier(Interpreter[Lazy]):
         return densify(array)
 
     def _read(self, equation: Equation, inputs: list[Lazy]) -> Arrays:
-        """Returns the outputs of an equation; its rule for derivatives keeps no dense parameter."""
+        """Returns the outputs of an equation that reads lazy arrays as dense ones."""
         _check_casts(equation, inputs)
         self._record(equation, inputs, True)
         arrays, structure = jax.tree.flatten(inputs)
-        floating = [is_differentiable(value) for value in equation.outputs]
+        return _DenseRead(equation, structure, self._in_turn).run(arrays)
 
-        def run(arrays: Sequence[jax.Array], after: Sequence[jax.Array]) -> Arrays:
-            read = jax.tree.unflatten(structure, arrays)
-            if not self._in_turn:
-                return equation.bind([densify(x) for x in read])
-            token = make_token(after)
-            if _is_widened(equation, read):
-                return _multiply_wide(equation, read, token)
-            return equation.bind([densify(x, token) for x in read])
 
-        def forward(*arrays: jax.Array) -> Arrays:
-            inputs = jax.tree.unflatten(structure, arrays)
-            return run(arrays, [x for x in inputs if not is_lazy(x)])
+@dataclasses.dataclass(frozen=True)
+class _DenseRead:
+    """Equation that reads lazy arrays as dense ones, with a rule for derivatives.
 
-        def backward(arrays: Sequence[jax.Array], cotangents: Arrays) -> tuple[object, ...]:
-            cotangents = [c for c, is_one in zip(cotangents, floating, strict=True) if is_one]
+    One dense array of the size of a parameter exists at a time, and none between the passes: the
+    forward pass stores the inputs as they are. The backward pass of a product first computes the
+    gradient of the lazy operand. Its dense form is gone when the operand is made dense again for
+    the gradient of the other one.
 
-            def differentiate(
-                places: list[int], after: Arrays, relaid: dict[int, jax.Array], cotangents: Arrays
-            ) -> dict[int, jax.Array]:
-                def outputs(*chosen: jax.Array) -> Arrays:
-                    replaced = relaid | dict(zip(places, chosen, strict=True))
-                    computed = run([replaced.get(i, x) for i, x in enumerate(arrays)], after)
-                    return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
+    Attributes:
+      equation: the equation.
+      structure: structure of the inputs, whose leaves are the arrays of the methods.
+      in_turn: whether dense parameters wait for other arrays.
+    """
 
-                pull_back = jax.vjp(outputs, *(arrays[i] for i in places))[1]
-                return dict(zip(places, pull_back(cotangents), strict=True))
+    equation: Equation
+    structure: jax.tree_util.PyTreeDef
+    in_turn: bool
 
-            gradients: dict[int, jax.Array] = {}
-            steps = _in_steps(equation, inputs)
-            operands = _find_operands(equation, jax.tree.unflatten(structure, arrays))
-            if operands and len(steps) > 1:  # kept values come first
-                ((values, *_), (other, *_)), (_, kept, _) = steps, operands
-                gradient = kept.storage.differentiate(equation, *operands, *cotangents)
-                if gradient is None:
-                    relaid, *rows_last = _lay_rows_last(equation, *operands, *cotangents)
-                    gradients = differentiate(steps[0], cotangents, {other: relaid}, rows_last)
-                else:
-                    gradients[values] = gradient
-                del steps[0]
-            for places in steps:
-                after = [*gradients.values()] or cotangents
-                gradients |= differentiate(places, after, {}, cotangents)
-            return tuple(gradients.get(i) for i in range(len(arrays)))
-
-        read = jax.custom_vjp(forward)
-        read.defvjp(lambda *arrays: (forward(*arrays), arrays), backward)
+    def run(self, arrays: Sequence[jax.Array]) -> Arrays:
+        """Returns the outputs of the equation."""
+        read = jax.custom_vjp(self._forward)
+        read.defvjp(lambda *arrays: (self._forward(*arrays), arrays), self._backward)
         return list(read(*sharding.vary_alike(arrays)))
+
+    def _forward(self, *arrays: jax.Array) -> Arrays:
+        dense = [x for x in self._inputs(arrays) if not isinstance(x, Kept | Deferred)]
+        return self._run(arrays, dense)
+
+    def _backward(self, arrays: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
+        """Returns the gradients of the arrays, `None` for integers."""
+        cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
+        kept, others = _number_floats(inputs)
+        if self.equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
+            gradients = self._differentiate_kept(arrays, kept, others, cotangents)
+        else:
+            gradients, others = {}, kept + others
+        if others:
+            after = [*gradients.values()] or cotangents
+            gradients |= self._differentiate(arrays, others, cotangents, after)
+        return tuple(gradients.get(number) for number in range(len(arrays)))
+
+    def _differentiate_kept(
+        self, arrays: Arrays, kept: list[int], others: list[int], cotangents: Arrays
+    ) -> dict[int, jax.Array]:
+        """Returns the gradients of the arrays of the lazy operand of a product, by number."""
+        operands = _find_operands(self.equation, self._inputs(arrays))
+        relaid = cotangents
+        if operands and kept and others:
+            gradient = operands[1].storage.differentiate(self.equation, *operands, *cotangents)
+            if gradient is not None:
+                return {kept[0]: gradient}
+            other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
+            arrays = [other if number == others[0] else x for number, x in enumerate(arrays)]
+        return self._differentiate(arrays, kept, relaid, after=cotangents)
+
+    def _differentiate(
+        self, arrays: Arrays, numbers: list[int], cotangents: Arrays, after: Arrays
+    ) -> dict[int, jax.Array]:
+        """Returns the gradients of some arrays, by number; see `_run`."""
+
+        def run(*chosen: jax.Array) -> Arrays:
+            replaced = dict(zip(numbers, chosen, strict=True))
+            each = [replaced.get(number, array) for number, array in enumerate(arrays)]
+            return self._floats(self._run(each, after))
+
+        pull_back = jax.vjp(run, *(arrays[number] for number in numbers))[1]
+        return dict(zip(numbers, pull_back(cotangents), strict=True))
+
+    def _run(self, arrays: Sequence[jax.Array], after: Arrays) -> Arrays:
+        """Returns the outputs; dense parameters wait for the arrays `after`."""
+        inputs = self._inputs(arrays)
+        if not self.in_turn:
+            return self.equation.bind([densify(x) for x in inputs])
+        token = make_token(after)
+        if _is_widened(self.equation, inputs):
+            return _multiply_wide(self.equation, inputs, token)
+        return self.equation.bind([densify(x, token) for x in inputs])
+
+    def _inputs(self, arrays: Sequence[jax.Array]) -> list[Lazy]:
+        inputs: list[Lazy] = jax.tree.unflatten(self.structure, arrays)
+        return inputs
+
+    def _floats(self, outputs: Arrays) -> Arrays:
+        """Returns the outputs, or their gradients, that have derivatives."""
+        pairs = zip(self.equation.outputs, outputs, strict=True)
+        return [x for value, x in pairs if is_differentiable(value)]
 
 
 def _find_operands(
@@ -271,21 +310,15 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> 
     return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
-def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
-    """Returns the numbers of arrays whose gradients a backward pass computes together.
-
-    Of a product, first those of kept values, for which no dense parameter is needed: the gradient
-    of a dense parameter is gone before the dense parameter itself is built for the other operand.
-    """
-    kept, others, number = list[int](), list[int](), 0
+def _number_floats(inputs: Sequence[Lazy]) -> tuple[list[int], list[int]]:
+    """Returns the numbers of the leaves that are floats: those of lazy arrays, and all others."""
+    lazy, dense, number = list[int](), list[int](), 0
     for each in inputs:
         for array in jax.tree.leaves(each):
             if jnp.issubdtype(array.dtype, jnp.inexact):
-                (kept if is_lazy(each) else others).append(number)
+                (lazy if is_lazy(each) else dense).append(number)
             number += 1
-    if equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
-        return [places for places in (kept, others) if places]
-    return [kept + others]
+    return lazy, dense
 
 
 def _is_stack(array: Lazy) -> bool:
