@@ -22,8 +22,9 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, keeps_targets, lazy_scores
 from sparsity.masks.positions import map_rows, put
-from sparsity.selection import Ranked, Scores, num_kept, topk
-from sparsity.training.hooks import Inputs, SliceRule, call_hook
+from sparsity.patterns.base import keep_active
+from sparsity.selection import Scores, topk_mask
+from sparsity.training.hooks import Inputs, SliceRule
 from sparsity.training.state import SparseState
 from sparsity.training.step import update_masks
 from sparsity.training.updater import Updater, is_overridden
@@ -206,9 +207,10 @@ class Mover:
 
     def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
         assert self.rule is not None
+        inputs = Inputs(param, grad, self.sites, {})
         state = SparseState(None, None, None, part.step, None)
-        named = {"draw": functools.partial(self._draw, part), "sites": self.sites}
-        scores: jax.Array = call_hook(self.rule.grow, state, param, grad, extra={}, named=named)
+        draw = functools.partial(self._draw, part)
+        scores: jax.Array = inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
         return scores
 
     def move_alike(self, each: list[tuple[Parts, jax.Array | None]]) -> list[jax.Array]:
@@ -372,19 +374,7 @@ def _drop_and_grow(
     Returns:
       uint8[rows, units].
     """
-    is_stored = positions < grow.shape[1]
-    stored = jnp.sum(is_stored, axis=1, dtype=jnp.int32)
-    stay = jnp.asarray(num_kept(stored, drop_fraction))
-    flags = _select_in_rows(drop, stay, is_stored)
+    flags, lost = keep_active(positions < grow.shape[1], drop, drop_fraction, 1)
     kept = map_rows(functools.partial(put, grow.shape[1]), positions, flags)
-    mask: jax.Array = kept | _select_in_rows(grow, stored - stay, kept == 0)
-    return mask
-
-
-def _select_in_rows(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) -> jax.Array:
-    """Returns the mask of the k highest scores of each row, uint8[rows, n]."""
-    leaf = Ranked(Scores.wrap(scores), where, batch_axes=1)
-    counts = k.astype(jnp.uint32)
-    masks, _ = topk.select_best([leaf], (counts & 0, counts), across_leaves=False)
-    mask: jax.Array = masks[0]
+    mask: jax.Array = kept | topk_mask(grow, lost, where=kept == 0, batch_axes=1)
     return mask
