@@ -29,8 +29,8 @@ from sparsity.training.step import update_masks
 from sparsity.training.updater import Updater
 
 
-class Parts(NamedTuple):
-    """Parts of a parameter for a mask update; all arrays are [*stack, ...].
+class SliceArrays(NamedTuple):
+    """Arrays of a parameter that a mask update reads, [*stack, ...]; or of one part that moves.
 
     Attributes:
       values: kept values.
@@ -76,7 +76,7 @@ class Mover:
         return self.sites[self.path]
 
     @functools.cached_property
-    def part(self) -> Storage:
+    def part_storage(self) -> Storage:
         """Storage of the part that moves at once: a slice with stack axes of size 1, or all."""
         stack = () if self.rule is None else self.storage.stack
         shape = (1 if axis in stack else size for axis, size in enumerate(self.storage.shape))
@@ -84,7 +84,7 @@ class Mover:
 
     @property
     def depth(self) -> int:
-        """Number of leading axes of `Parts` that index parts."""
+        """Number of leading axes of `SliceArrays` that index parts."""
         return 0 if self.rule is None else len(self.storage.stack)
 
     @property
@@ -97,17 +97,17 @@ class Mover:
         site, target = self.site, self.target
         dtype = trees.leaves_by_path(self.example)[self.path].dtype
         number = target if target is None or is_traced(target) else float(target)
-        return self.part, site.pattern, site.batch_axes, number, dtype
+        return self.part_storage, site.pattern, site.batch_axes, number, dtype
 
     def slices(
         self, values: jax.Array, indices: jax.Array, count: chex.Numeric, gradient: jax.Array | None
-    ) -> Parts:
+    ) -> SliceArrays:
         """Returns the slices of the parameter."""
         stack = self.storage.stack[: self.depth]
         sizes = [self.storage.shape[axis] for axis in stack]
         strides = [self.strides[axis] for axis in stack]
         offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
-        return Parts(
+        return SliceArrays(
             values,
             indices,
             jnp.asarray(np.broadcast_to(offset, sizes).astype(np.int32)),
@@ -116,7 +116,7 @@ class Mover:
             gradient,
         )
 
-    def move(self, part: Parts, gradient: jax.Array | None = None) -> jax.Array:
+    def move(self, part: SliceArrays, gradient: jax.Array | None = None) -> jax.Array:
         """Returns the new positions of a part.
 
         Args:
@@ -131,8 +131,8 @@ class Mover:
         )
         return moved
 
-    def _move(self, part: Parts, gradient: jax.Array | None) -> jax.Array:
-        storage = self.part
+    def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
+        storage = self.part_storage
         shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
         # A dense slice that waits for the gradient is not built before.
         token = 0 if gradient is None else make_token([gradient])
@@ -156,7 +156,7 @@ class Mover:
         return new.astype(part.indices.dtype).reshape(part.indices.shape)
 
     def _move_parameter(
-        self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new mask of the parameter, from the hooks of the updater."""
         state = SparseState(self._tree(mask), None, self._tree(self.target), part.step, None)
@@ -167,7 +167,7 @@ class Mover:
         return new
 
     def _move_slice(
-        self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new mask of a slice, by the pattern."""
         assert self.rule is not None
@@ -177,15 +177,15 @@ class Mover:
 
     def _rows(self) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
-        is_stack = self.site.batch_axes == len(self.part.stack)
-        return self.part.count_rows(self.site.pattern) if is_stack else None
+        is_stack = self.site.batch_axes == len(self.part_storage.stack)
+        return self.part_storage.count_rows(self.site.pattern) if is_stack else None
 
     def _move_units(
-        self, part: Parts, rows: int, param: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, rows: int, param: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
         assert self.rule is not None
-        storage, pattern = self.part, self.site.pattern
+        storage, pattern = self.part_storage, self.site.pattern
         drop = storage.pool(self.rule.drop(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
         shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
@@ -204,7 +204,9 @@ class Mover:
             mask = _drop_and_grow(drop, grow, positions, fraction)
         return storage.locate_rows(mask)
 
-    def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
+    def _grow_scores(
+        self, part: SliceArrays, param: jax.Array, grad: jax.Array | None
+    ) -> jax.Array:
         assert self.rule is not None
         inputs = Inputs(param, grad, self.sites, {})
         state = SparseState(None, None, None, part.step, None)
@@ -212,7 +214,7 @@ class Mover:
         scores: jax.Array = inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
         return scores
 
-    def move_alike(self, each: list[tuple[Parts, jax.Array | None]]) -> list[jax.Array]:
+    def move_alike(self, each: list[tuple[SliceArrays, jax.Array | None]]) -> list[jax.Array]:
         """Returns the new positions of parameters of one `kind`, one part after the other."""
 
         def flatten(x: jax.Array) -> jax.Array:
@@ -237,17 +239,17 @@ class Mover:
         return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
 
     def _draw(
-        self, part: Parts, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+        self, part: SliceArrays, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
-        index = hashing.flat_index(self.part.shape, self.strides) + part.offset
+        index = hashing.flat_index(self.part_storage.shape, self.strides) + part.offset
         return hashing.hash_entries(index, *words)
 
 
 def move_all(
     movers: Mapping[Path, Mover],
-    slices: Mapping[Path, Parts],
+    slices: Mapping[Path, SliceArrays],
     gradients: Mapping[Path, jax.Array] = MappingProxyType({}),
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of parameters, slice by slice, by one program for equal shapes.
