@@ -33,7 +33,7 @@ from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
-from sparsity.core.exact import sums
+from sparsity.core.exact_sums import sums
 from sparsity.core.trees import Masks, Params, ScoreTree, Sparsities
 from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put

@@ -1,9 +1,7 @@
 """Programs on kept values: a masked parameter is dense only while an equation reads the parameter.
 
 Casts and scalings apply to the kept values. Other entrywise equations and layouts of parameters are
-deferred to the equation that reads the result, usually a product. A product has a rule for
-derivatives that keeps the kept values and the other operand for the backward pass, and computes the
-dense parameter again.
+deferred to the equation that reads the result, usually a product.
 """
 
 from __future__ import annotations
@@ -15,21 +13,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in, make_token
+from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in
+from sparsity.compacting.dense_read import Arrays, DenseRead, find_operands
 from sparsity.compacting.formats.dtypes import is_quantized
-from sparsity.compacting.formats.storage import Kept, Token
-from sparsity.core import sharding
+from sparsity.compacting.formats.storage import Kept
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
-from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import Equation, Program, Value, is_differentiable
+from sparsity.programs.products import PRODUCTS
+from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
-
-Arrays = list[jax.Array]
 
 
 class Densifier(Interpreter[Lazy]):
@@ -78,7 +73,7 @@ class Densifier(Interpreter[Lazy]):
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
             numbers = range(len(equation.outputs))
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
-        if operands := _find_operands(equation, inputs):
+        if operands := find_operands(equation, inputs):
             _, kept, _ = operands
             product = kept.storage.multiply(equation, *operands)
             if product is not None:
@@ -120,172 +115,11 @@ class Densifier(Interpreter[Lazy]):
         return densify(array)
 
     def _read(self, equation: Equation, inputs: list[Lazy]) -> Arrays:
-        """Returns the outputs of an equation; its rule for derivatives keeps no dense parameter."""
+        """Returns the outputs of an equation that reads lazy arrays as dense ones."""
         _check_casts(equation, inputs)
         self._record(equation, inputs, True)
         arrays, structure = jax.tree.flatten(inputs)
-        floating = [is_differentiable(value) for value in equation.outputs]
-
-        def run(arrays: Sequence[jax.Array], after: Sequence[jax.Array]) -> Arrays:
-            read = jax.tree.unflatten(structure, arrays)
-            if not self._in_turn:
-                return equation.bind([densify(x) for x in read])
-            token = make_token(after)
-            if _is_widened(equation, read):
-                return _multiply_wide(equation, read, token)
-            return equation.bind([densify(x, token) for x in read])
-
-        def forward(*arrays: jax.Array) -> Arrays:
-            inputs = jax.tree.unflatten(structure, arrays)
-            return run(arrays, [x for x in inputs if not is_lazy(x)])
-
-        def backward(arrays: Sequence[jax.Array], cotangents: Arrays) -> tuple[object, ...]:
-            cotangents = [c for c, is_one in zip(cotangents, floating, strict=True) if is_one]
-
-            def differentiate(
-                places: list[int], after: Arrays, relaid: dict[int, jax.Array], cotangents: Arrays
-            ) -> dict[int, jax.Array]:
-                def outputs(*chosen: jax.Array) -> Arrays:
-                    replaced = relaid | dict(zip(places, chosen, strict=True))
-                    computed = run([replaced.get(i, x) for i, x in enumerate(arrays)], after)
-                    return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
-
-                pull_back = jax.vjp(outputs, *(arrays[i] for i in places))[1]
-                return dict(zip(places, pull_back(cotangents), strict=True))
-
-            gradients: dict[int, jax.Array] = {}
-            steps = _in_steps(equation, inputs)
-            operands = _find_operands(equation, jax.tree.unflatten(structure, arrays))
-            if operands and len(steps) > 1:  # kept values come first
-                ((values, *_), (other, *_)), (_, kept, _) = steps, operands
-                gradient = kept.storage.differentiate(equation, *operands, *cotangents)
-                if gradient is None:
-                    relaid, *rows_last = _lay_rows_last(equation, *operands, *cotangents)
-                    gradients = differentiate(steps[0], cotangents, {other: relaid}, rows_last)
-                else:
-                    gradients[values] = gradient
-                del steps[0]
-            for places in steps:
-                after = [*gradients.values()] or cotangents
-                gradients |= differentiate(places, after, {}, cotangents)
-            return tuple(gradients.get(i) for i in range(len(arrays)))
-
-        read = jax.custom_vjp(forward)
-        read.defvjp(lambda *arrays: (forward(*arrays), arrays), backward)
-        return list(read(*sharding.vary_alike(arrays)))
-
-
-def _find_operands(
-    equation: Equation, inputs: Sequence[Lazy]
-) -> tuple[int, Kept, jax.Array] | None:
-    """Returns the operands of a product of kept values and a dense array.
-
-    Returns:
-      The number of the operand that is kept values, this operand, and the other one; `None` for
-      other equations.
-    """
-    if equation.name not in PRODUCTS or len(inputs) != 2:
-        return None
-    at = 0 if is_lazy(inputs[0]) else 1
-    kept, other = inputs[at], inputs[1 - at]
-    if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
-        return None
-    return at, kept, other
-
-
-def _lay_rows_last(
-    equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands of the gradient of kept values, the left one with its rows last.
-
-    XLA on CPUs multiplies faster along last axes. Copies of few rows cost less than this saves:
-    steps through 8 scanned layers of 2048 x 2048 take 0.90 of the time at 4 rows, 0.92 at 16, and
-    0.97 at 128. The bits stay.
-
-    Args:
-      equation: the product.
-      at: number of the operand that is kept values.
-      kept: this operand.
-      other: the other operand.
-      cotangent: gradient of the product.
-    """
-    is_small = 0 < other.size * 8 <= math.prod(kept.shape)
-    if equation.name != "dot_general" or not is_small or jax.default_backend() != "cpu":
-        return other, cotangent
-    product = read_product(equation)
-    roles, partner, places = product.operands[at], product.operands[1 - at], product.places(at)
-    first = min((*roles.contracted, *roles.free), key=lambda axis: kept.axes[axis])
-    if first in roles.contracted:
-        return _lay_out(other, (*partner.batch, *partner.contracted, *partner.free)), cotangent
-    rows = (axis for axis in range(cotangent.ndim) if axis not in places)
-    return other, _lay_out(cotangent, (*places, *rows))
-
-
-def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """Returns an array that lies in memory in another order of its axes."""
-    if order == tuple(range(array.ndim)):
-        return array
-    laid_out: jax.Array = lax.optimization_barrier(array.transpose(order))
-    return laid_out.transpose(np.argsort(order))
-
-
-def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
-    """Returns whether XLA multiplies bfloat16 numbers of a product as float32.
-
-    XLA on CPUs does, if the result is bfloat16, and rounds the result.
-    """
-    return (
-        equation.name == "dot_general"
-        and all(x.dtype == jnp.bfloat16 for x in (*equation.inputs, *equation.outputs))
-        and equation.params["preferred_element_type"] in (None, jnp.bfloat16)
-        and not any(isinstance(x, Deferred) for x in inputs)
-        and all(_widens_exactly(x) for x in inputs if isinstance(x, Kept))
-        and jax.default_backend() == "cpu"
-    )
-
-
-def _widens_exactly(kept: Kept) -> bool:
-    """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
-    dtype = kept.storage.base_dtype
-    is_exact = kept.base is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
-    return is_exact and kept.observer is None
-
-
-def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> Arrays:
-    """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
-
-    Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
-    and gradients are rounded as bfloat16, which XLA would leave out between two casts.
-    """
-
-    def widen(array: jax.Array) -> jax.Array:
-        return lax.reduce_precision(array.astype(jnp.float32), 8, 7)
-
-    wide = [
-        densify(x.with_values(widen(x.read_values())), token)
-        if isinstance(x, Kept)
-        else widen(densify(x))
-        for x in inputs
-    ]
-    (result,) = equation.bind(wide, preferred_element_type=np.dtype(np.float32))
-    return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
-
-
-def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
-    """Returns the numbers of arrays whose gradients a backward pass computes together.
-
-    Of a product, first those of kept values, for which no dense parameter is needed: the gradient
-    of a dense parameter is gone before the dense parameter itself is built for the other operand.
-    """
-    kept, others, number = list[int](), list[int](), 0
-    for each in inputs:
-        for array in jax.tree.leaves(each):
-            if jnp.issubdtype(array.dtype, jnp.inexact):
-                (kept if is_lazy(each) else others).append(number)
-            number += 1
-    if equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
-        return [places for places in (kept, others) if places]
-    return [kept + others]
+        return DenseRead(equation, structure, self._in_turn).run(arrays)
 
 
 def _is_stack(array: Lazy) -> bool:

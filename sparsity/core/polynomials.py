@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsity.core import exact
 from sparsity.core.exact import Words
+from sparsity.core.exact_sums import ordered_sum
 
 Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
@@ -185,7 +186,7 @@ def _least(most: jax.Array, base: jax.Array, table: _Table) -> Words:
         growth = growth * most[column] + product * (most[column] - base[column])
         product = product * base[column]
     terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * growth
-    real = exact.ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
+    real = ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
     high = jnp.floor(real * jnp.float32(2.0**-32))
     low = real - high * jnp.float32(2.0**32)
     words = high.astype(jnp.uint32), low.astype(jnp.uint32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind, check_values
-from sparsity.core.exact import lowest_sparsity
+from sparsity.core.kept_counts import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.graph.graph import Graph

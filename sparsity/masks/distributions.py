@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
-from sparsity.core.exact import lowest_sparsity, num_kept_int
+from sparsity.core.kept_counts import lowest_sparsity, num_kept_int
 from sparsity.core.names import Registry
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks.global_scope import Global

@@ -22,6 +22,7 @@ from jax import lax
 from sparsity.core import exact, sharding
 from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
+from sparsity.core.exact_sums import max_abs
 from sparsity.core.kernels import compute_once
 from sparsity.selection import LazyScores
 
@@ -96,7 +97,7 @@ class ScaledLayer(NamedTuple):
         scales = []
         for weights in layers:
             sizes = _sizes(weights)
-            _, exponent = jnp.frexp(exact.max_abs(sizes, tuple(range(sizes.ndim))))
+            _, exponent = jnp.frexp(max_abs(sizes, tuple(range(sizes.ndim))))
             one = jnp.ones((), sizes.dtype)
             # In two steps: a single factor may be out of range.
             scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]

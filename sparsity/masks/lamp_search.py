@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact
+from sparsity.core import exact, exact_sums
 from sparsity.core.exact import Words
 from sparsity.core.kernels import at_runtime, use_flat
 from sparsity.masks.lamp_scores import (
@@ -248,7 +248,9 @@ def _read_inside(layer: _Layer, low: jax.Array, high: jax.Array, room: int) -> _
     squares = _in_rows(layer.squares())
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
     digits, bits = _split_digits(jnp.where(is_above, squares, 0), layer.weights.size)
-    above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
+    above, inside, *sums = (
+        exact.total(x) for x in exact_sums.sums([is_above, is_inside, *digits], [1])
+    )
     positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
     picked = layer.scale.squares(layer.weights.at[positions].get(mode="clip"))
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, sharding
+from sparsity.core import sharding
 from sparsity.core.checks import DataclassBase, is_traced
+from sparsity.core.kept_counts import num_kept
 from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
@@ -118,7 +119,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
             k = low & 0, low
         else:
             pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
-            counts = np.array([exact.num_kept(n, float(x)) for n, x in pairs], np.uint32)
+            counts = np.array([num_kept(n, float(x)) for n, x in pairs], np.uint32)
             counts = counts[leaf_index]
             k = jax.device_put((counts & 0, counts))  # explicitly, as a transfer guard may demand
         masks = topk_masks(units, k)
@@ -188,7 +189,7 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
 
 def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
     """Counts the units that stay of each leaf."""
-    return jnp.asarray(exact.num_kept(np.array(sizes), stack_sparsities(sparsities)))
+    return jnp.asarray(num_kept(np.array(sizes), stack_sparsities(sparsities)))
 
 
 def stack_sparsities(sparsities: Sequence[chex.Numeric]) -> jax.Array:

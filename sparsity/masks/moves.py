@@ -13,6 +13,7 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words, varying_zero
+from sparsity.core.kept_counts import Removed, num_kept_words
 from sparsity.core.trees import PyTree
 from sparsity.selection.scores import Ranked
 from sparsity.selection.topk import select_best
@@ -54,8 +55,8 @@ def _moved_masks(
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select_best(drop, exact.Removed(fraction), across_leaves=across_leaves)
-        return kept, exact.minus(active, exact.num_kept_words(active, fraction))
+        kept, active = select_best(drop, Removed(fraction), across_leaves=across_leaves)
+        return kept, exact.minus(active, num_kept_words(active, fraction))
 
     def present() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, host
+from sparsity.core import exact, exact_sums, host
 from sparsity.core.dtypes import promote
-from sparsity.core.exact import sums
+from sparsity.core.exact_sums import sums
 from sparsity.core.kernels import compute_once, unstack, use_flat
 from sparsity.core.trees import PyTree
 from sparsity.selection.scores import Ranked, Scores
@@ -116,7 +116,7 @@ def _in_rows(scores: Scores) -> tuple[Scores, range]:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _largest(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> jax.Array:
     """Returns the largest finite absolute value of each row."""
-    return exact.max_abs(_values(fn, real, stored), tuple(axes))
+    return exact_sums.max_abs(_values(fn, real, stored), tuple(axes))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -126,7 +126,7 @@ def _digits(
     """Returns the sum of each digit of the scaled squares in each row, the lowest digit first."""
     # A separate fused loop: without the barrier, values that `_largest` reads too are stored.
     stored = lax.optimization_barrier(stored)
-    values = exact.finite(_values(fn, real, stored)) * factors[0] * factors[1]
+    values = exact_sums.finite(_values(fn, real, stored)) * factors[0] * factors[1]
     squares = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     squares = jnp.minimum(squares, 2**_BITS - 1)
     parts = [(squares >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]

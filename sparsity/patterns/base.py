@@ -25,7 +25,8 @@ from sparsity.core.checks import (
     check_int,
     check_real_array,
 )
-from sparsity.core.exact import num_kept_int, sums
+from sparsity.core.exact_sums import sums
+from sparsity.core.kept_counts import num_kept_int
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact
 from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.exact_sums import ordered_sum
+from sparsity.core.kept_counts import num_kept_int
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -63,7 +64,7 @@ class Block(SparsityType):
         if not self.use_avg_pooling:
             # Repeated edge rows and columns change no maximum.
             return grid.reduce(scores, jnp.max, "edge")
-        total = grid.reduce(scores, exact.ordered_sum, "constant")
+        total = grid.reduce(scores, ordered_sum, "constant")
         entries = np.outer(*grid.entries()).astype(total.dtype)
         entries = entries if is_traced(total) else jax.device_put(entries)
         return total / jnp.broadcast_to(entries, total.shape)
@@ -78,7 +79,7 @@ class Block(SparsityType):
         if any(size % block for size, block in zip(grid.sizes, grid.block, strict=True)):
             return None  # blocks at the edges are smaller
         size, block = math.prod(shape[batch_axes:]), math.prod(grid.block)
-        return exact.num_kept_int(size // block, sparsity) * block
+        return num_kept_int(size // block, sparsity) * block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Channel(SparsityType):
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         scores = scores.astype(pooled_dtype(scores))
-        total: jax.Array = exact.ordered_sum(scores, self._others(scores.ndim, batch_axes))
+        total: jax.Array = ordered_sum(scores, self._others(scores.ndim, batch_axes))
         return total
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
@@ -116,7 +117,7 @@ class Channel(SparsityType):
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         channels = shape[absolute_axis(self.axis, batch_axes, len(shape))]
         size = math.prod(shape[batch_axes:])
-        return exact.num_kept_int(channels, sparsity) * (size // max(channels, 1))
+        return num_kept_int(channels, sparsity) * (size // max(channels, 1))
 
     def _others(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
         axis = absolute_axis(self.axis, batch_axes, ndim)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core.exact import num_kept_int
+from sparsity.core.kept_counts import num_kept_int
 from sparsity.core.sharding import evaluate_now
 from sparsity.patterns.base import SparsityType
 

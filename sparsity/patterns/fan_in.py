@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact
 from sparsity.core.checks import check_int
+from sparsity.core.exact_sums import ordered_sum
+from sparsity.core.kept_counts import num_kept_int
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -89,7 +90,7 @@ class FanIn(SparsityType):
         if spare := -outputs % group:
             rows = jnp.pad(rows, [(0, spare * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
-        total: jax.Array = exact.ordered_sum(groups, (batch_axes + 1,))
+        total: jax.Array = ordered_sum(groups, (batch_axes + 1,))
         return total
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
@@ -100,7 +101,7 @@ class FanIn(SparsityType):
 
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         _, _, outputs, inputs = self._split_axes(shape, batch_axes)
-        return outputs * exact.num_kept_int(math.prod(inputs), sparsity)
+        return outputs * num_kept_int(math.prod(inputs), sparsity)
 
     def _group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""

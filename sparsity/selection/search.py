@@ -29,8 +29,10 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact
-from sparsity.core.exact import Removed, Words, sums, varying_zero, zero_like
+from sparsity.core.exact import Words, varying_zero, zero_like
+from sparsity.core.exact_sums import sums
 from sparsity.core.hashing import flat_index
+from sparsity.core.kept_counts import Removed, limit_kept
 from sparsity.selection.keys import KeyRange, key_range
 from sparsity.selection.scores import Ranked
 
@@ -91,7 +93,7 @@ def select_by_counting(
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = totals([x.eligible() + zero for x in counters], across_leaves)
-    k = exact.limit_kept(eligible, k)
+    k = limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
         each = zip(counters, per_leaf(pivots, sizes, across_leaves), strict=True)

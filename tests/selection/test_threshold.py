@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparsity.core import exact as exact_counts
+from sparsity.core.kept_counts import Removed
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, sorting, threshold, visits
 from sparsity.selection.scores import Ranked, Scores
@@ -193,7 +194,7 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)
     where = (rng.random((3, 40)) < [[0.2], [0.5], [0.9]]).astype(np.uint8)
     leaf = Ranked(Scores.wrap(scores), jnp.asarray(where), batch_axes=1)
-    run = jax.jit(lambda leaf, x: search([leaf], exact_counts.Removed(x), across_leaves=False)[:2])
+    run = jax.jit(lambda leaf, x: search([leaf], Removed(x), across_leaves=False)[:2])
     ([mask], (_, eligible)) = run(leaf, jnp.float32(0.3))
     counts = where.sum(axis=1)
     np.testing.assert_array_equal(eligible, counts)

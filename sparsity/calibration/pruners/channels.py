@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
-from sparsity.core import exact, trees
+from sparsity.core import trees
 from sparsity.core.checks import is_traced
+from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.scope import counts
@@ -136,8 +137,8 @@ def _standardized(importance: jax.Array) -> jax.Array:
     """
     layers = jnp.atleast_2d(importance)
     count = layers.shape[1]
-    mean = exact.ordered_sum(layers, (1,))[:, None] / count
-    spread = exact.ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
+    mean = ordered_sum(layers, (1,))[:, None] / count
+    spread = ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
     scores = (layers - mean) * jnp.where(spread > 0, jax.lax.rsqrt(spread), 0)
     scores = jnp.where(layers > 0, scores, -jnp.inf)
     if importance.ndim == 1:

@@ -21,7 +21,7 @@ from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import host, sharding, trees
 from sparsity.core.dtypes import promote
-from sparsity.core.exact import ordered_sum
+from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import (
     Layerwise,

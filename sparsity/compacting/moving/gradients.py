@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.moving.mover import Mover, Parts, move_all
+from sparsity.compacting.moving.mover import Mover, SliceArrays, move_all
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.core.trees import Path
@@ -30,7 +30,7 @@ _BASE = 2**16
 
 def move_by_gradient(
     movers: Mapping[Path, Mover],
-    slices: Mapping[Path, Parts],
+    slices: Mapping[Path, SliceArrays],
     loss: Callable[[Mapping[Path, Observer]], jax.Array],
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of all parameters, ranked by gradients; see `read_positions`.
@@ -78,11 +78,12 @@ def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
     return zero
 
 
-def _observe_positions(mover: Mover, slices: Parts) -> Observer:
+def _observe_positions(mover: Mover, slices: SliceArrays) -> Observer:
     """Returns the observer that finds new positions, which leave as float32 numbers."""
-    is_small = math.prod(mover.part.shape) + math.prod(mover.part.kept_shape) < _EXACT
+    storage = mover.part_storage
+    is_small = math.prod(storage.shape) + math.prod(storage.kept_shape) < _EXACT
 
-    def find(part: Parts, gradient: jax.Array) -> jax.Array:
+    def find(part: SliceArrays, gradient: jax.Array) -> jax.Array:
         new = mover.move(part, gradient)
         digits = [new] if is_small else [new % _BASE, new // _BASE]
         return jnp.stack(digits, axis=-1).astype(jnp.float32)

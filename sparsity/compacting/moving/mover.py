@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,17 +19,18 @@ from sparsity.compacting.formats.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.masks import Site, Sites, is_per_slice, keeps_targets, lazy_scores
+from sparsity.masks import Site, Sites, lazy_scores
 from sparsity.masks.positions import map_rows, put
-from sparsity.selection import Ranked, Scores, num_kept, topk
-from sparsity.training.hooks import Inputs, SliceRule, call_hook
+from sparsity.patterns.base import keep_active
+from sparsity.selection import Scores, topk_mask
+from sparsity.training.hooks import Inputs, SliceRule
 from sparsity.training.state import SparseState
 from sparsity.training.step import update_masks
-from sparsity.training.updater import Updater, is_overridden
+from sparsity.training.updater import Updater
 
 
-class Parts(NamedTuple):
-    """Parts of a parameter for a mask update; all arrays are [*stack, ...].
+class SliceArrays(NamedTuple):
+    """Arrays of a parameter that a mask update reads, [*stack, ...]; or of one part that moves.
 
     Attributes:
       values: kept values.
@@ -76,7 +76,7 @@ class Mover:
         return self.sites[self.path]
 
     @functools.cached_property
-    def part(self) -> Storage:
+    def part_storage(self) -> Storage:
         """Storage of the part that moves at once: a slice with stack axes of size 1, or all."""
         stack = () if self.rule is None else self.storage.stack
         shape = (1 if axis in stack else size for axis, size in enumerate(self.storage.shape))
@@ -84,7 +84,7 @@ class Mover:
 
     @property
     def depth(self) -> int:
-        """Number of leading axes of `Parts` that index parts."""
+        """Number of leading axes of `SliceArrays` that index parts."""
         return 0 if self.rule is None else len(self.storage.stack)
 
     @property
@@ -97,17 +97,17 @@ class Mover:
         site, target = self.site, self.target
         dtype = trees.leaves_by_path(self.example)[self.path].dtype
         number = target if target is None or is_traced(target) else float(target)
-        return self.part, site.pattern, site.batch_axes, number, dtype
+        return self.part_storage, site.pattern, site.batch_axes, number, dtype
 
     def slices(
         self, values: jax.Array, indices: jax.Array, count: chex.Numeric, gradient: jax.Array | None
-    ) -> Parts:
+    ) -> SliceArrays:
         """Returns the slices of the parameter."""
         stack = self.storage.stack[: self.depth]
         sizes = [self.storage.shape[axis] for axis in stack]
         strides = [self.strides[axis] for axis in stack]
         offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
-        return Parts(
+        return SliceArrays(
             values,
             indices,
             jnp.asarray(np.broadcast_to(offset, sizes).astype(np.int32)),
@@ -116,7 +116,7 @@ class Mover:
             gradient,
         )
 
-    def move(self, part: Parts, gradient: jax.Array | None = None) -> jax.Array:
+    def move(self, part: SliceArrays, gradient: jax.Array | None = None) -> jax.Array:
         """Returns the new positions of a part.
 
         Args:
@@ -131,8 +131,8 @@ class Mover:
         )
         return moved
 
-    def _move(self, part: Parts, gradient: jax.Array | None) -> jax.Array:
-        storage = self.part
+    def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
+        storage = self.part_storage
         shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
         # A dense slice that waits for the gradient is not built before.
         token = 0 if gradient is None else make_token([gradient])
@@ -156,7 +156,7 @@ class Mover:
         return new.astype(part.indices.dtype).reshape(part.indices.shape)
 
     def _move_parameter(
-        self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new mask of the parameter, from the hooks of the updater."""
         state = SparseState(self._tree(mask), None, self._tree(self.target), part.step, None)
@@ -167,7 +167,7 @@ class Mover:
         return new
 
     def _move_slice(
-        self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new mask of a slice, by the pattern."""
         assert self.rule is not None
@@ -177,15 +177,15 @@ class Mover:
 
     def _rows(self) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
-        is_stack = self.site.batch_axes == len(self.part.stack)
-        return self.part.count_rows(self.site.pattern) if is_stack else None
+        is_stack = self.site.batch_axes == len(self.part_storage.stack)
+        return self.part_storage.count_rows(self.site.pattern) if is_stack else None
 
     def _move_units(
-        self, part: Parts, rows: int, param: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, rows: int, param: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
         assert self.rule is not None
-        storage, pattern = self.part, self.site.pattern
+        storage, pattern = self.part_storage, self.site.pattern
         drop = storage.pool(self.rule.drop(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
         shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
@@ -204,14 +204,17 @@ class Mover:
             mask = _drop_and_grow(drop, grow, positions, fraction)
         return storage.locate_rows(mask)
 
-    def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
+    def _grow_scores(
+        self, part: SliceArrays, param: jax.Array, grad: jax.Array | None
+    ) -> jax.Array:
         assert self.rule is not None
+        inputs = Inputs(param, grad, self.sites, {})
         state = SparseState(None, None, None, part.step, None)
-        named = {"draw": functools.partial(self._draw, part), "sites": self.sites}
-        scores: jax.Array = call_hook(self.rule.grow, state, param, grad, extra={}, named=named)
+        draw = functools.partial(self._draw, part)
+        scores: jax.Array = inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
         return scores
 
-    def move_alike(self, each: list[tuple[Parts, jax.Array | None]]) -> list[jax.Array]:
+    def move_alike(self, each: list[tuple[SliceArrays, jax.Array | None]]) -> list[jax.Array]:
         """Returns the new positions of parameters of one `kind`, one part after the other."""
 
         def flatten(x: jax.Array) -> jax.Array:
@@ -236,17 +239,17 @@ class Mover:
         return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
 
     def _draw(
-        self, part: Parts, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+        self, part: SliceArrays, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
-        index = hashing.flat_index(self.part.shape, self.strides) + part.offset
+        index = hashing.flat_index(self.part_storage.shape, self.strides) + part.offset
         return hashing.hash_entries(index, *words)
 
 
 def move_all(
     movers: Mapping[Path, Mover],
-    slices: Mapping[Path, Parts],
+    slices: Mapping[Path, SliceArrays],
     gradients: Mapping[Path, jax.Array] = MappingProxyType({}),
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of parameters, slice by slice, by one program for equal shapes.
@@ -270,92 +273,6 @@ def move_all(
     return new
 
 
-def make_movers(
-    updater: Updater, example: PyTree, storages: Mapping[Path, Storage]
-) -> dict[Path, Mover]:
-    """Returns the mask updates of all masked parameters but those that keep all entries.
-
-    Args:
-      updater: the updater.
-      example: the dense parameters, as shapes.
-      storages: storages of the masked parameters by path.
-
-    Raises:
-      ValueError: the updater, or its pattern for a parameter, may change the number of kept
-        values. The error names the field, or the parameter.
-    """
-    _check_updater(updater)
-    sites = updater.sites(example)
-    targets = trees.leaves_by_path(updater.compute_targets(example, sites))
-    rule, movers = updater.slice_rule(), {}
-    for path in trees.leaves_by_path(example):
-        names = trees.path_names(path)
-        if names in storages:
-            storage = storages[names]
-            target = targets.get(path)
-            _check_site(updater, sites[path], storage, target)
-            if storage.num_kept and not storage.is_full:  # or nothing to drop, or to grow
-                each = rule if rule is not None and _fits(rule, storage, sites[path]) else None
-                movers[names] = Mover(updater, example, sites, target, path, storage, each)
-    return movers
-
-
-def _fits(rule: SliceRule, storage: Storage, site: Site) -> bool:
-    """Returns whether slices of a storage can move by a rule."""
-    if rule.move_matrix is None:
-        return True
-    is_slice = site.batch_axes == len(storage.stack) < len(storage.shape)
-    return is_slice and storage.count_rows(site.pattern) == 1
-
-
-def _check_updater(updater: Updater) -> None:
-    name = type(updater).__name__
-    refused = f"{name} cannot move the masks of a compact model"
-    if not is_per_slice(updater.scope):
-        raise ValueError(
-            f"{refused}: under scope = {updater.scope!r} parameters trade entries, and the numbers "
-            "of kept values change. Use scope = Layerwise()."
-        )
-    if not keeps_targets(updater.scope):
-        raise ValueError(
-            f"{refused}: scope = {updater.scope!r} overrides select or move, and may keep another "
-            "number of entries. Use scope = Layerwise()."
-        )
-    for hook in ("accumulate", "init_algorithm_state"):
-        if is_overridden(updater, hook):
-            raise ValueError(
-                f"{refused}: its hook {hook} keeps a state from step to step. Wrap an optimizer of "
-                "dense parameters: wrap_optax."
-            )
-
-
-def _check_site(
-    updater: Updater, site: Site, storage: Storage, target: chex.Numeric | None
-) -> None:
-    refused = f"The mask of {site.name!r} of shape {storage.shape} cannot move"
-    inner = [axis for axis in storage.stack if axis >= site.batch_axes]
-    if inner:
-        raise ValueError(
-            f"{refused}: axis {inner[0]} indexes slices, which store equally many values, but the "
-            f"updater has batch_axes = {site.batch_axes} and lets slices trade entries. Give it "
-            f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
-        )
-    if storage.stores_all:
-        return
-    kept = storage.num_kept // math.prod(storage.batch)
-    after = updater.count_after_move(site, storage.shape, kept, target)
-    if after != kept:
-        number = "another number of" if after is None else after
-        raise ValueError(
-            f"{refused}: of {site.pattern!r} {type(updater).__name__} may keep {number} entries of "
-            f"a slice, where {kept} are stored. Use SET or RigL with Unstructured(), NByM, FanIn, "
-            "or a Block that divides the axes, SRigL with min_salient=None, or "
-            "formats={path: 'dense'}."
-        )
-    if reason := storage.refuse(site):
-        raise ValueError(f"{refused}: {reason}")
-
-
 def _drop_and_grow(
     drop: jax.Array, grow: jax.Array | Scores, positions: jax.Array, drop_fraction: chex.Numeric
 ) -> jax.Array:
@@ -372,19 +289,7 @@ def _drop_and_grow(
     Returns:
       uint8[rows, units].
     """
-    is_stored = positions < grow.shape[1]
-    stored = jnp.sum(is_stored, axis=1, dtype=jnp.int32)
-    stay = jnp.asarray(num_kept(stored, drop_fraction))
-    flags = _select_in_rows(drop, stay, is_stored)
+    flags, lost = keep_active(positions < grow.shape[1], drop, drop_fraction, 1)
     kept = map_rows(functools.partial(put, grow.shape[1]), positions, flags)
-    mask: jax.Array = kept | _select_in_rows(grow, stored - stay, kept == 0)
-    return mask
-
-
-def _select_in_rows(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) -> jax.Array:
-    """Returns the mask of the k highest scores of each row, uint8[rows, n]."""
-    leaf = Ranked(Scores.wrap(scores), where, batch_axes=1)
-    counts = k.astype(jnp.uint32)
-    masks, _ = topk.select_best([leaf], (counts & 0, counts), across_leaves=False)
-    mask: jax.Array = masks[0]
+    mask: jax.Array = kept | topk_mask(grow, lost, where=kept == 0, batch_axes=1)
     return mask

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact
 from sparsity.core.checks import check_number, is_traced
+from sparsity.core.kept_counts import num_kept
 from sparsity.core.sharding import evaluate_now
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.graph.scope.placed import PlacedGroup
@@ -32,7 +32,7 @@ class Limits(Protocol):
 
 def count_by_sparsity(scope: Limits, group: PlacedGroup) -> chex.Numeric:
     """Counts the channels of a group that stay by its sparsity."""
-    kept = exact.num_kept(group.full.size, group.sparsity)
+    kept = num_kept(group.full.size, group.sparsity)
     count: chex.Numeric = apply_rounding(scope, group.full, kept, count_least(scope, group))
     return count
 
@@ -41,7 +41,7 @@ def count_allowed(scope: Limits, group: PlacedGroup) -> chex.Numeric:
     """Counts the channels that may stay under `across`, as float32 with fractions."""
     sparsity, n = group.sparsity, np.float32(group.full.size)
     if not is_traced(sparsity):
-        exact.num_kept(group.full.size, sparsity)  # which checks it
+        num_kept(group.full.size, sparsity)  # which checks it
     least = apply_rounding(scope, group.full, 0, count_least(scope, group))
     if not is_traced(sparsity):
         return max(n * (1 - np.float32(sparsity)), np.float32(least))

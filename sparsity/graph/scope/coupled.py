@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
+from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels.cuts import Cut, solve_sizes
@@ -192,7 +193,7 @@ class Coupled(DataclassBase):
           costs: cost of one channel of each group, in all layers.
         """
         totals = [
-            exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
+            ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
         ]
         return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, host
+from sparsity.core import host
 from sparsity.core.dtypes import promote
+from sparsity.core.exact_sums import ordered_sum, scaled
 from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels.groups import ChannelGroup
@@ -54,7 +55,7 @@ def sum_importance(
     scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
     powers = [_at_least_float32(x) for x in scores.values()]
     if order == 2:
-        powers = [jnp.square(x) for x in exact.scaled(powers)]
+        powers = [jnp.square(x) for x in scaled(powers)]
     by_path = dict(zip(scores, powers, strict=True))
     importance = [_sum_members(group, by_path, order, normalize) for group in groups]
     return importance if host.namespace(powers) is np else compute_once(importance)
@@ -113,7 +114,7 @@ def _sum_members(
     group: PlacedGroup, powers: Mapping[KeyPath, jax.Array], order: int, normalize: bool
 ) -> jax.Array:
     parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
-    add = functools.partial(host.call, exact.ordered_sum) if xp is np else exact.ordered_sum
+    add = functools.partial(host.call, ordered_sum) if xp is np else ordered_sum
     for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
         score = powers[path]
         summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)

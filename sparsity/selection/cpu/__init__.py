@@ -11,7 +11,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.core.exact import Removed, Words
+from sparsity.core.exact import Words
+from sparsity.core.kept_counts import Removed
 from sparsity.core.kernels import use_flat
 from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.key_search import thresholds

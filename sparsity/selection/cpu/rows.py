@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.exact import sums
+from sparsity.core.exact_sums import sums
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.scores import Ranked

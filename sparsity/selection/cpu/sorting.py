@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact
-from sparsity.core.exact import Removed, Words, zero_like
+from sparsity.core.exact import Words, zero_like
+from sparsity.core.kept_counts import Removed, limit_kept
 from sparsity.selection.scores import Ranked
 
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
@@ -33,7 +33,7 @@ def select_by_sorting(
     keys, allowed = (_in_rows(x, across_leaves) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
-    rank = exact.limit_kept(words, k)[1].astype(jnp.int32)
+    rank = limit_kept(words, k)[1].astype(jnp.int32)
     last = keys.shape[1] - 1
     # To keep none, the threshold is the highest key, which no key exceeds.
     place = jnp.clip(keys.shape[1] - rank, 0, last)[:, None]

@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact
-from sparsity.core.exact import Removed, Words, varying_zero, zero_like
+from sparsity.core.exact import Words, varying_zero, zero_like
+from sparsity.core.kept_counts import Removed, limit_kept
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search
 from sparsity.selection.cpu.columns import in_rows
@@ -67,7 +68,7 @@ def select_by_thresholds(
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
-    k = exact.limit_kept(n, k)
+    k = limit_kept(n, k)
     state = _kth_keys(parts, groups, leaves[0].scores.dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]

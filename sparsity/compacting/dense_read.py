@@ -1,0 +1,214 @@
+"""Equations that read kept values as dense arrays, and their derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, make_token
+from sparsity.compacting.formats.storage import Kept, Token
+from sparsity.core import sharding
+from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.program import Equation, is_differentiable
+
+Arrays = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseRead:
+    """Equation that reads lazy arrays as dense ones, with a rule for derivatives.
+
+    One dense array of the size of a parameter exists at a time, and none between the passes: the
+    forward pass stores the inputs as they are. The backward pass of a product first computes the
+    gradient of the lazy operand. Its dense form is gone when the operand is made dense again for
+    the gradient of the other one.
+
+    Attributes:
+      equation: the equation.
+      structure: structure of the inputs, whose leaves are the arrays of the methods.
+      in_turn: whether dense parameters wait for other arrays.
+    """
+
+    equation: Equation
+    structure: jax.tree_util.PyTreeDef
+    in_turn: bool
+
+    def run(self, arrays: Sequence[jax.Array]) -> Arrays:
+        """Returns the outputs of the equation."""
+        read = jax.custom_vjp(self._forward)
+        read.defvjp(lambda *arrays: (self._forward(*arrays), arrays), self._backward)
+        return list(read(*sharding.vary_alike(arrays)))
+
+    def _forward(self, *arrays: jax.Array) -> Arrays:
+        dense = [x for x in self._inputs(arrays) if not isinstance(x, Kept | Deferred)]
+        return self._run(arrays, dense)
+
+    def _backward(self, arrays: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
+        """Returns the gradients of the arrays, `None` for integers."""
+        cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
+        kept, others = _number_floats(inputs)
+        if self.equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
+            gradients = self._differentiate_kept(arrays, kept, others, cotangents)
+        else:
+            gradients, others = {}, kept + others
+        if others:
+            after = [*gradients.values()] or cotangents
+            gradients |= self._differentiate(arrays, others, cotangents, after)
+        return tuple(gradients.get(number) for number in range(len(arrays)))
+
+    def _differentiate_kept(
+        self, arrays: Arrays, kept: list[int], others: list[int], cotangents: Arrays
+    ) -> dict[int, jax.Array]:
+        """Returns the gradients of the arrays of the lazy operand of a product, by number."""
+        operands = find_operands(self.equation, self._inputs(arrays))
+        relaid = cotangents
+        if operands and kept and others:
+            gradient = operands[1].storage.differentiate(self.equation, *operands, *cotangents)
+            if gradient is not None:
+                return {kept[0]: gradient}
+            other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
+            arrays = [other if number == others[0] else x for number, x in enumerate(arrays)]
+        return self._differentiate(arrays, kept, relaid, after=cotangents)
+
+    def _differentiate(
+        self, arrays: Arrays, numbers: list[int], cotangents: Arrays, after: Arrays
+    ) -> dict[int, jax.Array]:
+        """Returns the gradients of some arrays, by number; see `_run`."""
+
+        def run(*chosen: jax.Array) -> Arrays:
+            replaced = dict(zip(numbers, chosen, strict=True))
+            each = [replaced.get(number, array) for number, array in enumerate(arrays)]
+            return self._floats(self._run(each, after))
+
+        pull_back = jax.vjp(run, *(arrays[number] for number in numbers))[1]
+        return dict(zip(numbers, pull_back(cotangents), strict=True))
+
+    def _run(self, arrays: Sequence[jax.Array], after: Arrays) -> Arrays:
+        """Returns the outputs; dense parameters wait for the arrays `after`."""
+        inputs = self._inputs(arrays)
+        if not self.in_turn:
+            return self.equation.bind([densify(x) for x in inputs])
+        token = make_token(after)
+        if _is_widened(self.equation, inputs):
+            return _multiply_wide(self.equation, inputs, token)
+        return self.equation.bind([densify(x, token) for x in inputs])
+
+    def _inputs(self, arrays: Sequence[jax.Array]) -> list[Lazy]:
+        inputs: list[Lazy] = jax.tree.unflatten(self.structure, arrays)
+        return inputs
+
+    def _floats(self, outputs: Arrays) -> Arrays:
+        """Returns the outputs, or their gradients, that have derivatives."""
+        pairs = zip(self.equation.outputs, outputs, strict=True)
+        return [x for value, x in pairs if is_differentiable(value)]
+
+
+def find_operands(equation: Equation, inputs: Sequence[Lazy]) -> tuple[int, Kept, jax.Array] | None:
+    """Returns the operands of a product of kept values and a dense array.
+
+    Returns:
+      The number of the operand that is kept values, this operand, and the other one; `None` for
+      other equations.
+    """
+    if equation.name not in PRODUCTS or len(inputs) != 2:
+        return None
+    at = 0 if is_lazy(inputs[0]) else 1
+    kept, other = inputs[at], inputs[1 - at]
+    if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
+        return None
+    return at, kept, other
+
+
+def _lay_rows_last(
+    equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of the gradient of kept values, the left one with its rows last.
+
+    XLA on CPUs multiplies faster along last axes. Copies of few rows cost less than this saves:
+    steps through 8 scanned layers of 2048 x 2048 take 0.90 of the time at 4 rows, 0.92 at 16, and
+    0.97 at 128. The bits stay.
+
+    Args:
+      equation: the product.
+      at: number of the operand that is kept values.
+      kept: this operand.
+      other: the other operand.
+      cotangent: gradient of the product.
+    """
+    is_small = 0 < other.size * 8 <= math.prod(kept.shape)
+    if equation.name != "dot_general" or not is_small or jax.default_backend() != "cpu":
+        return other, cotangent
+    product = read_product(equation)
+    roles, partner, places = product.operands[at], product.operands[1 - at], product.places(at)
+    first = min((*roles.contracted, *roles.free), key=lambda axis: kept.axes[axis])
+    if first in roles.contracted:
+        return _lay_out(other, (*partner.batch, *partner.contracted, *partner.free)), cotangent
+    rows = (axis for axis in range(cotangent.ndim) if axis not in places)
+    return other, _lay_out(cotangent, (*places, *rows))
+
+
+def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """Returns an array that lies in memory in another order of its axes."""
+    if order == tuple(range(array.ndim)):
+        return array
+    laid_out: jax.Array = lax.optimization_barrier(array.transpose(order))
+    return laid_out.transpose(np.argsort(order))
+
+
+def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
+    """Returns whether XLA multiplies bfloat16 numbers of a product as float32.
+
+    XLA on CPUs does, if the result is bfloat16, and rounds the result.
+    """
+    return (
+        equation.name == "dot_general"
+        and all(x.dtype == jnp.bfloat16 for x in (*equation.inputs, *equation.outputs))
+        and equation.params["preferred_element_type"] in (None, jnp.bfloat16)
+        and not any(isinstance(x, Deferred) for x in inputs)
+        and all(_widens_exactly(x) for x in inputs if isinstance(x, Kept))
+        and jax.default_backend() == "cpu"
+    )
+
+
+def _widens_exactly(kept: Kept) -> bool:
+    """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
+    dtype = kept.storage.base_dtype
+    is_exact = kept.base is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
+    return is_exact and kept.observer is None
+
+
+def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> Arrays:
+    """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
+
+    Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
+    and gradients are rounded as bfloat16, which XLA would leave out between two casts.
+    """
+
+    def widen(array: jax.Array) -> jax.Array:
+        return lax.reduce_precision(array.astype(jnp.float32), 8, 7)
+
+    wide = [
+        densify(x.with_values(widen(x.read_values())), token)
+        if isinstance(x, Kept)
+        else widen(densify(x))
+        for x in inputs
+    ]
+    (result,) = equation.bind(wide, preferred_element_type=np.dtype(np.float32))
+    return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
+
+
+def _number_floats(inputs: Sequence[Lazy]) -> tuple[list[int], list[int]]:
+    """Returns the numbers of the leaves that are floats: those of lazy arrays, and all others."""
+    lazy, dense, number = list[int](), list[int](), 0
+    for each in inputs:
+        for array in jax.tree.leaves(each):
+            if jnp.issubdtype(array.dtype, jnp.inexact):
+                (lazy if is_lazy(each) else dense).append(number)
+            number += 1
+    return lazy, dense

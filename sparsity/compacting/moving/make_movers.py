@@ -1,0 +1,102 @@
+"""Mask updates of a compact model: those that its updater and storages allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import chex
+
+from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.moving.mover import Mover
+from sparsity.core import trees
+from sparsity.core.trees import Path, PyTree
+from sparsity.masks import Site, is_per_slice, keeps_targets
+from sparsity.training.hooks import SliceRule
+from sparsity.training.updater import Updater, is_overridden
+
+
+def make_movers(
+    updater: Updater, example: PyTree, storages: Mapping[Path, Storage]
+) -> dict[Path, Mover]:
+    """Returns the mask updates of all masked parameters but those that keep all entries.
+
+    Args:
+      updater: the updater.
+      example: the dense parameters, as shapes.
+      storages: storages of the masked parameters by path.
+
+    Raises:
+      ValueError: the updater, or its pattern for a parameter, may change the number of kept
+        values. The error names the field, or the parameter.
+    """
+    _check_updater(updater)
+    sites = updater.sites(example)
+    targets = trees.leaves_by_path(updater.compute_targets(example, sites))
+    rule, movers = updater.slice_rule(), {}
+    for path in trees.leaves_by_path(example):
+        names = trees.path_names(path)
+        if names in storages:
+            storage = storages[names]
+            target = targets.get(path)
+            _check_site(updater, sites[path], storage, target)
+            if storage.num_kept and not storage.is_full:  # or nothing to drop, or to grow
+                each = rule if rule is not None and _fits(rule, storage, sites[path]) else None
+                movers[names] = Mover(updater, example, sites, target, path, storage, each)
+    return movers
+
+
+def _fits(rule: SliceRule, storage: Storage, site: Site) -> bool:
+    """Returns whether slices of a storage can move by a rule."""
+    if rule.move_matrix is None:
+        return True
+    is_slice = site.batch_axes == len(storage.stack) < len(storage.shape)
+    return is_slice and storage.count_rows(site.pattern) == 1
+
+
+def _check_updater(updater: Updater) -> None:
+    name = type(updater).__name__
+    refused = f"{name} cannot move the masks of a compact model"
+    if not is_per_slice(updater.scope):
+        raise ValueError(
+            f"{refused}: under scope = {updater.scope!r} parameters trade entries, and the numbers "
+            "of kept values change. Use scope = Layerwise()."
+        )
+    if not keeps_targets(updater.scope):
+        raise ValueError(
+            f"{refused}: scope = {updater.scope!r} overrides select or move, and may keep another "
+            "number of entries. Use scope = Layerwise()."
+        )
+    for hook in ("accumulate", "init_algorithm_state"):
+        if is_overridden(updater, hook):
+            raise ValueError(
+                f"{refused}: its hook {hook} keeps a state from step to step. Wrap an optimizer of "
+                "dense parameters: wrap_optax."
+            )
+
+
+def _check_site(
+    updater: Updater, site: Site, storage: Storage, target: chex.Numeric | None
+) -> None:
+    refused = f"The mask of {site.name!r} of shape {storage.shape} cannot move"
+    inner = [axis for axis in storage.stack if axis >= site.batch_axes]
+    if inner:
+        raise ValueError(
+            f"{refused}: axis {inner[0]} indexes slices, which store equally many values, but the "
+            f"updater has batch_axes = {site.batch_axes} and lets slices trade entries. Give it "
+            f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
+        )
+    if storage.stores_all:
+        return
+    kept = storage.num_kept // math.prod(storage.batch)
+    after = updater.count_after_move(site, storage.shape, kept, target)
+    if after != kept:
+        number = "another number of" if after is None else after
+        raise ValueError(
+            f"{refused}: of {site.pattern!r} {type(updater).__name__} may keep {number} entries of "
+            f"a slice, where {kept} are stored. Use SET or RigL with Unstructured(), NByM, FanIn, "
+            "or a Block that divides the axes, SRigL with min_salient=None, or "
+            "formats={path: 'dense'}."
+        )
+    if reason := storage.refuse(site):
+        raise ValueError(f"{refused}: {reason}")

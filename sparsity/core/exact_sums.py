@@ -1,0 +1,160 @@
+"""Sums that sharding cannot change: of floats, with the same bits in any order, and of masks."""
+
+import functools
+import math
+from collections.abc import Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.core import host
+from sparsity.core.trees import PyTree
+
+
+def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
+    """Does what `ordered_sum` does: the same integers are summed."""
+    axes = {i % x.ndim for i in axis}
+    size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]
+    if size > 2**29 or not x.size or not x.ndim or x.dtype not in (np.float32, np.float64):
+        return NotImplemented
+    rows, summed = _join_axes(x, axes)
+    step = max(1, 2 * host.CHUNK * len(rows) // rows.size)
+    parts = [slice(i, i + step) for i in range(0, len(rows), step)]
+    largest = np.maximum(rows.max(summed, keepdims=True), -rows.min(summed, keepdims=True))
+    # XLA may take numbers for 0 that numpy does not; a NaN is the largest number.
+    if not np.all((largest == 0) | ((largest > 2.0**-60) & (largest < np.inf))):
+        return NotImplemented
+    exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
+    scales, one = np.ldexp(x.dtype.type(1), bits - exponents), x.dtype.type(2.0**bits)
+    num_digits = -(-(60 if x.dtype == np.float64 else 32) // bits)
+    counts: list[list[np.ndarray]] = []
+    for at in parts:
+        remainder, digits = rows[at] * (scales if 0 in summed else scales[at]), []
+        for i in range(num_digits):
+            digit = remainder.astype(np.int32)  # towards 0
+            digits.append(digit.sum(summed, dtype=np.int32, keepdims=True))
+            if i + 1 < num_digits:
+                remainder -= np.trunc(remainder)
+                remainder *= one
+        counts.append(digits)
+    total = np.zeros(largest.shape, x.dtype)
+    for i, parts_of_digit in enumerate(zip(*counts, strict=True), 1):
+        count = sum(parts_of_digit) if 0 in summed else np.concatenate(parts_of_digit)
+        total += count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
+    for exponent in (exponents >> 1, exponents - (exponents >> 1)):
+        total *= np.ldexp(x.dtype.type(1), exponent)
+    return total.reshape([x.shape[i] for i in kept])
+
+
+def _join_axes(x: np.ndarray, summed: Collection[int]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Joins adjacent axes that are summed alike; returns the array, and its axes to sum."""
+    shape: list[int] = []
+    are_summed: list[bool] = []
+    for i, size in enumerate(x.shape):
+        if are_summed and are_summed[-1] == (i in summed):
+            shape[-1] *= size
+        elif size > 1 or i == x.ndim - 1:
+            shape.append(size)
+            are_summed.append(i in summed)
+    return x.reshape(shape), tuple(i for i, is_summed in enumerate(are_summed) if is_summed)
+
+
+@host.instead(_ordered_sum_on_host)
+@functools.partial(jax.jit, static_argnums=1)
+def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """Sums floats with the same bits in any order, so that sharding cannot change a mask.
+
+    Args:
+      x: array of float32 or float64.
+      axis: axes to reduce, to sums of at most 2**29 summands.
+
+    Returns:
+      The sums. A summand is rounded to 2**-32 (float64: 2**-60) of the largest one of its sum, on
+      devices that do not flush subnormal numbers to 0.
+    """
+    size = math.prod(x.shape[i] for i in axis)
+    if size > 2**29:
+        raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
+    bits = 30 - max(size - 1, 1).bit_length()  # of a digit, so that a sum of digits fits an int32
+    exponents = _halves(jnp.expand_dims(max_abs(x, axis), axis))
+    # Another operation than in `max_abs`: XLA would store a value that both loops read.
+    is_finite = jnp.abs(x) < np.inf
+    remainder, digits = jnp.where(is_finite, x, 0), []
+    for exponent in exponents:
+        remainder = remainder * _two_to(-exponent, x.dtype)
+    for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
+        remainder = remainder * 2.0**bits
+        digit = jnp.trunc(remainder)
+        remainder = remainder - digit
+        digits.append(digit.astype(jnp.int32))
+    others = jnp.where(is_finite, 0, x)
+    *sums, other = lax.reduce(
+        [*digits, others],
+        [*[np.int32(0)] * len(digits), np.zeros((), x.dtype)],
+        lambda a, b: [one + more for one, more in zip(a, b, strict=True)],
+        axis,
+    )
+    total = jnp.zeros_like(other)
+    for i, count in enumerate(sums, 1):
+        total = total + count.astype(x.dtype) * 2.0 ** (-i * bits)
+    for exponent in exponents:
+        total = total * _two_to(jnp.squeeze(exponent, axis), x.dtype)
+    # `other` is exactly 0 unless a summand is not finite; then infinite or NaN, in any order.
+    return jnp.where(other == 0, total, other)
+
+
+def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
+    """int32 sums of two or more masks, or of partial sums, along axes.
+
+    A reduction of two and more operands compiles to one fused loop. XLA:CPU cuts a reduction of one
+    integer operand into windows, and stores an int32 operand as large as the data first.
+    """
+    counts: list[jax.Array] = lax.reduce(
+        [mask.astype(jnp.int32) for mask in masks],
+        [np.int32(0)] * len(masks),
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+        tuple(axes),
+    )
+    return counts
+
+
+def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
+    each = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
+    most = functools.reduce(jnp.maximum, each)
+    one, other = (_two_to(-exponent, most.dtype) for exponent in _halves(most))
+    return [x * one.astype(x.dtype) * other.astype(x.dtype) for x in arrays]
+
+
+def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """Returns the largest finite absolute value along axes."""
+    zero = np.zeros((), x.dtype)
+    # XLA fuses a reduction of two operands into one loop and stores no array as large as x.
+    low, high = lax.reduce(
+        [finite(x)] * 2,
+        [zero] * 2,
+        lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
+        axis,
+    )
+    return jnp.maximum(-low, high)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two integers with the sum e, where x < 2**e; 2**e itself may overflow."""
+    kind = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"int{kind.bits}"))
+    e = (bits >> kind.nmant) - (kind.maxexp - 2)
+    return e >> 1, e - (e >> 1)
+
+
+def _two_to(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns 2**exponent."""
+    kind = jnp.finfo(dtype)
+    return lax.bitcast_convert_type((exponent + (kind.maxexp - 1)) << kind.nmant, dtype)
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Replaces floats that are not finite by 0."""
+    return jnp.where(jnp.isfinite(x), x, 0)
