@@ -50,6 +50,34 @@ def test_values_have_the_bits_and_gradients_the_numbers_of_the_masked_model(name
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("factor", [3.0, -2.0, 0.0, np.inf, np.nan])
+def test_multiples_of_a_parameter_have_the_bits_of_the_masked_model_also_at_zeros(factor):
+    def fn(w, x):
+        scaled = w * factor
+        return x @ scaled, x @ (w / factor), jax.lax.bitcast_convert_type(scaled, jnp.uint32)
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=(4, 4)), jnp.float32) for _ in range(2))
+    mask = np.eye(4, dtype=np.uint8)
+    w = jnp.where(mask, w, 0)  # a product with the mask has zeros of both signs
+    model = compact(trace(fn, w, x), w, mask)
+    for values, expected in zip(model.apply(model.params, x), fn(w, x), strict=True):
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_layers_are_taken_from_a_stack_without_a_dense_copy():
+    def fn(w, x):
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w[1:3])[0]
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w[::2])[0]
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((5, 6, 6), (2, 6)))
+    mask = (rng.random(w.shape) < 0.5).astype(np.uint8)
+    model = compact(trace(fn, w, x), w * mask, mask)
+    np.testing.assert_array_equal(model.apply(model.params, x), fn(w * mask, x))
+    assert "tensor<5x6x6x" not in jax.jit(model.apply).lower(model.params, x).as_text()
+
+
 @pytest.mark.parametrize(
     ("product", "shapes"),
     [

@@ -78,6 +78,29 @@ def test_products_of_groups_are_those_of_the_masked_model(name, group):
         assert f"tensor<{'x'.join(map(str, shape))}x" not in text
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": [(1, 1), (0, 0)]},
+        {"padding": [(0, 0), (0, 0)], "lhs_dilation": (2, 1)},
+        {"padding": "VALID", "batch_group_count": 2},
+    ],
+)
+def test_convolutions_that_do_more_than_multiply_each_place_are_those_of_the_masked_model(options):
+    def fn(w, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), dimension_numbers=numbers, **options)
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        w, x = (jnp.asarray(rng.normal(size=size)) for size in ((1, 1, 3, 8), (4, 2, 2, 3)))
+        mask = np.ones(w.shape, np.uint8)
+        mask[..., 0, :4] = mask[..., 2, 4:] = 0
+        model = compact(trace(fn, w, x), w * mask, mask, formats={(): "grouped"})
+        assert model.formats == {(): "grouped"}
+        np.testing.assert_allclose(model.apply(model.params, x), fn(w * mask, x), rtol=1e-12)
+
+
 @pytest.mark.slow
 def test_groups_are_found_in_masks_of_blocks_and_of_nothing_else():
     x, w = jnp.ones((2, 64)), jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.patterns import Block, Channel, FanIn, NByM, Unstructured
+from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
 from sparsity.patterns.counts import entry_counter
 
 # Patterns, shapes, batch axes; edges of blocks and of groups of outputs that are smaller.
@@ -50,3 +50,15 @@ def test_batch_axes_of_a_count_are_none_by_default():
 def test_ragged_blocks_count_as_full_ones():
     count_entries = entry_counter(Block((2, 3)), (2, 5, 7), 1)  # 9 blocks a slice, of up to 6
     assert [count_entries(target) for target in (0.0, 0.5, 0.8, 1.0)] == [70, 48, 24, 12]
+
+
+def test_a_pattern_that_selects_by_itself_counts_the_entries_of_its_final_sparsity():
+    class Halves(SparsityType):
+        def select(self, scores, sparsity, batch_axes=0, **options):
+            return Unstructured().select(scores, self.final_sparsity(sparsity), batch_axes)
+
+        def final_sparsity(self, target):
+            return round(2 * target) / 2
+
+    count_entries = entry_counter(Halves(), (3, 5, 7), 1)
+    assert [count_entries(target) for target in (0.1, 0.4, 0.9)] == [105, 53, 0]
