@@ -138,7 +138,7 @@ def test_an_update_has_the_masks_of_the_scores():
 
 def _small_layers(kind):
     rng = np.random.default_rng(11)
-    layers = [rng.normal(size=shape) for shape in ((37,), (24, 25))]
+    layers = [rng.normal(size=shape) for shape in ((37,), (24, 25), (600,))]
     layers[1] *= 1e3  # scores do not depend on the scale of a layer
     if kind == "ties":
         layers = [np.round(4 * x / np.abs(x).max()) for x in layers]
@@ -150,7 +150,7 @@ def _small_layers(kind):
 
 
 def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monkeypatch):
-    # One layer is smaller than the room for a sample, one larger.
+    # One layer is smaller than the room for a sample, two are larger, of the same size.
     monkeypatch.setattr(lamp_search, "_ROOM", (64, 128))
     search = jax.jit(lamp_search.search.__wrapped__)  # of this room, for all kinds and k
     for kind in ("normal", "zeros", "nan", "ties"):
