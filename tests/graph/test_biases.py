@@ -42,6 +42,7 @@ NORMED = {  # what shifts the outputs, whether it is subtracted, and the number 
     ),
     "subtracted from": (lambda p, x: p["b"] - x @ p["w"], None),
     "scaled along the rows": (lambda p, x: x[:3] @ p["w"] * p["scale"][:, None] + p["b"], None),
+    "scaled along two rows": (lambda p, x: x[:2] @ p["w"] * p["scale"][:2, None] + p["b"], None),
     "scaled by data": (lambda p, x: x @ p["w"] * x[:, :3] + p["b"], None),
     "in a scale, too": (lambda p, x: x @ p["w"] * jnp.sum(p["b"] ** 2) + p["b"], None),
     "of this batch": (lambda p, x: (x @ p["w"] - (x @ p["w"]).mean(0)) + p["b"], None),
