@@ -24,8 +24,9 @@ from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import SparseState
-from sparsity.training.step import Step, wrap_dense
+from sparsity.training.step import wrap_dense
 from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater, is_overridden
 
 
@@ -218,7 +219,7 @@ class BaseUpdater(Updater):
                 stacklevel=2,
             )
         check_optimizer("inner", inner)
-        step = (CompactStep if self.use_compact_state else Step).wrap(self, inner, masks)
+        step = (CompactStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
         return optax.GradientTransformationExtraArgs(step.init, step.update)
 
 

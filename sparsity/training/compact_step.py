@@ -3,13 +3,11 @@
 Parameters, gradients and updates are dense; the state of the inner optimizer has one entry for each
 kept weight. Each step gathers gradients and parameters at the positions of kept entries, and
 spreads the updates. A step that moves masks takes the state of the entries that stay to their new
-slots.
+slots. `Change.grown` is a tree of bool[*batch, k], whether the entry of a slot has grown.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from typing import Self
 
@@ -38,15 +36,13 @@ from sparsity.training.kept_state import (
     spread_updates,
 )
 from sparsity.training.regrow import check_resettable
-from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState
 from sparsity.training.step import Change, Step
 from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater
 
 
-@dataclasses.dataclass(frozen=True)
 class CompactStep(Step):
-    """Step of an updater with `use_compact_state`; attributes as in `Step`."""
+    """Step whose inner optimizer sees kept entries only; attributes as in `Step`."""
 
     @classmethod
     def wrap(
@@ -66,7 +62,6 @@ class CompactStep(Step):
         return KeptState(0, self.inner.init(params))
 
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> KeptState:
-        """Returns the positions of kept entries and the state of the inner optimizer for them."""
         layouts = self.layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
@@ -77,6 +72,13 @@ class CompactStep(Step):
         if self.may_regrow:
             check_resettable(kept, state, type(self.updater).__name__)
         return KeptState(positions, state)
+
+    def check_inner(self, inner_state: optax.OptState) -> None:
+        if not isinstance(inner_state, KeptState):
+            raise ValueError(
+                "use_compact_state=True, and the state was made with use_compact_state=False. "
+                "Restore it with that option."
+            )
 
     def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
         positions = state.inner_state.positions
@@ -102,32 +104,19 @@ class CompactStep(Step):
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
-        """Runs the inner optimizer on kept entries; returns dense updates that set zeros."""
         plain, inputs = self.as_hooks_see(state, inputs)
-        params = inputs.params
-        updates = self.modify(inputs, plain)
+        params, updates = inputs.params, self.modify(inputs, plain)
         positions, inner_state = state.inner_state
         layouts = read_layouts(params, positions)
         kept = gather(params, positions, params, layouts)
-        grown = change.grown
-        steps, inner_state = update_unless(
-            change.is_update if self.updater.skip_gradients else False,
-            functools.partial(self.inner.update, **inputs.extra),
-            gather(updates, positions, params, layouts),
-            inner_state,
-            _zero_where(grown, kept),
-        )
-        if grown is not None:
-            steps = _start_from_zero(steps, kept, grown)
+        updates = gather(updates, positions, params, layouts)
+        seen = _zero_where(change.grown, kept)
+        steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
+        if change.grown is not None:
+            steps = _start_from_zero(steps, kept, change.grown)
         count = optax.safe_increment(state.count)
         steps = spread_updates(steps, plain.masks, params, layouts, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
-
-    def set_zeros(
-        self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change
-    ) -> PyTree:
-        """Returns the updates, which set zeros since `transform`."""
-        return steps
 
     def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:
         """Returns the layout of the kept entries of each masked parameter, for new masks.

@@ -5,12 +5,16 @@
 3. Gradients are modified and masked.
 4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
+`Step` is the flow. What depends on the state of the inner optimizer is in its two subclasses:
+`MaskedStep` has a state of complete parameters, `CompactStep` one of kept entries.
+
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
 without a mask update. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import NamedTuple, Self
@@ -27,7 +31,6 @@ from sparsity.core.sharding import on_device
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
     Sites,
-    apply_masks,
     check_masks,
     pack_masks,
     place_masks,
@@ -45,22 +48,14 @@ from sparsity.training.checks import (
     warn_of_idle,
 )
 from sparsity.training.hooks import ExtraArg, Inputs
-from sparsity.training.kept_state import KeptState
-from sparsity.training.regrow import (
-    check_resettable,
-    hidden_by,
-    pack_first,
-    restart_regrown,
-    start_from_zero,
-    without_grown,
-)
+from sparsity.training.regrow import pack_first
 from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Step(abc.ABC):
     """Wrapped optimizer: `init`, and `update` with its phases.
 
     Attributes:
@@ -123,18 +118,6 @@ class Step:
             algorithm_state=algorithm_state,
         )
 
-    def placeholder(self, params: Params) -> optax.OptState:
-        """Returns the first state of the inner optimizer for the node of `tree.map_params`."""
-        return self.inner.init(params)
-
-    def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
-        """Returns the first state of the inner optimizer."""
-        state = self.inner.init(params)
-        if self.may_regrow:
-            name, is_sure = type(self.updater).__name__, bool(self.updater.regrows)
-            check_resettable(params, state, name, is_sure)
-        return state
-
     def update(
         self,
         updates: PyTree,
@@ -146,8 +129,7 @@ class Step:
         inputs = self.check(updates, state, params, extra_args)
         state = self.accumulate(state, inputs)
         state, change = self.maybe_update_masks(state, inputs)
-        steps, state = self.transform(state, inputs, change)
-        return self.set_zeros(steps, state, inputs, change), state
+        return self.transform(state, inputs, change)
 
     def check(
         self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
@@ -157,12 +139,7 @@ class Step:
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
         check_state(state)
         check_masks(params, state.masks, packed=self.packed)
-        is_compact = self.updater.use_compact_state
-        if isinstance(state.inner_state, KeptState) != is_compact:
-            raise ValueError(
-                f"use_compact_state={is_compact}, and the state was made with "
-                f"use_compact_state={not is_compact}. Restore it with that option."
-            )
+        self.check_inner(state.inner_state)
         check_gradients(updates, params, state.masks)
         inputs = Inputs(params, updates, self.updater.sites(params), extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
@@ -217,30 +194,6 @@ class Step:
             new, grown = self.restart(old_bits, new, inputs)
         return new._replace(masks=self.as_stored(new.masks, params)), Change(True, grown)
 
-    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
-        """Returns whether weights that return to a mask get a fresh state."""
-        return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
-
-    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
-        """Returns `Change.grown` of a step that leaves the masks as they are."""
-        plain, _ = self.as_hooks_see(state, inputs)
-        return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
-
-    def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: Inputs
-    ) -> tuple[SparseState, PyTree]:
-        """Returns the new state with a fresh optimizer state of grown weights, and `grown`.
-
-        Args:
-          old_bits: tree of the packed masks before the update.
-          new: the state after the update, with masks that are not packed.
-          inputs: inputs of the step.
-        """
-        params = masked = inputs.params
-        if self.keeps_zeros:
-            masked = apply_masks(params, unpack_masks(old_bits, params))
-        return restart_regrown(old_bits, new, params, self.inner.init(masked))
-
     def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
 
@@ -259,39 +212,22 @@ class Step:
         check_gradients(updates, inputs.params, plain.masks)
         return updates
 
-    def transform(
-        self, state: SparseState, inputs: Inputs, change: Change
-    ) -> tuple[PyTree, SparseState]:
-        """Runs the inner optimizer on modified and masked gradients."""
-        updater, updates = self.updater, inputs.updates
-        modifies = is_overridden(updater, "modify_gradients")
-        if modifies or updater.is_sparse_gradients:  # else the masks may stay packed
-            plain, inputs = self.as_hooks_see(state, inputs)
-        if modifies:
-            updates = self.modify(inputs, plain)
-        if updater.is_sparse_gradients:
-            updates = apply_masks(updates, plain.masks, role="gradients")
-        params = without_grown(inputs.params, change.grown) if self.keeps_zeros else inputs.params
-        steps, inner_state = update_unless(
-            change.is_update if updater.skip_gradients else False,
+    def run_inner(
+        self,
+        updates: PyTree,
+        inner_state: optax.OptState,
+        params: Params,
+        inputs: Inputs,
+        change: Change,
+    ) -> tuple[PyTree, optax.OptState]:
+        """Runs the inner optimizer on what it sees, unless `skip_gradients` skips the step."""
+        return update_unless(
+            change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
             updates,
-            state.inner_state,
+            inner_state,
             params,
         )
-        count = optax.safe_increment(state.count)
-        return steps, state._replace(inner_state=inner_state, count=count)
-
-    def set_zeros(
-        self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change
-    ) -> PyTree:
-        """Returns updates that start grown weights from 0, and take pruned weights to 0."""
-        if self.keeps_zeros:
-            steps = start_from_zero(steps, inputs.params, change.grown)
-        if self.sets_zeros:
-            plain, _ = self.as_hooks_see(state, inputs)
-            steps = make_updates_set_zeros(steps, inputs.params, plain.masks)
-        return steps
 
     def as_hooks_see(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
         """Returns the state and the inputs as hooks see them: plain masks, weights under them."""
@@ -302,6 +238,50 @@ class Step:
     def as_stored(self, masks: Masks, params: Params) -> PyTree:
         """Returns plain masks as the state holds them."""
         return pack_masks(masks, params) if self.packed else masks
+
+    # Methods that depend on the state of the inner optimizer.
+
+    @abc.abstractmethod
+    def placeholder(self, params: Params) -> optax.OptState:
+        """Returns the first state of the inner optimizer for the node of `tree.map_params`."""
+
+    @abc.abstractmethod
+    def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
+        """Returns the first state of the inner optimizer."""
+
+    @abc.abstractmethod
+    def check_inner(self, inner_state: optax.OptState) -> None:
+        """Raises a ValueError unless a step of this class made the state."""
+
+    @abc.abstractmethod
+    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+        """Returns whether weights that return to a mask get a fresh state."""
+
+    @abc.abstractmethod
+    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
+        """Returns `Change.grown` of a step that leaves the masks as they are."""
+
+    @abc.abstractmethod
+    def restart(
+        self, old_bits: PyTree, new: SparseState, inputs: Inputs
+    ) -> tuple[SparseState, PyTree]:
+        """Returns the new state with a fresh optimizer state of grown weights, and `grown`.
+
+        Args:
+          old_bits: tree of the packed masks before the update.
+          new: the state after the update, with masks that are not packed.
+          inputs: inputs of the step.
+        """
+
+    @abc.abstractmethod
+    def transform(
+        self, state: SparseState, inputs: Inputs, change: Change
+    ) -> tuple[PyTree, SparseState]:
+        """Runs the inner optimizer on modified and masked gradients.
+
+        Returns:
+          Updates that start grown weights from 0 and take pruned weights to 0, and the next state.
+        """
 
 
 def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> SparseState:
@@ -316,8 +296,7 @@ class Change(NamedTuple):
 
     Attributes:
       is_update: whether masks were updated; may be traced.
-      grown: tree of packed masks of the weights that returned, of bools for kept entries in a
-        compact state; `None` if none can return.
+      grown: weights that returned, as the class of the step marks them; `None` if none can return.
     """
 
     is_update: chex.Numeric
@@ -346,31 +325,6 @@ def wrap_dense(
         return steps, state._replace(inner_state=inner_state, count=count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def make_updates_set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
-    """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
-
-    Args:
-      steps: tree of updates.
-      params: tree of parameters.
-      masks: tree of masks, not packed.
-
-    Returns:
-      Tree of updates. Masked leaves have the dtype that updates and parameters promote to, because
-      a bfloat16 `-p` would not cancel a float32 `p`.
-    """
-
-    likes = trees.leaves_by_path(params)
-
-    def set_zero(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
-        if mask is None:
-            return step
-        param = likes[path]
-        dtype = jnp.promote_types(step.dtype, param.dtype)
-        return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
-
-    return trees.map_matched(set_zero, steps, masks, role="updates")
 
 
 def _is_placeholder(params: Params) -> bool:

@@ -1,0 +1,103 @@
+"""One training step whose inner optimizer sees complete parameters.
+
+The state of grown weights is reset where their packed mask, `Change.grown`, is 1.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity.core import trees
+from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.masks import Sites, apply_masks, pack_masks, unpack_masks
+from sparsity.training.hooks import Inputs
+from sparsity.training.kept_state import KeptState
+from sparsity.training.regrow import (
+    check_resettable,
+    hidden_by,
+    restart_regrown,
+    start_from_zero,
+    without_grown,
+)
+from sparsity.training.state import SparseState
+from sparsity.training.step import Change, Step
+
+
+class MaskedStep(Step):
+    """Step whose inner optimizer sees complete parameters; attributes as in `Step`."""
+
+    def placeholder(self, params: Params) -> optax.OptState:
+        return self.inner.init(params)
+
+    def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
+        state = self.inner.init(params)
+        if self.may_regrow:
+            name, is_sure = type(self.updater).__name__, bool(self.updater.regrows)
+            check_resettable(params, state, name, is_sure)
+        return state
+
+    def check_inner(self, inner_state: optax.OptState) -> None:
+        if isinstance(inner_state, KeptState):
+            raise ValueError(
+                "use_compact_state=False, and the state was made with use_compact_state=True. "
+                "Restore it with that option."
+            )
+
+    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+        return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
+
+    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
+        plain, _ = self.as_hooks_see(state, inputs)
+        return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
+
+    def restart(
+        self, old_bits: PyTree, new: SparseState, inputs: Inputs
+    ) -> tuple[SparseState, PyTree]:
+        params = masked = inputs.params
+        if self.keeps_zeros:
+            masked = apply_masks(params, unpack_masks(old_bits, params))
+        return restart_regrown(old_bits, new, params, self.inner.init(masked))
+
+    def transform(
+        self, state: SparseState, inputs: Inputs, change: Change
+    ) -> tuple[PyTree, SparseState]:
+        plain, inputs = self.as_hooks_see(state, inputs)
+        params, updates = inputs.params, self.modify(inputs, plain)
+        if self.updater.is_sparse_gradients:
+            updates = apply_masks(updates, plain.masks, role="gradients")
+        seen = without_grown(params, change.grown) if self.keeps_zeros else params
+        steps, inner_state = self.run_inner(updates, state.inner_state, seen, inputs, change)
+        count = optax.safe_increment(state.count)
+        if self.keeps_zeros:
+            steps = start_from_zero(steps, params, change.grown)
+        if self.sets_zeros:
+            steps = make_updates_set_zeros(steps, params, plain.masks)
+        return steps, state._replace(inner_state=inner_state, count=count)
+
+
+def make_updates_set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
+    """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
+
+    Args:
+      steps: tree of updates.
+      params: tree of parameters.
+      masks: tree of masks, not packed.
+
+    Returns:
+      Tree of updates. Masked leaves have the dtype that updates and parameters promote to, because
+      a bfloat16 `-p` would not cancel a float32 `p`.
+    """
+
+    likes = trees.leaves_by_path(params)
+
+    def set_zero(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
+        if mask is None:
+            return step
+        param = likes[path]
+        dtype = jnp.promote_types(step.dtype, param.dtype)
+        return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
+
+    return trees.map_matched(set_zero, steps, masks, role="updates")
