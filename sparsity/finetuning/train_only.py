@@ -20,7 +20,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise_proof import check_entrywise
-from sparsity.training.kept_state import KeptLayout, KeptState, gather
+from sparsity.training.kept_state import KeptLayout, KeptParameter, KeptState, gather
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class _Trainer:
             return None if support.layout is None else _place(support.positions, leaf)
 
         positions = trees.map_matched(place, chosen)
-        kept = gather(chosen, positions, chosen, self._layouts(chosen))
+        kept = gather(chosen, self._read_kept(chosen, positions))
         check_entrywise(self.inner, chosen, kept, "train_only", "")
         return KeptState(positions, self.inner.init(kept))
 
@@ -120,14 +120,13 @@ class _Trainer:
         """Returns updates of chosen entries, -0.0 for others, and the next state."""
         positions, inner_state = state
         grads = self._choose(updates, "gradients", updates if params is None else params)
-        layouts = self._layouts(grads)
-        kept = None
+        values = None
         if params is not None:
             chosen = self._choose(params, "params", params)
-            kept = gather(chosen, positions, chosen, layouts)
-        kept_grads = gather(grads, positions, grads, layouts)
-        steps, inner_state = self.inner.update(kept_grads, inner_state, kept, **extra)
-        dense = trees.map_matched(_spread, steps, positions, grads, layouts, role="updates")
+            values = gather(chosen, self._read_kept(chosen, positions))
+        kept = self._read_kept(grads, positions)
+        steps, inner_state = self.inner.update(gather(grads, kept), inner_state, values, **extra)
+        dense = trees.map_matched(_spread, steps, kept, role="updates")
         trained = trees.leaves_by_path(dense)
         like = trees.leaves_by_path(updates if params is None else params)
 
@@ -159,8 +158,16 @@ class _Trainer:
 
         return trees.map_matched(choose, structure)
 
-    def _layouts(self, chosen: PyTree) -> PyTree:
-        return trees.map_matched(lambda path, _: self.supports[path].layout, chosen)
+    def _read_kept(self, chosen: PyTree, positions: PyTree) -> PyTree:
+        """Returns a `KeptParameter` for each trained leaf, `None` if all entries are trained."""
+
+        def read(
+            path: trees.KeyPath, leaf: jax.Array, at: jax.Array | None
+        ) -> KeptParameter | None:
+            layout = self.supports[path].layout
+            return None if layout is None or at is None else KeptParameter(leaf, layout, at)
+
+        return trees.map_matched(read, chosen, positions)
 
 
 def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
@@ -252,17 +259,12 @@ def _place(positions: np.ndarray, param: jax.Array) -> jax.Array:
     return placed
 
 
-def _spread(
-    path: trees.KeyPath,
-    step: jax.Array,
-    positions: jax.Array | None,
-    grad: jax.Array,
-    layout: KeptLayout | None,
-) -> jax.Array:
+def _spread(_: trees.KeyPath, step: jax.Array, kept: KeptParameter | None) -> jax.Array:
     """Returns a dense update of the shape and sharding of the gradient, -0.0 at other entries."""
-    if positions is None or layout is None:
+    if kept is None:
         return step
-    update: jax.Array = layout.map_slices(_spread_slice, grad, step, positions, grad, dense=True)
+    grad, map_slices = kept.param, kept.layout.map_slices
+    update: jax.Array = map_slices(_spread_slice, grad, step, kept.positions, grad, dense=True)
     return update
 
 

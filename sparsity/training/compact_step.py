@@ -29,10 +29,10 @@ from sparsity.training.kept_state import (
     KeptState,
     carry,
     check_sharding,
+    find_kept,
     find_moves,
-    find_positions,
     gather,
-    read_layouts,
+    read_kept,
     spread_updates,
 )
 from sparsity.training.regrow import check_resettable
@@ -65,13 +65,13 @@ class CompactStep(Step):
         layouts = self.layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
-        positions = find_positions(masks, params, layouts)
-        kept = gather(params, positions, params, layouts)
-        check_entrywise(self.inner, params, kept)
-        state = self.inner.init(kept)
+        kept = find_kept(params, masks, layouts)
+        values = gather(params, kept)
+        check_entrywise(self.inner, params, values)
+        state = self.inner.init(values)
         if self.may_regrow:
-            check_resettable(kept, state, type(self.updater).__name__)
-        return KeptState(positions, state)
+            check_resettable(values, state, type(self.updater).__name__)
+        return KeptState(_positions(kept), state)
 
     def check_inner(self, inner_state: optax.OptState) -> None:
         if not isinstance(inner_state, KeptState):
@@ -92,14 +92,13 @@ class CompactStep(Step):
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
-        layouts = self.layouts(params, new.masks, inputs.sites)
-        positions = find_positions(new.masks, params, layouts)
-        moves = find_moves(unpack_masks(old_bits, params), positions, params, layouts)
-        kept = gather(params, positions, params, layouts)
+        kept = find_kept(params, new.masks, self.layouts(params, new.masks, inputs.sites))
+        moves = find_moves(kept, unpack_masks(old_bits, params))
+        values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
-        fresh = self.inner.init(_zero_where(grown, kept))
+        fresh = self.inner.init(_zero_where(grown, values))
         inner_state = carry(new.inner_state.state, fresh, moves)
-        return new._replace(inner_state=KeptState(positions, inner_state)), grown
+        return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
 
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
@@ -107,15 +106,14 @@ class CompactStep(Step):
         plain, inputs = self.as_hooks_see(state, inputs)
         params, updates = inputs.params, self.modify(inputs, plain)
         positions, inner_state = state.inner_state
-        layouts = read_layouts(params, positions)
-        kept = gather(params, positions, params, layouts)
-        updates = gather(updates, positions, params, layouts)
-        seen = _zero_where(change.grown, kept)
+        kept = read_kept(params, positions)
+        values, updates = gather(params, kept), gather(updates, kept)
+        seen = _zero_where(change.grown, values)
         steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
         if change.grown is not None:
-            steps = _start_from_zero(steps, kept, change.grown)
+            steps = _start_from_zero(steps, values, change.grown)
         count = optax.safe_increment(state.count)
-        steps = spread_updates(steps, plain.masks, params, layouts, state.count)
+        steps = spread_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
     def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:
@@ -274,3 +272,8 @@ def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
         return step if where is None else jnp.where(where, step - value, step)
 
     return trees.map_matched(restart, steps, kept, grown, role="updates")
+
+
+def _positions(kept: PyTree) -> PyTree:
+    """Returns the tree of positions of a tree of `KeptParameter`."""
+    return jax.tree.map(lambda each: each.positions, kept)

@@ -1,8 +1,8 @@
 """Kept entries of masked parameters: gathered, spread over the parameter, moved to new masks.
 
 The kept entries of a parameter form an array [*batch, k], where k is the number of slots of a slice
-(`sparsity.masks.positions`). Trees of positions, kept entries and layouts have the structure of the
-parameters, with `None`, or the leaf itself, where a parameter has no mask.
+(`sparsity.masks.positions`). Trees of positions, layouts and `KeptParameter` have the structure of
+the parameters, with `None` where a parameter has no mask.
 """
 
 from __future__ import annotations
@@ -76,111 +76,33 @@ class KeptLayout(SliceLayout):
         return sharding.shard_like(like, mapped, *args, shape=shape)
 
 
-def read_layouts(params: Params, positions: PyTree) -> PyTree:
-    """Returns a `KeptLayout` for each parameter with positions, `None` for others."""
-
-    def layout(_: trees.KeyPath, param: jax.Array, at: jax.Array | None) -> KeptLayout | None:
-        if at is None:
-            return None
-        *batch, num_slots = at.shape
-        return KeptLayout(param.shape, tuple(range(len(batch))), num_slots=num_slots)
-
-    return trees.map_matched(layout, params, positions)
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Maps each slot of a parameter under its new mask to the slot under the old one.
-
-    Not a pytree, so that trees hold it as a leaf.
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptParameter:
+    """Kept entries of a masked parameter. Not a pytree, so that trees hold it as a leaf.
 
     Attributes:
+      param: the parameter, which gives its sharding to results.
       layout: layout of the kept entries.
-      param: the parameter, for its sharding.
-      slots: int32[*batch, k], the old slot of each new slot.
-      stays: bool[*batch, k], whether the old mask kept the entry.
+      positions: int32[*batch, k], the positions of the kept entries in each slice.
     """
 
-    layout: KeptLayout
     param: jax.Array
-    slots: jax.Array
-    stays: jax.Array
+    layout: KeptLayout
+    positions: jax.Array
 
+    def gather(self, values: jax.Array) -> jax.Array:
+        """Returns the kept entries, [*batch, k], of an array like the parameter."""
 
-def find_positions(masks: Masks, params: Params, layouts: PyTree) -> PyTree:
-    """Returns the positions of kept entries in their slices, int32[*batch, k] for each mask.
+        def take(values: jax.Array, positions: jax.Array) -> jax.Array:
+            at = jnp.asarray(values).at[positions]
+            return at.get(mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True)
 
-    Args:
-      masks: tree of masks, not packed.
-      params: tree of parameters.
-      layouts: tree of layouts.
-    """
+        kept: jax.Array = self.layout.map_slices(take, self.param, values, self.positions)
+        return kept
 
-    def find(
-        _: trees.KeyPath, param: jax.Array, mask: jax.Array | None, layout: KeptLayout | None
-    ) -> jax.Array | None:
-        if mask is None or layout is None:
-            return None
-        fn = functools.partial(kept_positions, k=layout.num_slots)
-        positions: jax.Array = layout.map_slices(fn, param, mask)
-        return positions
-
-    return trees.map_matched(find, params, masks, layouts)
-
-
-def gather(tree: PyTree, positions: PyTree, params: Params, layouts: PyTree) -> PyTree:
-    """Returns the tree with kept entries, [*batch, k], in place of masked leaves.
-
-    Args:
-      tree: parameters or gradients.
-      positions: result of `find_positions`.
-      params: tree of parameters.
-      layouts: tree of layouts.
-    """
-
-    def take(values: jax.Array, positions: jax.Array) -> jax.Array:
-        at = jnp.asarray(values).at[positions]
-        return at.get(mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True)
-
-    def kept(
-        _: trees.KeyPath,
-        leaf: jax.Array,
-        at: jax.Array | None,
-        param: jax.Array,
-        layout: KeptLayout | None,
-    ) -> PyTree:
-        if at is None or layout is None:
-            return leaf
-        return layout.map_slices(take, param, leaf, at)
-
-    return trees.map_matched(kept, tree, positions, params, layouts, role="gradients")
-
-
-def spread_updates(
-    steps: PyTree, masks: Masks, params: Params, layouts: PyTree, count: chex.Numeric
-) -> PyTree:
-    """Returns dense updates: those of kept entries, and `-param` elsewhere.
-
-    `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
-    updates and parameters promote to.
-
-    Args:
-      steps: tree of updates, of kept entries for masked leaves.
-      masks: tree of masks, not packed.
-      params: tree of parameters.
-      layouts: tree of layouts.
-      count: number of updates so far.
-    """
-
-    def spread_step(
-        _: trees.KeyPath,
-        step: jax.Array,
-        mask: jax.Array | None,
-        param: jax.Array,
-        layout: KeptLayout | None,
-    ) -> PyTree:
-        if mask is None or layout is None:
-            return step
+    def spread(self, step: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
+        """Returns the update of the parameter; arguments as in `spread_updates`."""
+        layout, param = self.layout, self.param
         dtype = jnp.promote_types(step.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
         words, step = _materialize_after((words, step.astype(dtype)), count)
@@ -190,7 +112,87 @@ def spread_updates(
         is_kept = layout.map_slices(keep, param, words, dense=True)
         return jnp.where(is_kept, dense, -param.astype(dtype))
 
-    return trees.map_matched(spread_step, steps, masks, params, layouts, role="updates")
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """Maps each slot of a parameter under its new mask to the slot under the old one.
+
+    Not a pytree, so that trees hold it as a leaf.
+
+    Attributes:
+      kept: kept entries under the new mask.
+      slots: int32[*batch, k], the old slot of each new slot.
+      stays: bool[*batch, k], whether the old mask kept the entry.
+    """
+
+    kept: KeptParameter
+    slots: jax.Array
+    stays: jax.Array
+
+
+def read_kept(params: Params, positions: PyTree) -> PyTree:
+    """Returns a tree of `KeptParameter` from the parameters and the positions of a `KeptState`."""
+
+    def read(_: trees.KeyPath, param: jax.Array, at: jax.Array | None) -> KeptParameter | None:
+        if at is None:
+            return None
+        *batch, num_slots = at.shape
+        layout = KeptLayout(param.shape, tuple(range(len(batch))), num_slots=num_slots)
+        return KeptParameter(param, layout, at)
+
+    return trees.map_matched(read, params, positions)
+
+
+def find_kept(params: Params, masks: Masks, layouts: PyTree) -> PyTree:
+    """Returns a tree of `KeptParameter` from the parameters and their masks.
+
+    Args:
+      params: tree of parameters.
+      masks: tree of masks, not packed.
+      layouts: tree of layouts.
+    """
+    arrays = trees.leaves_by_path(params)
+
+    def find(path: trees.KeyPath, layout: KeptLayout, mask: PyTree) -> KeptParameter:
+        fn = functools.partial(kept_positions, k=layout.num_slots)
+        return KeptParameter(arrays[path], layout, layout.map_slices(fn, arrays[path], mask))
+
+    return trees.map_matched(find, layouts, masks)
+
+
+def gather(tree: PyTree, kept: PyTree) -> PyTree:
+    """Returns the tree with kept entries, [*batch, k], in place of masked leaves.
+
+    Args:
+      tree: parameters or gradients.
+      kept: tree of `KeptParameter`.
+    """
+
+    def take(_: trees.KeyPath, leaf: jax.Array, each: KeptParameter | None) -> jax.Array:
+        return leaf if each is None else each.gather(leaf)
+
+    return trees.map_matched(take, tree, kept, role="gradients")
+
+
+def spread_updates(steps: PyTree, kept: PyTree, masks: Masks, count: chex.Numeric) -> PyTree:
+    """Returns dense updates: those of kept entries, and `-param` elsewhere.
+
+    `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
+    updates and parameters promote to.
+
+    Args:
+      steps: tree of updates, of kept entries for masked leaves.
+      kept: tree of `KeptParameter`.
+      masks: tree of masks, not packed.
+      count: number of updates so far.
+    """
+
+    def spread_step(
+        _: trees.KeyPath, step: jax.Array, each: KeptParameter | None, mask: PyTree
+    ) -> jax.Array:
+        return step if each is None else each.spread(step, mask, count)
+
+    return trees.map_matched(spread_step, steps, kept, masks, role="updates")
 
 
 def _materialize_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
@@ -203,29 +205,19 @@ def _materialize_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
     return jax.lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
-def find_moves(old_masks: Masks, positions: PyTree, params: Params, layouts: PyTree) -> PyTree:
+def find_moves(kept: PyTree, old_masks: Masks) -> PyTree:
     """Returns a `Move` for each masked parameter.
 
     Args:
+      kept: tree of `KeptParameter`, under the new masks.
       old_masks: tree of the masks before the update, not packed.
-      positions: positions under the new masks.
-      params: tree of parameters.
-      layouts: tree of layouts.
     """
 
-    def move(
-        _: trees.KeyPath,
-        param: jax.Array,
-        mask: jax.Array | None,
-        at: jax.Array | None,
-        layout: KeptLayout | None,
-    ) -> Move | None:
-        if mask is None or at is None or layout is None:
-            return None
-        slots, stays = layout.map_slices(slots_of_positions, param, mask, at)
-        return Move(layout, param, slots, stays)
+    def move(_: trees.KeyPath, each: KeptParameter, mask: PyTree) -> Move:
+        fn, param = slots_of_positions, each.param
+        return Move(each, *each.layout.map_slices(fn, param, mask, each.positions))
 
-    return trees.map_matched(move, params, old_masks, positions, layouts)
+    return trees.map_matched(move, kept, old_masks)
 
 
 def carry(state: PyTree, fresh: PyTree, moves: PyTree) -> PyTree:
@@ -241,9 +233,10 @@ def carry(state: PyTree, fresh: PyTree, moves: PyTree) -> PyTree:
         return jnp.where(stays, old[slots], new)
 
     def moved(move: Move | None, old: PyTree, new: PyTree) -> PyTree:
-        if move is None or jnp.shape(old) != move.layout.kept_shape:
+        if move is None or jnp.shape(old) != move.kept.layout.kept_shape:
             return old
-        return move.layout.map_slices(pick, move.param, old, new, move.slots, move.stays)
+        param, map_slices = move.kept.param, move.kept.layout.map_slices
+        return map_slices(pick, param, old, new, move.slots, move.stays)
 
     return owners.map_owned(moved, moves, state, fresh)
 
