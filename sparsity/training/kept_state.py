@@ -270,7 +270,8 @@ def spread_state(state: PyTree, params: Params) -> PyTree:
             )
         return functools.partial(_spread_on_host, np.asarray(positions), shape)
 
-    for _, node in trees.find_nodes(state, KeptState):
+    while nodes := trees.find_nodes(state, KeptState):
+        node = nodes[0][1]  # a replacement copies the other nodes
         spreaders = trees.map_matched(describe, params, node.positions)
         dense = owners.map_owned(
             lambda spread, leaf: leaf if spread is None else spread(leaf), spreaders, node.state

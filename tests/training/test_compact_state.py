@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
-from sparsity.training.kept_state import KeptState
+from sparsity.training.kept_state import KeptState, spread_state
 from tests.helpers import slow_but
 
 SHAPES = {"kernel": (16, 24), "stack": (3, 8, 10), "bias": (24,)}
@@ -226,6 +226,24 @@ def test_reports_read_a_compact_state():
     assert sparsity.get_sparse_state((state,)) is state
     assert "48" in sparsity.sparsity_table(params, state, updater("rigl", use_packed_masks=True))
     assert int(sparsity.active_masks(params, state)["kernel"].sum()) == 115
+
+
+def test_each_of_two_states_side_by_side_is_spread_over_the_parameters():
+    params, mask = {"w": jnp.array([1.0, 2.0, 4.0])}, {"w": jnp.array([0, 1, 1], jnp.uint8)}
+    once = sparsity.train_only(optax.trace(0.5), mask)
+    tx = optax.chain(once, once)
+    _, state = tx.update(params, tx.init(params), params)
+    for trace in spread_state(state, params):
+        np.testing.assert_array_equal(trace.trace["w"], [0.0, 2.0, 4.0])
+
+
+def test_a_dense_parameter_may_have_no_gradient():
+    params, mask = {"w": jnp.array([1.0, 2.0]), "b": jnp.ones(1)}, jnp.array([0, 1], jnp.uint8)
+    trainer = sparsity.StaticRandomSparse(use_compact_state=True)
+    tx = trainer.wrap_optax(optax.sgd(0.5, momentum=0.9), masks={"w": mask, "b": None})
+    updates, _ = tx.update({"w": jnp.ones(2), "b": None}, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-1.0, -0.5])
+    assert updates["b"] is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
