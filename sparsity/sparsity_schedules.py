@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from sparsity.core.checks import check_fraction, check_int, check_number
 from sparsity.core.names import Registry
+from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Sparsities
 
 _LAST_STEP = 2**31 - 1  # the count of steps is an int32
@@ -240,5 +241,5 @@ def boundary_values(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLi
     """Returns the values of a function at step 0 and at the first and last update step."""
     start, end = update_range(schedule) or (0, None)
     # A schedule of optax sends its numbers to the device implicitly.
-    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+    with evaluate_now(), jax.transfer_guard("allow"):
         return {step: fn(step) for step in {0, start, start if end is None else end}}

@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, auto_axes
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    auto_axes,
+    use_abstract_mesh,
+)
 
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree, is_array
@@ -178,6 +187,16 @@ def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
     # XLA shards both operands of a selection alike; behind the barrier it cannot drop one.
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, (like != 0).astype(array.dtype), array)
+
+
+@contextlib.contextmanager
+def evaluate_now() -> Iterator[None]:
+    """Computes constants at once within functions that are traced, `shard_map` included.
+
+    There jax can compute nothing on the mesh in use; the constants lie on no mesh.
+    """
+    with jax.ensure_compile_time_eval(), use_abstract_mesh(AbstractMesh((), ())):
+        yield
 
 
 def shard_along(array: jax.Array, axes: Iterable[int]) -> jax.Array:

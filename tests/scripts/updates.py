@@ -83,8 +83,7 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
 
 def a_compact_state_moves_inside_shard_map(devices):
     """Each device trains its layer as one device would."""
-    options = {"drop_fraction_fn": optax.constant_schedule(0.3), "batch_axes": 1}
-    updater = helpers.make_updater("rigl", use_compact_state=True, **options)
+    updater = helpers.make_updater("rigl", use_compact_state=True, batch_axes=1)
     tx = updater.wrap_optax(optax.adam(0.1))
 
     def train(params, grads):
