@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.exact import num_kept_int
+from sparsity.core.sharding import evaluate_now
 from sparsity.patterns.base import SparsityType
 
 
@@ -49,6 +50,6 @@ def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int)
     first = np.zeros(units, np.uint8)
     leading = batch_axes + pattern.group_axes
     first[(0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])] = 1
-    with jax.ensure_compile_time_eval():
+    with evaluate_now():
         entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
     return math.prod(units[leading:]), int(entries)

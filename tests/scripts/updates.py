@@ -333,6 +333,31 @@ def a_tree_inside_shard_map_gets_the_masks_of_each_part(devices):
             jax.tree.map(np.testing.assert_array_equal, own, expected)
 
 
+def budgets_and_rounded_groups_start_inside_shard_map(devices):
+    """Each device makes the masks of replicated parameters."""
+    params = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 4))}
+    graph = sparsity.trace(lambda p, x: x @ p["in"] @ p["out"], params, jnp.ones((1, 4)))
+    pruners = (
+        sparsity.MagnitudePruning(
+            sparsity_distribution_fn=sparsity.budget(graph, nbytes=0.3),
+            sparsity_type=sparsity.Block((2, 2)),
+        ),
+        sparsity.MagnitudePruning(
+            sparsity_distribution_fn=sparsity.Uniform(0.5),
+            scope=sparsity.Coupled(graph, round_to=lambda kept: jnp.ceil(kept / 3) * 3),
+        ),
+    )
+    for pruner in pruners:
+
+        def prune(params, pruner=pruner):
+            return pruner.instant_sparsify(params)[1]
+
+        expected = jax.tree.map(np.asarray, prune(params))
+        with jax.set_mesh(devices.mesh):
+            mapped = jax.shard_map(prune, in_specs=P(), out_specs=P(), check_vma=False)
+            jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(params), expected)
+
+
 def initial_weights_are_pruned_as_on_one_device(devices):
     def loss(params, x):
         return sum(jnp.sum(w**2 * jnp.abs(w) * x) for w in jax.tree.leaves(params))
@@ -354,6 +379,7 @@ def initial_weights_are_pruned_as_on_one_device(devices):
 _BOTH = [
     a_compact_state_of_stacked_layers_needs_no_communication,
     a_compact_state_moves_inside_shard_map,
+    budgets_and_rounded_groups_start_inside_shard_map,
     initial_weights_are_pruned_as_on_one_device,
     every_algorithm_gives_bit_equal_masks,
     groups_of_outputs_share_their_inputs_as_on_one_device,

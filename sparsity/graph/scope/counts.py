@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsity.core import exact
 from sparsity.core.checks import check_number, is_traced
+from sparsity.core.sharding import evaluate_now
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.graph.scope.placed import PlacedGroup
 
@@ -64,7 +65,7 @@ def apply_rounding(scope: Limits, channels: ChannelGroup, kept: Any, least: Any)
     n = channels.size
     if is_traced(kept) or is_traced(least):
         return jnp.clip(round_to_multiple(scope, channels, jnp.maximum(kept, least)), least, n)
-    with jax.ensure_compile_time_eval():
+    with evaluate_now():
         rounded = int(round_to_multiple(scope, channels, max(int(kept), least)))
         return min(max(rounded, least), n)
 
