@@ -150,7 +150,13 @@ class DropAndGrow(SparseTraining):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        check_hooks(cls, DropAndGrow)
+        hooks = cls.new_masks, cls.update_state
+        moves = hooks == (DropAndGrow.new_masks, DropAndGrow.update_state)
+        if moves and cls.create_masks is not DropAndGrow.create_masks:
+            raise TypeError(
+                f"{cls.__name__} overrides create_masks, but updates move masks and never call it: "
+                "override new_masks. get_initial_masks makes the first masks."
+            )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,12 +181,9 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params, sites=sites)
 
     def slice_rule(self) -> SliceRule | None:
-        return self._rule() if type(self).new_masks is DropAndGrow.new_masks else None
-
-    def _rule(self) -> SliceRule | None:
-        """Returns the rule of `slice_rule`; `None` if an overridden hook takes complete trees."""
-        is_standard = (
-            type(self).get_drop_scores is DropAndGrow.get_drop_scores
+        is_standard = (  # else an overridden hook takes complete trees
+            type(self).new_masks is DropAndGrow.new_masks
+            and type(self).get_drop_scores is DropAndGrow.get_drop_scores
             and not is_overridden(self, "update_state")
             and keeps_targets(self.scope)
         )
@@ -195,7 +198,7 @@ class DropAndGrow(SparseTraining):
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         draw = make_draw(inputs.weights)
 
-        def scores(hook: Callable[..., PyTree]) -> PyTree:
+        def scores(hook: Callable[..., PyTree]) -> ScoreTree:
             lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)
             if lazy is not None:
                 return lazy
@@ -206,14 +209,28 @@ class DropAndGrow(SparseTraining):
         if is_traced(sparse_state.count):
             # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
             fraction = jnp.where(sparse_state.count >= 0, fraction, 0.0)
-        return move_masks(
-            self.scope,
-            inputs.sites,
-            sparse_state.masks,
-            scores(self.get_drop_scores),
-            scores(self.get_grow_scores),
-            fraction,
-        )
+        drop, grow = scores(self.get_drop_scores), scores(self.get_grow_scores)
+        return self._move(sparse_state, inputs.sites, drop, grow, fraction)
+
+    def _move(
+        self,
+        sparse_state: SparseState,
+        sites: Sites,
+        drop_scores: ScoreTree,
+        grow_scores: ScoreTree,
+        fraction: chex.Numeric,
+    ) -> Masks:
+        """Returns the masks of a mask update.
+
+        Args:
+          sparse_state: the current state.
+          sites: as in `BaseUpdater`.
+          drop_scores: tree of arrays or lazy scores.
+          grow_scores: tree of arrays or lazy scores.
+          fraction: fraction of the active weights to replace.
+        """
+        masks = sparse_state.masks
+        return move_masks(self.scope, sites, masks, drop_scores, grow_scores, fraction)
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
         """Returns the fraction of active weights to replace at a step."""
@@ -233,22 +250,6 @@ class DropAndGrow(SparseTraining):
         _, end = update_range(fields["scheduler"]) or (0, None)
         falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
         return {"drop_fraction_fn": falling} | fields
-
-
-def check_hooks(cls: type[BaseUpdater], mover: type[BaseUpdater]) -> None:
-    """Raises a TypeError if a class overrides `create_masks` and its updates never call the hook.
-
-    Args:
-      cls: the class.
-      mover: base class whose `new_masks` and `update_state` move masks.
-    """
-    hooks = cls.new_masks, cls.update_state
-    moves = hooks == (mover.new_masks, mover.update_state)
-    if moves and cls.create_masks is not mover.create_masks:
-        raise TypeError(
-            f"{cls.__name__} overrides create_masks, but updates move masks and never call it: "
-            "override new_masks. get_initial_masks makes the first masks."
-        )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -30,17 +30,17 @@ import numpy as np
 from jax import lax
 
 from sparsity.algorithms.pruners import generate_random_scores
-from sparsity.algorithms.sparse_trainers import RigL, check_hooks
+from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
-from sparsity.core.trees import Masks, Params, Sparsities
+from sparsity.core.trees import Masks, Params, ScoreTree, Sparsities
 from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
-from sparsity.selection import Scores, num_kept, topk_mask
+from sparsity.selection import Scores, compute_array, num_kept, topk_mask
 from sparsity.selection.keys import readable, to_keys
-from sparsity.training.hooks import Inputs, SliceRule
+from sparsity.training.hooks import SliceRule
 from sparsity.training.state import SparseState
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
@@ -72,10 +72,6 @@ class SRigL(RigL):
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
 
     min_salient: float | None = 0.3
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        check_hooks(cls, SRigL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,36 +127,35 @@ class SRigL(RigL):
         return neurons * fan_in
 
     def slice_rule(self) -> SliceRule | None:
-        removes = self.min_salient is not None or type(self).new_masks is not SRigL.new_masks
-        rule = None if removes else self._rule()
+        rule = super().slice_rule() if self.min_salient is None else None
         return None if rule is None else rule._replace(move_matrix=move_fan_in)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        fraction = self._drop_fraction(sparse_state.count)
-
+    def _move(
+        self,
+        sparse_state: SparseState,
+        sites: Sites,
+        drop_scores: ScoreTree,
+        grow_scores: ScoreTree,
+        fraction: chex.Numeric,
+    ) -> Masks:
         def move(
             path: trees.KeyPath,
-            drop: jax.Array,
-            grow: jax.Array,
+            drop: jax.Array | Scores,
+            grow: jax.Array | Scores,
             mask: jax.Array | None,
             target: chex.Numeric,
         ) -> jax.Array | None:
             if mask is None:
                 return None
-            batch_axes = inputs.sites[path].batch_axes
             update = functools.partial(
-                constant_fan_in, min_salient=self.min_salient, batch_axes=batch_axes
+                constant_fan_in, min_salient=self.min_salient, batch_axes=sites[path].batch_axes
             )
-            new = sharding.shard_like(mask, update, mask, drop, grow, fraction, target)
+            scores = map(compute_array, (drop, grow))
+            new = sharding.shard_like(mask, update, mask, *scores, fraction, target)
             return sharding.place_like(mask, new)
 
-        return trees.map_matched(
-            move,
-            self.get_drop_scores(sparse_state, inputs.masked_weights, inputs.grads),
-            self.get_grow_scores(sparse_state, inputs.masked_weights, inputs.grads),
-            sparse_state.masks,
-            sparse_state.target_sparsities,
-        )
+        masks, targets = sparse_state.masks, sparse_state.target_sparsities
+        return trees.map_matched(move, drop_scores, grow_scores, masks, targets)
 
 
 def constant_fan_in(

@@ -96,6 +96,26 @@ def test_create_masks_of_a_class_that_moves_masks_is_an_error_that_names_the_hoo
         type("Ignored", (Chosen, base), {})
 
 
+@pytest.mark.parametrize("base", [sparsity.SET, sparsity.RigL, sparsity.SRigL])
+def test_scores_of_a_class_that_moves_masks_get_the_arguments_that_they_name(base):
+    calls = []
+
+    class Scored(base):
+        def get_drop_scores(self, sparse_state, params, grads, *, sites):
+            calls.append([site.name for site in sites.values()])
+            return jax.tree.map(jnp.abs, params)
+
+        def get_grow_scores(self, sparse_state, params, grads, *, draw, value):
+            calls.append(value)
+            return draw(params, 3)
+
+    params = {"k": PARAMS["k"]}
+    tx = Scored(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))
+    _, state = tx.update(params, tx.init(params), params, value=5)
+    assert calls == [["k"], 5]
+    assert int(state.masks["k"].sum()) == 16
+
+
 def test_a_class_may_move_masks_by_its_own_create_masks():
     class Remade(sparsity.RigL):
         def create_masks(self, scores, sparsities, target_sparsities=None):
