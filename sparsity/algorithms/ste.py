@@ -19,17 +19,11 @@ from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generat
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
-from sparsity.masks import (
-    Draw,
-    Sites,
-    apply_mask_straight_through,
-    check_masks,
-    unpack_masks,
-)
+from sparsity.masks import Draw, Sites, apply_mask_straight_through, unpack_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs
-from sparsity.training.state import SparseState, get_sparse_state
+from sparsity.training.state import SparseState, check_params, get_sparse_state
 from sparsity.training.updater import is_overridden
 
 
@@ -59,10 +53,9 @@ class StraightThrough(BaseUpdater):
         state = get_sparse_state(opt_state)
         masks = state.masks
         if self.store_masks:
+            check_params(params, masks, self.use_packed_masks)
             if self.use_packed_masks:
                 masks = unpack_masks(masks, params)
-            else:
-                check_masks(params, masks, packed=False)
         else:
             weights = jax.lax.stop_gradient(trees.prunable(params))
             masks = super().new_masks(state, Inputs(weights, None, self.sites(params), {}))

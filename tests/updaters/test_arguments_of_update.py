@@ -98,6 +98,25 @@ def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
         updater.post_gradient_update({"layer": {"kernel": jnp.ones((10, 6))}}, state)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("algorithm", "hook"),
+    [("static_sparse", "post_gradient_update"), ("magnitude_ste", "pre_forward_update")],
+)
+def test_hooks_of_the_loop_refuse_params_without_a_dense_leaf(algorithm, hook, packed):
+    options = {"store_masks": True} if algorithm == "magnitude_ste" else {}
+    updater = sparsity.ALGORITHM_REGISTRY[algorithm](
+        sparsity_distribution_fn=helpers.uniform(0.5), use_packed_masks=packed, **options
+    )
+    params = {"kernel": jnp.ones((6, 10)), "layer": {"bias": jnp.ones(10)}, "no": None}
+    state = updater.init_state(params)
+    assert state.masks["layer"]["bias"] is None
+    for less in ({"kernel": params["kernel"]}, params | {"layer": {}}):
+        with pytest.raises(ValueError, match="params have no leaf at 'layer/bias'"):
+            getattr(updater, hook)(less, state)
+    getattr(updater, hook)(params, state)
+
+
 @pytest.mark.slow
 def test_shapes_are_refused_by_instant_sparsify_with_the_way_to_compute_with_them():
     updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.half)
