@@ -73,7 +73,7 @@ class CompactStep(Step):
             check_resettable(values, state, type(self.updater).__name__)
         return KeptState(_positions(kept), state)
 
-    def check_inner(self, inner_state: optax.OptState) -> None:
+    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
         if not isinstance(inner_state, KeptState):
             raise ValueError(
                 "use_compact_state=True, and the state was made with use_compact_state=False. "

@@ -39,8 +39,10 @@ class MaskedStep(Step):
             check_resettable(params, state, name, is_sure)
         return state
 
-    def check_inner(self, inner_state: optax.OptState) -> None:
-        if isinstance(inner_state, KeptState):
+    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
+        is_compact = isinstance(inner_state, KeptState)
+        # `train_only` keeps such a state, too.
+        if is_compact and not isinstance(jax.eval_shape(self.inner.init, params), KeptState):
             raise ValueError(
                 "use_compact_state=False, and the state was made with use_compact_state=True. "
                 "Restore it with that option."

@@ -14,6 +14,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.kernels import at_runtime
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
+from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
 
@@ -107,26 +108,28 @@ def check_resettable(
         return
     if is_sure:
         raise ValueError(
-            f"An updater that regrows weights cannot wrap optax.{hidden}: its state hides which "
+            f"An updater that regrows weights cannot wrap {hidden}: its state hides which "
             "entry belongs to which parameter, and regrown weights need a fresh state. Leave "
-            f"optax.{hidden} out."
+            f"{hidden} out."
         )
     warnings.warn(
         f"{name} may regrow weights, and cannot give them a fresh optimizer state: that of "
-        f"optax.{hidden} hides which entry belongs to which parameter. State regrows = False in "
-        f"the class {name} if its masks only shrink, or leave optax.{hidden} out.",
+        f"{hidden} hides which entry belongs to which parameter. State regrows = False in "
+        f"the class {name} if its masks only shrink, or leave {hidden} out.",
         stacklevel=4,
     )
 
 
 def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
-    """Returns the optax function whose state hides the entries of parameters, or `None`."""
+    """Returns the optimizer whose state hides the entries of parameters, or `None`."""
     arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
     size = sum(leaf.size for leaf in arrays.values())
     owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)
     leaves = zip(jax.tree.leaves(owned), jax.tree.leaves(inner_state), strict=True)
+    if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
+        return "sparsity.train_only"
     if trees.find_nodes(inner_state, optax.LookaheadState):
-        return "lookahead"
+        return "optax.lookahead"
     # A parameter without a tree has the path of every leaf of a state, and so owns them all.
     is_bare = () in arrays
     if not arrays or (is_bare and arrays[()].ndim == 1):
@@ -135,7 +138,7 @@ def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
         (is_bare or not is_owned) and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
         for is_owned, leaf in leaves
     ):
-        return "flatten"
+        return "optax.flatten"
     return None
 
 

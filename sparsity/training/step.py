@@ -138,7 +138,7 @@ class Step(abc.ABC):
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
         check_state(state)
         check_params(params, state.masks, self.packed)
-        self.check_inner(state.inner_state)
+        self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
         inputs = Inputs(params, updates, self.updater.sites(params), extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
@@ -249,7 +249,7 @@ class Step(abc.ABC):
         """Returns the first state of the inner optimizer."""
 
     @abc.abstractmethod
-    def check_inner(self, inner_state: optax.OptState) -> None:
+    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
         """Raises a ValueError unless a step of this class made the state."""
 
     @abc.abstractmethod
