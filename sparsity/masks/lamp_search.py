@@ -51,17 +51,6 @@ _SLACK = 1e-4  # relative error of a score from float32 sums
 _MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
 
 
-class _Layer(NamedTuple):
-    """Layer with a scale for its squares; weights are flat."""
-
-    scale: ScaledLayer
-    weights: jax.Array
-
-    def squares(self) -> jax.Array:
-        """Returns the scaled squares, [size]."""
-        return self.scale.squares(self.weights)
-
-
 class _Inside(NamedTuple):
     """Weights inside the brackets, [layers, ...], or inside that of a layer.
 
@@ -117,9 +106,8 @@ def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
 @jax.jit
 def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
-    scales = ScaledLayer.read(arrays)
-    layers = [_Layer(scale, x.reshape(-1)) for scale, x in zip(scales, arrays, strict=True)]
-    sizes = _sizes(layers)
+    layers = ScaledLayer.read(arrays)
+    sizes = _count_weights(layers)
     least, most = _ROOM
     room = min(max(int(sizes.max()) // _SHARE, least), most)
     low, high = _find_brackets(layers, exact.to_float(k)[0], room)
@@ -212,7 +200,7 @@ def _is_local(x: jax.Array) -> bool:
     return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
 
 
-def _sizes(layers: Sequence[_Layer]) -> np.ndarray:
+def _count_weights(layers: Sequence[ScaledLayer]) -> np.ndarray:
     """Returns the numbers of weights, int32[layers]."""
     return np.array([layer.weights.size for layer in layers], np.int32)
 
@@ -243,16 +231,17 @@ def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 # ------------------------------------------------------------------ the exact sums
-def _read_inside(layer: _Layer, low: jax.Array, high: jax.Array, room: int) -> _Inside:
+def _read_inside(layer: ScaledLayer, low: jax.Array, high: jax.Array, room: int) -> _Inside:
     """Reads the weights with squares in (low, high]."""
     squares = _in_rows(layer.squares())
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
-    digits, bits = _split_digits(jnp.where(is_above, squares, 0), layer.weights.size)
+    digits = _split_digits(jnp.where(is_above, squares, 0), layer.weights.size)
     above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
     positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
-    picked = layer.scale.squares(layer.weights.at[positions].get(mode="clip"))
+    picked = layer.squares(layer.weights.at[positions].get(mode="clip"))
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
-    return _Inside(*counts, _join_digits(sums, bits), positions, picked)
+    sum_above = _join_digits(sums, count_digit_bits(layer.weights.size))
+    return _Inside(*counts, sum_above, positions, picked)
 
 
 def _in_rows(x: jax.Array) -> jax.Array:
@@ -261,8 +250,8 @@ def _in_rows(x: jax.Array) -> jax.Array:
     return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)
 
 
-def _split_digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
-    """Returns digits of squares, int32, the highest first, and their bits.
+def _split_digits(squares: jax.Array, size: int) -> list[jax.Array]:
+    """Returns digits of squares, int32, the highest first.
 
     A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
     """
@@ -273,7 +262,7 @@ def _split_digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
         digit = jnp.trunc(remainder)
         remainder = remainder - digit
         digits.append(digit.astype(jnp.int32))
-    return digits, bits
+    return digits
 
 
 def _join_digits(digits: Sequence[Words], bits: int) -> Words:
@@ -286,10 +275,10 @@ def _join_digits(digits: Sequence[Words], bits: int) -> Words:
 
 # ------------------------------------------------------------------ the brackets
 def _find_brackets(
-    layers: Sequence[_Layer], k: jax.Array, room: int
+    layers: Sequence[ScaledLayer], k: jax.Array, room: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the ends of the brackets, each [layers]; a small layer lies inside as a whole."""
-    is_large = _sizes(layers) > room
+    is_large = _count_weights(layers) > room
     low = jnp.full(len(layers), -1, jnp.float32)
     first = _sample_pivots(layers, k, room)
 
@@ -313,7 +302,7 @@ def _find_brackets(
     return jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
 
 
-def _sample_pivots(layers: Sequence[_Layer], k: jax.Array, room: int) -> jax.Array:
+def _sample_pivots(layers: Sequence[ScaledLayer], k: jax.Array, room: int) -> jax.Array:
     """Returns pivots[layers, n] about the squares of the last kept weights, by samples.
 
     Each entry of a sample stands for `share` weights of its layer. The score of an entry is about
@@ -323,13 +312,14 @@ def _sample_pivots(layers: Sequence[_Layer], k: jax.Array, room: int) -> jax.Arr
     at some deviations of the rank below and above.
     """
     samples, counts = [], []
-    for scale, x in layers:
-        stride = -(-len(x) // room) | 1  # odd: not in step with rows
-        sample = scale.squares(lax.optimization_barrier(x[::stride])).astype(jnp.float32)
+    for layer in layers:
+        stride = -(-layer.weights.size // room) | 1  # odd: not in step with rows
+        weights = lax.optimization_barrier(layer.weights[::stride])
+        sample = layer.squares(weights).astype(jnp.float32)
         counts.append(len(sample))
         samples.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
     count = np.array(counts, np.int32)[:, None]
-    share = _sizes(layers).astype(np.float32)[:, None] / count.astype(np.float32)
+    share = _count_weights(layers).astype(np.float32)[:, None] / count.astype(np.float32)
     squares = -jnp.sort(-jnp.stack(samples), axis=1)
     sums = jnp.cumsum(squares, axis=1) * share
     scores = squares / jnp.where(sums == 0, 1, sums)
@@ -351,7 +341,7 @@ def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> ja
     return -falling[jnp.minimum(at, len(falling) - 1)]
 
 
-def _narrow_brackets(layers: Sequence[_Layer], pivots: jax.Array, k: jax.Array) -> _Brackets:
+def _narrow_brackets(layers: Sequence[ScaledLayer], pivots: jax.Array, k: jax.Array) -> _Brackets:
     """Returns the brackets between the pivots next to the square of the last kept weight.
 
     At a pivot the score is about the pivot over the sum of the squares above: the score of the last
@@ -362,7 +352,7 @@ def _narrow_brackets(layers: Sequence[_Layer], pivots: jax.Array, k: jax.Array) 
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
     scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
     scores = jnp.where(pivots < 0, -1, scores)
-    sizes = _sizes(layers).astype(np.float32)[:, None]
+    sizes = _count_weights(layers).astype(np.float32)[:, None]
     floor, ceiling = _bound_last_score(scores, counts, sizes, k)
     is_below, is_above = scores <= floor, scores > ceiling
     low = jnp.max(jnp.where(is_below, pivots, -1), axis=1)
@@ -387,11 +377,10 @@ def _bound_last_score(
       sizes: numbers of weights, [layers, 1].
       k: number of weights to keep, of all layers.
     """
-    t = scores.reshape(-1)[:, None, None]
-    exceeds = scores[None] > t
+    t = scores.reshape(-1)
+    exceeds = scores > t[:, None, None]
     fewest = jnp.sum(jnp.max(jnp.where(exceeds, counts, 0), axis=2), axis=1)
     most = jnp.sum(jnp.min(jnp.where(exceeds, sizes, counts), axis=2), axis=1)
-    t = t[:, 0, 0]
     floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
     ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
     return floor, ceiling
