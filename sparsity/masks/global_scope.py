@@ -91,28 +91,42 @@ class Global(DataclassBase):
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        everyone = [*leaves, *fixed]
-        total = _find_cost(everyone)
-        sizes = [leaf.lazy_scores.size for leaf in everyone]
-        sparsities = [leaf.sparsity for leaf in everyone]
+        total = _find_cost([*leaves, *fixed])
+        sizes = [leaf.lazy_scores.size for leaf in leaves]
+        sparsities = [leaf.sparsity for leaf in leaves]
         if total is None:
-            k = _count_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
+            k = _count_in_total(sizes, sparsities)
             lamp = [x for leaf in leaves if isinstance(x := leaf.lazy_scores, LampScores)]
             if len(lamp) == len(leaves) and not self.use_normalization:
                 return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
+        elif total.slope(range(len(leaves))) is None:
+            return self._select_within(total, leaves, fixed)
+        else:
+            k = exact.total(count_units(sizes, sparsities))
         scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
-        if total is not None:
-            kept = count_units(sizes, sparsities).astype(jnp.uint32)
-            if total.slope(range(len(leaves))) is None:
-                cost = Cost(total, sizes)
-                limit, added = cost.at(kept), kept[len(leaves) :]
-
-                def fits(counts: jax.Array) -> jax.Array:
-                    return exact.at_least(limit, cost.at(jnp.concatenate([counts, added])))
-
-                return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
-            k = exact.total(kept[: len(leaves)])
         return topk_masks([Ranked(x) for x in scores], k, across_leaves=True)
+
+    def _select_within(
+        self, total: Polynomial, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
+    ) -> list[jax.Array]:
+        """Returns the masks of leaves whose weights cost differently, within a budget.
+
+        Args:
+          total: cost of the masks of `leaves` and `fixed` in the numbers of kept weights.
+          leaves: the leaves that compete.
+          fixed: leaves that keep their own sparsity.
+        """
+        everyone = [*leaves, *fixed]
+        sizes = [leaf.lazy_scores.size for leaf in everyone]
+        kept = count_units(sizes, [leaf.sparsity for leaf in everyone]).astype(jnp.uint32)
+        cost = Cost(total, sizes)
+        limit, added = cost.at(kept), kept[len(leaves) :]
+
+        def fits(counts: jax.Array) -> jax.Array:
+            return exact.at_least(limit, cost.at(jnp.concatenate([counts, added])))
+
+        scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
+        return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -152,9 +166,8 @@ class Global(DataclassBase):
         ]
         if divided:
             scales = norms([lazy[i] for i in divided])
-            for i, factor in zip(
-                divided, _compute_factors(scales, self.normalization_eps), strict=True
-            ):
+            factors = _compute_factors(scales, self.normalization_eps)
+            for i, factor in zip(divided, factors, strict=True):
                 lazy[i] = _scale(lazy[i], factor)
         dtype = promote(*(score.dtype for score in lazy))
         return [

@@ -71,7 +71,7 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     if not weights.size:
         return jnp.zeros(weights.shape, promote(jnp.abs(weights).dtype, jnp.float32))
     [layer] = ScaledLayer.read([weights])
-    squares = layer.squares(weights.reshape(-1))
+    squares = layer.squares()
     place = lax.iota(jnp.int32, len(squares))
     falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
     width = min(_WIDTH, len(squares))
@@ -87,31 +87,38 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
 
 
 class ScaledLayer(NamedTuple):
-    """Powers of two whose product takes the largest finite weight of a layer to [1/2, 1]."""
+    """Weights of a layer with a scale for their squares.
 
+    Attributes:
+      weights: the weights, flat.
+      scales: two powers of two, whose product takes the largest finite weight to [1/2, 1].
+    """
+
+    weights: jax.Array
     scales: tuple[jax.Array, jax.Array]
 
     @classmethod
-    def read(cls, layers: Sequence[jax.Array]) -> list[ScaledLayer]:
-        """Reads the scales of layers."""
+    def read(cls, arrays: Sequence[jax.Array]) -> list[ScaledLayer]:
+        """Reads layers from their weights, of any shapes."""
         scales = []
-        for weights in layers:
-            sizes = _sizes(weights)
-            _, exponent = jnp.frexp(max_abs(sizes, tuple(range(sizes.ndim))))
-            one = jnp.ones((), sizes.dtype)
+        for weights in arrays:
+            magnitudes = _magnitudes(weights)
+            _, exponent = jnp.frexp(max_abs(magnitudes, tuple(range(magnitudes.ndim))))
+            one = jnp.ones((), magnitudes.dtype)
             # In two steps: a single factor may be out of range.
             scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]
         stored = compute_once(scales)
-        return [cls(pair) for pair in zip(stored[::2], stored[1::2], strict=True)]
+        pairs = zip(stored[::2], stored[1::2], strict=True)
+        return [cls(x.reshape(-1), pair) for x, pair in zip(arrays, pairs, strict=True)]
 
-    def squares(self, weights: jax.Array) -> jax.Array:
-        """Returns squares in [0, 1], NaN for weights that are not finite."""
-        sizes = _sizes(weights)
-        sizes = jnp.where(jnp.isfinite(sizes), sizes, np.nan)
-        return jnp.square(sizes * self.scales[0] * self.scales[1])
+    def squares(self, weights: jax.Array | None = None) -> jax.Array:
+        """Returns squares in [0, 1] of some weights, of all by default; NaN if not finite."""
+        magnitudes = _magnitudes(self.weights if weights is None else weights)
+        magnitudes = jnp.where(jnp.isfinite(magnitudes), magnitudes, np.nan)
+        return jnp.square(magnitudes * self.scales[0] * self.scales[1])
 
 
-def _sizes(weights: jax.Array) -> jax.Array:
+def _magnitudes(weights: jax.Array) -> jax.Array:
     return jnp.abs(weights).astype(float_type(weights))
 
 

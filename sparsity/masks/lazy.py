@@ -190,12 +190,12 @@ class _EntryScore:
     def on_host(self) -> Callable[..., np.ndarray] | None:
         """Function of arrays of numpy with the same bits; `None` if numpy may round otherwise."""
         program, dtype = self.program.jaxpr, self.dtypes[self.read[0]]
-        steps = program.eqns or [None]
-        outputs = program.invars if steps == [None] else steps[0].outvars
-        name = "copy" if steps == [None] else steps[0].primitive.name
-        if len(steps) > 1 or name not in _ON_HOST or jnp.issubdtype(dtype, jnp.complexfloating):
+        if len(program.eqns) > 1 or jnp.issubdtype(dtype, jnp.complexfloating):
             return None
-        return _ON_HOST[name] if program.outvars[0] in outputs else None
+        name, results = "copy", program.invars
+        for step in program.eqns:
+            name, results = step.primitive.name, step.outvars
+        return _ON_HOST.get(name) if program.outvars[0] in results else None
 
 
 def _call_hook(
