@@ -72,7 +72,8 @@ class CompactStep(Step):
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         positions = find_positions(masks, params, layouts)
         kept = gather(params, positions, params, layouts)
-        check_entrywise(self.inner, params, kept)
+        masks_move = update_range(self.updater.scheduler) is not None
+        check_entrywise(self.inner, params, kept, masks_move=masks_move)
         state = self.inner.init(kept)
         if self.may_regrow:
             check_resettable(kept, state, type(self.updater).__name__)

@@ -39,6 +39,8 @@ def check_entrywise(
     kept: PyTree,
     caller: str = "use_compact_state=True",
     remedy: str = ", or leave use_compact_state off",
+    *,
+    masks_move: bool = False,
 ) -> None:
     """Raises a ValueError for an optimizer that reads more than entries and norms.
 
@@ -48,6 +50,7 @@ def check_entrywise(
       kept: the same tree with kept entries in place of masked parameters.
       caller: what shows kept entries to the optimizer, for the error.
       remedy: last remedy in the error.
+      masks_move: whether entries are removed later, whose state in the full parameter stays.
     """
     shapes = [
         (leaf.shape, short.shape)
@@ -65,15 +68,15 @@ def check_entrywise(
             f"value alone; its update fails: {error}"
         ) from error
     try:
-        reason = _Comparison(changed).compare_all(dense, _trace(inner, kept))
+        reason = _Comparison(changed).compare_all(dense, _trace(inner, kept), masks_move)
     except (TypeError, ValueError) as error:  # arrays of the optimizer do not fit kept entries
         reason = str(error)
     if reason:
         raise ValueError(
             f"{caller} shows the optimizer an array of kept entries in place of each masked "
             f"parameter, and this optimizer would then train otherwise: {reason}. Use an optimizer "
-            "that works entry by entry (global norms may be used), give its masks and labels as "
-            f"trees and not as functions of shapes{remedy}."
+            "that works entry by entry (global norms of gradients may be used), give its masks and "
+            f"labels as trees and not as functions of shapes{remedy}."
         )
 
 
@@ -147,15 +150,15 @@ class _Comparison:
         self._changed = changed
         self._partners: dict[Value, Value] = {}
 
-    def compare_all(self, dense: _Trace, kept: _Trace) -> str:
+    def compare_all(self, dense: _Trace, kept: _Trace, masks_move: bool) -> str:
         """Returns the first difference of two traces, or why removed entries matter, or ""."""
         return (
             self.compare(dense.init, kept.init)
             or self.compare(dense.update, kept.update)
-            or self._follow_removed(dense)
+            or self._follow_removed(dense, masks_move)
         )
 
-    def _follow_removed(self, trace: _Trace) -> str:
+    def _follow_removed(self, trace: _Trace, masks_move: bool) -> str:
         """Returns why removed entries or those of other parameters matter, or ""."""
         flow = RemovedEntries(self._is_short)
         params = [
@@ -164,6 +167,8 @@ class _Comparison:
         ]
         inputs = [*params, *(params[number] for number in trace.floats)]
         state, before = flow.follow(trace.init, params), None
+        if masks_move:  # moments of dropped entries are not 0
+            state = [fact._replace(removed=None) for fact in state]
         while state != before:
             before = state
             outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
@@ -171,7 +176,8 @@ class _Comparison:
             pairs = zip(state, after, strict=True)
             state = [flow.join_facts(*pair, "update") for pair in pairs]
         for owner, fact in zip([*trace.floats, *trace.owners], [*steps, *state], strict=True):
-            if fact.owner not in (None, owner):
+            # A state without the paths of the parameters cannot follow masks that move.
+            if fact.owner not in (None, owner) and (owner is not None or masks_move):
                 flow.refuse("entries of one parameter train another")
         return flow.reason
 

@@ -13,12 +13,12 @@ DENSE = {"a": (4, 5), "b": (4, 5), "c": (3,)}
 KEPT = {"a": (7,), "b": (7,), "c": (3,)}
 
 
-def check(tx, dtype=jnp.float32):
+def check(tx, dtype=jnp.float32, **options):
     dense, kept = (
         {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
         for shapes in (DENSE, KEPT)
     )
-    check_entrywise(optax.with_extra_args_support(tx), dense, kept)
+    check_entrywise(optax.with_extra_args_support(tx), dense, kept, **options)
 
 
 def each(fn):
@@ -40,6 +40,10 @@ def remember(start, read):
             jax.tree.map(lambda s, g: s + g * g, state, grads),
         ),
     )
+
+
+def listed(params):
+    return jax.tree.leaves(jax.tree.map(jnp.zeros_like, params))
 
 
 def exchange(grads, state, params=None):
@@ -112,6 +116,13 @@ ACCEPTED = {
     "a norm after several steps": optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 2
     ).gradient_transformation(),
+    "moments in a list": optax.GradientTransformation(
+        listed,
+        lambda grads, state, params=None: (
+            jax.tree.unflatten(jax.tree.structure(grads), state),
+            [s + g for s, g in zip(state, jax.tree.leaves(grads), strict=True)],
+        ),
+    ),
     "a sum of squares of all steps": remember(0.0, lambda g, s: g / jnp.sqrt(jnp.sum(s))),
 }
 
@@ -126,3 +137,20 @@ ACCEPTED = {
 )
 def test_norms_of_kept_entries_are_accepted(name, dtype):
     check(ACCEPTED[name], dtype)
+
+
+# The full parameter has moments of entries that an update of the masks removes.
+@pytest.mark.parametrize("name", ["a norm of steps of Adam", "a sum of squares of all steps"])
+def test_norms_of_moments_are_refused_where_masks_move(name):
+    with pytest.raises(ValueError, match="reduce_sum returns another number without the removed"):
+        check(ACCEPTED[name], masks_move=True)
+
+
+def test_moments_without_the_paths_of_parameters_are_refused_where_masks_move():
+    with pytest.raises(ValueError, match="one parameter train another"):
+        check(ACCEPTED["moments in a list"], masks_move=True)
+
+
+@pytest.mark.parametrize("name", ["a sum of squares", "a largest magnitude"])
+def test_norms_of_gradients_are_accepted_where_masks_move(name):
+    check(ACCEPTED[name], masks_move=True)
