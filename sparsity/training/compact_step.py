@@ -67,7 +67,8 @@ class CompactStep(Step):
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
-        check_entrywise(self.inner, params, values)
+        masks_move = update_range(self.updater.scheduler) is not None
+        check_entrywise(self.inner, params, values, masks_move=masks_move)
         state = self.inner.init(values)
         if self.may_regrow:
             check_resettable(values, state, type(self.updater).__name__)

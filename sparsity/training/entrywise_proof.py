@@ -2,8 +2,9 @@
 
 The optimizer is traced twice without running: for the parameters, and for their kept entries. Both
 programs must apply the same operations with the same constants in the same order, and operations
-on arrays that became shorter must work entry by entry, or reduce all entries to one number. A mean,
-a decision by the number of axes, a factored moment, a matrix product or noise fails the comparison.
+on arrays that became shorter must work entry by entry, or reduce all entries to one number that
+removed ones, which are 0, do not change. A mean, a minimum, a decision by the number of axes, a
+factored moment, a matrix product, noise or a sum of two parameters fails the comparison.
 
 Works before the first step, on shapes alone, and for every value. `training.comparison` runs
 updates instead: it serves cut models, which have arrays and a state, and accepts optimizers that no
@@ -13,17 +14,18 @@ text proves, such as those that accumulate gradients or reduce along axes that a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.core import sharding, trees
+from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, PyTree
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
+from sparsity.training.removed_entries import Fact, RemovedEntries
 
 Shape: TypeAlias = tuple[int, ...]
 # Parameters of operations that follow from shapes.
@@ -37,6 +39,8 @@ def check_entrywise(
     kept: PyTree,
     caller: str = "use_compact_state=True",
     remedy: str = ", or leave use_compact_state off",
+    *,
+    masks_move: bool = False,
 ) -> None:
     """Raises a ValueError for an optimizer that reads more than entries and norms.
 
@@ -46,6 +50,7 @@ def check_entrywise(
       kept: the same tree with kept entries in place of masked parameters.
       caller: what shows kept entries to the optimizer, for the error.
       remedy: last remedy in the error.
+      masks_move: whether entries are removed later, whose state in the full parameter stays.
     """
     shapes = [
         (leaf.shape, short.shape)
@@ -63,42 +68,71 @@ def check_entrywise(
             f"value alone; its update fails: {error}"
         ) from error
     try:
-        reason = _Comparison(changed).compare(dense, _trace(inner, kept))
+        reason = _Comparison(changed).compare_all(dense, _trace(inner, kept), masks_move)
     except (TypeError, ValueError) as error:  # arrays of the optimizer do not fit kept entries
         reason = str(error)
     if reason:
         raise ValueError(
             f"{caller} shows the optimizer an array of kept entries in place of each masked "
             f"parameter, and this optimizer would then train otherwise: {reason}. Use an optimizer "
-            "that works entry by entry (global norms may be used), give its masks and labels as "
-            f"trees and not as functions of shapes{remedy}."
+            "that works entry by entry (global norms of gradients may be used), give its masks and "
+            f"labels as trees and not as functions of shapes{remedy}."
         )
 
 
-def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> Program:
-    """Returns the program of `init` and an update, for abstract parameters."""
+class _Trace(NamedTuple):
+    """Programs of an optimizer.
+
+    Attributes:
+      init: maps the arrays of the parameters to those of the state.
+      update: maps the arrays of parameters, gradients and state, and a value, to updates and state.
+      floats: numbers of the parameters that have gradients.
+      owners: for each array of the state the number of its parameter, `None` for others.
+    """
+
+    init: Program
+    update: Program
+    floats: list[int]
+    owners: list[int | None]
+
+
+def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Trace:
+    """Returns the programs of `init` and `update`, for abstract parameters."""
     structs = jax.tree.map(_without_sharding, sharding.abstract(params))
     arrays, rebuild = trees.split_arrays(structs)
-    floats = [trees.is_prunable(array) for array in arrays]
+    floats = [number for number, array in enumerate(arrays) if trees.is_prunable(array)]
+    states: list[PyTree] = []
 
-    def run(
-        arrays: Sequence[jax.Array], grads: Sequence[jax.Array], value: jax.Array
+    def init(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        state = inner.init(rebuild(arrays))
+        states.append(sharding.abstract(state))
+        return trees.split_arrays(state)[0]
+
+    def update(
+        arrays: Sequence[jax.Array],
+        grads: Sequence[jax.Array],
+        state: Sequence[jax.Array],
+        value: jax.Array,
     ) -> tuple[PyTree, PyTree]:
-        params = rebuild(arrays)
-        gradients = iter(grads)
-        updates = rebuild(
-            [
-                next(gradients) if is_float else np.zeros(array.shape, jax.dtypes.float0)
-                for array, is_float in zip(arrays, floats, strict=True)
-            ]
-        )
-        state = inner.init(params)
-        steps, state = inner.update(updates, state, params, value=value)
-        return trees.prunable(steps), trees.prunable(state)
+        updates: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
+        for number, grad in zip(floats, grads, strict=True):
+            updates[number] = grad
+        old = trees.split_arrays(states[0])[1](state)
+        steps, new = inner.update(rebuild(updates), old, rebuild(arrays), value=value)
+        return trees.prunable(steps), trees.split_arrays(new)[0]
 
-    grads = [array for array, is_float in zip(arrays, floats, strict=True) if is_float]
+    first, state = jax.make_jaxpr(init, return_shape=True)(arrays)
+    owned: list[int | None] = []
+
+    def note(owner: int | None, leaf: PyTree) -> None:
+        if trees.is_array(leaf):
+            owned.append(owner)
+
+    owners.map_owned(note, rebuild(range(len(arrays))), states[0])
+    grads = [arrays[number] for number in floats]
     value = jax.ShapeDtypeStruct((), jnp.float32)
-    return read_jaxpr(jax.make_jaxpr(run)(arrays, grads, value))
+    later = jax.make_jaxpr(update)(arrays, grads, state, value)
+    return _Trace(read_jaxpr(first), read_jaxpr(later), floats, owned)
 
 
 def _without_sharding(leaf: PyTree) -> PyTree:
@@ -115,6 +149,41 @@ class _Comparison:
     def __init__(self, changed: set[tuple[Shape, Shape]]) -> None:
         self._changed = changed
         self._partners: dict[Value, Value] = {}
+
+    def compare_all(self, dense: _Trace, kept: _Trace, masks_move: bool) -> str:
+        """Returns the first difference of two traces, or why removed entries matter, or ""."""
+        return (
+            self.compare(dense.init, kept.init)
+            or self.compare(dense.update, kept.update)
+            or self._follow_removed(dense, masks_move)
+        )
+
+    def _follow_removed(self, trace: _Trace, masks_move: bool) -> str:
+        """Returns why removed entries or those of other parameters matter, or ""."""
+        flow = RemovedEntries(self._is_short)
+        params = [
+            Fact(number, 0.0) if self._is_short(value) else Fact()
+            for number, value in enumerate(trace.init.inputs)
+        ]
+        inputs = [*params, *(params[number] for number in trace.floats)]
+        state, before = flow.follow(trace.init, params), None
+        if masks_move:  # moments of dropped entries are not 0
+            state = [fact._replace(removed=None) for fact in state]
+        while state != before:
+            before = state
+            outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
+            steps, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
+            pairs = zip(state, after, strict=True)
+            state = [flow.join_facts(*pair, "update") for pair in pairs]
+        for owner, fact in zip([*trace.floats, *trace.owners], [*steps, *state], strict=True):
+            # A state without the paths of the parameters cannot follow masks that move.
+            if fact.owner not in (None, owner) and (owner is not None or masks_move):
+                flow.refuse("entries of one parameter train another")
+        return flow.reason
+
+    def _is_short(self, value: Value) -> bool:
+        partner = self._partners.get(value, value)
+        return partner.shape != value.shape
 
     def compare(self, dense: Program, kept: Program) -> str:
         """Returns the first difference, or an empty string."""
