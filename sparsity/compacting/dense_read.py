@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,38 @@ from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, is_differentiable
 
 Arrays = list[jax.Array]
+
+_products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
+
+
+def read_dense(equation: Equation, inputs: Sequence[Lazy], in_turn: bool) -> Arrays:
+    """Returns the outputs of an equation that reads lazy arrays as dense ones.
+
+    Equal products, such as those of equal layers, are traced and lowered once.
+    """
+    operands = find_operands(equation, inputs)
+    is_shared = operands is not None and operands[1].observer is None
+    if is_shared:
+        equation = _find_equal(equation)
+        inputs = [dataclasses.replace(x, name="") if isinstance(x, Kept) else x for x in inputs]
+    arrays, structure = jax.tree.flatten(inputs)
+    read = DenseRead(equation, structure, in_turn)
+    outputs: Arrays = _run_once(read, arrays) if is_shared else read.run(arrays)
+    return outputs
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_once(read: DenseRead, arrays: Arrays) -> Arrays:
+    """Returns `read.run`, which is traced and lowered once for equal reads."""
+    return read.run(arrays)
+
+
+def _find_equal(product: Equation) -> Equation:
+    """Returns one equation for all products of equal types and parameters, without constants."""
+    values = [dataclasses.replace(value, constant=None) for value in product.inputs]
+    types = tuple((x.shape, x.dtype, x.sharding) for x in (*values, *product.outputs))
+    key = product.primitive, tuple(product.params.items()), product.context, types
+    return _products.setdefault(key, dataclasses.replace(product, inputs=values, tracebacks=()))
 
 
 @dataclasses.dataclass(frozen=True)

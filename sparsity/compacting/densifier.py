@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in
-from sparsity.compacting.dense_read import Arrays, DenseRead, find_operands
+from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
 from sparsity.compacting.formats.dtypes import is_quantized
 from sparsity.compacting.formats.storage import Kept
 from sparsity.core.trees import PyTree
@@ -118,8 +118,7 @@ class Densifier(Interpreter[Lazy]):
         """Returns the outputs of an equation that reads lazy arrays as dense ones."""
         _check_casts(equation, inputs)
         self._record(equation, inputs, True)
-        arrays, structure = jax.tree.flatten(inputs)
-        return DenseRead(equation, structure, self._in_turn).run(arrays)
+        return read_dense(equation, inputs, self._in_turn)
 
 
 def _is_stack(array: Lazy) -> bool:

@@ -103,6 +103,44 @@ def test_gradients_sum_few_rows_along_last_axes(product, shapes):
     assert dots == [f"{params.ndim - 1}"]
 
 
+@pytest.mark.parametrize("name", ["values", "grouped"])
+def test_equal_layers_are_traced_and_lowered_once(name):
+    def count_products(num_layers):
+        rng = np.random.default_rng(0)
+        params = [jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for _ in range(num_layers)]
+        rows = [rng.permutation(16) < 4 for _ in params]
+        masks = [np.repeat(kept[:, None], 16, axis=1) for kept in rows]
+        x = jnp.ones((4, 16))
+        fn = lambda params, x: functools.reduce(jnp.matmul, params, x)  # noqa: E731
+        model = compact(
+            trace(fn, params, x),
+            params,
+            masks,
+            formats=dict.fromkeys(map(str, range(num_layers)), name),
+        )
+        gradient = jax.grad(lambda params: loss(model.apply)(params, x)[0])
+        return jax.jit(gradient).lower(model.params).as_text().count("stablehlo.dot_general")
+
+    assert count_products(7) == count_products(4) > 0
+
+
+def test_products_of_equal_shapes_keep_their_axes_and_precision():
+    rng = np.random.default_rng(0)
+    x, *params = (jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for _ in range(5))
+    masks = [rng.permutation(256).reshape(16, 16) < 64 for _ in params]
+
+    def fn(params, x):
+        x = x @ params[0] @ params[1].T
+        x = jnp.matmul(x, params[2], precision="highest")
+        return params[3] @ x
+
+    model = compact(trace(fn, params, x), params, masks)
+    masked = [np.where(mask, w, 0) for mask, w in zip(masks, params, strict=True)]
+    np.testing.assert_array_equal(jax.jit(model.apply)(model.params, x), jax.jit(fn)(masked, x))
+    text = jax.jit(model.apply).lower(model.params, x).as_text()
+    assert text.count("precision = [HIGHEST, HIGHEST]") == 1
+
+
 @pytest.mark.parametrize("name", ["scanned_along_axis_1", "split"])
 def test_second_derivatives_are_those_of_the_masked_model(name):
     assert name not in FIRST_ORDER

@@ -181,7 +181,7 @@ def _multiply_varying(
 ) -> jax.Array:
     """Multiplies arrays that vary along the same axes of a `shard_map`, if inside of one."""
     values, indices, x = vary_alike([values, indices, x])
-    return _product(values, indices, x, result)
+    return _multiply_once(values, indices, x, result)
 
 
 def _multiply_shards(
@@ -290,6 +290,8 @@ def _backward(
 
 
 _product.defvjp(_keep_arguments, _backward)
+# Equal products, such as those of equal layers, are traced and lowered once.
+_multiply_once: Callable[..., jax.Array] = jax.jit(_product, static_argnums=3)
 
 
 def _multiply(values: jax.Array, indices: jax.Array, x: jax.Array, result: Result) -> jax.Array:
