@@ -113,7 +113,10 @@ def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Numb
             total = total + count(equation)
         elif equation.bodies:
             bodies = equation.within()
-            each = [_sum_products(x.program, count) * (x.trips or 1) for x in bodies]
+            each = [
+                _sum_products(x.program, count) * (1 if x.trips is None else x.trips)
+                for x in bodies
+            ]
             total = total + functools.reduce(_larger if equation.is_choice else operator.add, each)
     return total
 

@@ -265,7 +265,7 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
     if large.kind is None and kind == "sum":
         return large.take_apart(kind, (size, large.size - size))
     if kind == "product":
-        if large.kind or large.size % size:
+        if large.kind or not size or large.size % size:
             return None
         return large.take_apart(kind, (size, large.size // size))
     slowest, *faster = _parts("product", large)  # a product, cut along its slowest factor

@@ -98,15 +98,18 @@ def _absorb(compute: Function) -> Fold:
 
 
 def _divide(equation: Equation, inputs: Inputs) -> float | None:
+    if equation.inputs[0].dtype.kind in "iu":  # 0 / 0 is a number
+        return exact(_truncate)(equation, inputs)
     if inputs[0] == 0:
         return math.nan if inputs[1] == 0 else 0.0
-    is_integer = equation.inputs[0].dtype.kind in "iu"
-    return exact(_truncate if is_integer else np.divide)(equation, inputs)
+    return exact(np.divide)(equation, inputs)
 
 
 def _truncate(one: np.ndarray, other: np.ndarray) -> Scalar:
-    """Returns a quotient of integers, truncated towards 0."""
-    return math.trunc(Fraction(int(one), int(other))) if other else math.nan
+    """Returns a quotient of integers, truncated towards 0; the largest of a dtype wraps."""
+    if not other:
+        return math.nan
+    return np.asarray(math.trunc(Fraction(int(one), int(other)))).astype(one.dtype)
 
 
 def _round(equation: Equation, inputs: Inputs) -> float | None:

@@ -239,16 +239,17 @@ _IN_ORDER = "an operation that needs all entries of the axis, in order"
 def _along(
     kind: RelationKind, axes: Callable[[Equation], Sequence[int]]
 ) -> Callable[..., list[Relation]]:
-    """Returns the relations of a primitive that works along some axes of its first input."""
+    """Returns the relations of a primitive that works along some axes of all inputs but scalars."""
 
     def relate(equation: Equation) -> list[Relation]:
-        worked, shape = axes(equation), equation.inputs[0].shape
+        worked = axes(equation)
         return [
-            same((0, axis), (number, axis), _IN_ORDER)
+            same((source, axis), (number, axis), _IN_ORDER)
             if axis not in worked and output.shape[axis] == size
-            else Relation(kind, (Place(0, axis),), (Place(number, axis),), _IN_ORDER)
+            else Relation(kind, (Place(source, axis),), (Place(number, axis),), _IN_ORDER)
             for number, output in enumerate(equation.outputs)
-            for axis, size in enumerate(shape)
+            for source, value in enumerate(equation.inputs)
+            for axis, size in enumerate(value.shape)
         ]
 
     return relate
@@ -408,7 +409,7 @@ LAYOUTS: dict[str, AxisRule] = {
     "rev": AxisRule(_along("reversed", lambda equation: equation.params["dimensions"])),
     "sort": AxisRule(_sort, sources=lambda equation, number: (number,)),
     "top_k": AxisRule(
-        _along("mixed", lambda equation: [len(equation.inputs[0].shape) - 1]),
+        _along("mixed", lambda equation: [equation.params["axis"]]),
         sources=lambda equation, number: () if number else (0,),  # the others are indices
     ),
     **_cumulative("cumsum", "reduce_sum"),
@@ -416,7 +417,9 @@ LAYOUTS: dict[str, AxisRule] = {
     **_cumulative("cummax", "reduce_max"),
     **_cumulative("cummin", "reduce_min"),
     **_cumulative("cumlogsumexp", "unknown"),
-    **_windowed("reduce_window", lambda equation: "unknown"),
+    "reduce_window": Layout(  # by any function
+        _along("mixed", _list_windows), sources=lambda equation, number: (), moves_window=True
+    ),
     **_windowed("reduce_window_max", _window_reduction),
     **_windowed("reduce_window_min", _window_reduction),
     **_windowed("reduce_window_sum", _window_reduction),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias
 
 from sparsity.programs.program import Equation, Value
@@ -109,9 +110,9 @@ class Product:
         return {place: axes[x] for place, x in enumerate(self.output) if x in axes}
 
     @property
-    def macs(self) -> int:
+    def macs(self) -> Fraction:
         """Multiply-adds; zeros that a convolution inserts between entries cost nothing."""
-        return math.prod([value.shape[axis] for value, axis in self.cost]) // self.inserted
+        return Fraction(math.prod(value.shape[axis] for value, axis in self.cost), self.inserted)
 
 
 def read_product(equation: Equation) -> Product:

@@ -514,3 +514,23 @@ def test_a_model_is_traced_again_once_for_each_kind_of_arguments():
     assert [each.macs() for each in retraced] == [12, 18]
     assert [retrace(graph, params, jnp.zeros((batch, 3))) for batch in (2, 3)] == retraced
     assert len(traces) == 3
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_each_step_of_a_scan_counts(length):
+    def fn(p, x):
+        return jax.lax.scan(lambda c, _: (c @ p["w"], None), x @ p["in"], length=length)[0]
+
+    graph = trace(fn, {"in": jnp.ones((2, 6)), "w": jnp.ones((6, 6))}, jnp.ones((1, 2)))
+    assert graph.macs() == 12 + 36 * length
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_dilated_convolution_costs_the_same_in_a_model_that_lost_nothing(size):
+    def fn(p, x):
+        return jax.lax.conv_general_dilated(x, p["w"], (1, 1), [(0, 0)] * 2, lhs_dilation=(2, 1))
+
+    params = {"w": jnp.ones((1, 1, 3, 1))}
+    graph = trace(fn, params, jnp.ones((1, 1, size, 1)))
+    small = sparsity.shrink(graph, params, {"w": jnp.ones((1, 1, 3, 1))})
+    assert small.macs() == small.macs(("w",)) == graph.macs() == {3: 4, 4: 8}[size]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -11,7 +12,7 @@ from sparsity.programs.program import read_jaxpr
 
 def fold(fn, *constants, dtype=jnp.float32):
     """Folds the one equation of a function of constants."""
-    (equation,) = read_jaxpr(jax.make_jaxpr(fn)(*(dtype(x) for x in constants))).flat()
+    (equation,) = read_jaxpr(jax.make_jaxpr(fn)(*(dtype(x or 0) for x in constants))).flat()
     return entrywise.fold_constant(equation, constants)
 
 
@@ -51,3 +52,10 @@ def test_constants_that_are_certain_stay():
     assert fold(lax.exp, -1e9) == 0
     assert fold(lambda x: lax.integer_pow(x, 3), 1.0) == 1
     assert fold(lax.mul, 2.0, 3.0) == 6
+
+
+def test_integers_divide_as_jax_divides_them():
+    assert fold(lax.div, 0, None, dtype=np.int32) is None  # -1 by 0
+    assert fold(lax.div, 0, 3, dtype=np.int32) == 0
+    assert fold(lax.div, -7, 2, dtype=np.int32) == -3
+    assert fold(lax.div, -128, -1, dtype=np.int8) == -128
