@@ -242,7 +242,7 @@ class _Run:
             layer = self._task.solve(self.weights, path, index, name, statistic)
             if self._task.kind == "gram":
                 return layer, layer.errors()
-            return layer, layer.share(reached.losses(*layer.matrices()))
+            return layer, layer.errors(reached.losses(*layer.matrices()))
 
         self._prune(path, index, solve)
 

@@ -13,7 +13,6 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.errors import (
     centre,
     dot,
-    errors,
     mean_outputs,
     num_rows,
     output_error,
@@ -36,7 +35,6 @@ __all__ = [
     "check_memory",
     "check_solvable",
     "dot",
-    "errors",
     "is_finite",
     "look_up_statistic",
     "mean_outputs",

@@ -28,26 +28,6 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
     return ratio(lost, jnp.sum(output_error(statistic, dense)))
 
 
-def errors(
-    statistic: Statistic, dense: jax.Array, *others: jax.Array
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the relative errors of some weights, and those after removing the means.
-
-    Args:
-      statistic: with a Gram matrix and `sums`.
-      dense: the parameter before pruning.
-      *others: the parameter after steps of pruning.
-
-    Returns:
-      (errors, centred errors), a scalar each for each of `others`.
-    """
-    leaves = dense, *(dense - other for other in others)
-    total, *lost = (output_error(statistic, param).sum() for param in leaves)
-    mean, *lost_means = (squared_means(statistic, param).sum() for param in leaves)
-    centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
-    return [ratio(x, total) for x in lost], centred
-
-
 def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     """Returns sum(|X d|^2) over the rows, for the weights d of each output: [*batch, outputs].
 
