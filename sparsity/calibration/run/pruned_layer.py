@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from sparsity.calibration.statistics import Statistic, centre, output_error, ratio, squared_means
+from sparsity.calibration.statistics import Statistic, output_error, ratio, squared_means
 from sparsity.core import host
 
 
@@ -81,9 +82,10 @@ def _compute_shares(
         lost, total = losses
         before = lost
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
-    without_means = ratio((lost - lost_mean).clip(0), total)
-    centred = centre(lost, lost_mean, total, mean)
-    return ratio(lost, total), without_means, ratio(before, total), centred
+    lost_spread, spread = (lost - lost_mean).clip(0), total - mean
+    is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
+    centred = ratio(lost_spread, spread * is_seen)
+    return ratio(lost, total), ratio(lost_spread, total), ratio(before, total), centred
 
 
 _lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))

@@ -11,7 +11,6 @@ from sparsity.calibration.statistics.checks import (
 )
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.errors import (
-    centre,
     dot,
     mean_outputs,
     num_rows,
@@ -30,7 +29,6 @@ __all__ = [
     "Statistic",
     "Statistics",
     "calibrate",
-    "centre",
     "check",
     "check_memory",
     "check_solvable",

@@ -85,20 +85,6 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
     return jnp.sum(rows * means[..., None, :], axis=-1)
 
 
-def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:
-    """Returns the lost share of the outputs' variance, 0 where rounding hides the variance.
-
-    Args:
-      lost: sum of squares of the lost outputs.
-      lost_mean: the part of it that their means make.
-      total: sum of squares of the dense outputs.
-      mean: the part of it that their means make.
-    """
-    xp, noise = host.namespace([total]), 16 * jnp.finfo(total.dtype).eps
-    spread = xp.where(total - mean > noise * total, total - mean, 0)
-    return ratio(xp.maximum(lost - lost_mean, 0), spread)
-
-
 def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
     """Returns part / total, 0 where the total is 0."""
     xp = host.namespace([total])
