@@ -75,6 +75,16 @@ def to_numpy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, tree)
 
 
+def read(tree: PyTree) -> PyTree:
+    """Returns a tree with arrays of numpy if one CPU holds all of its arrays, else the tree.
+
+    Example:
+      >>> type(read(jnp.ones(2))).__name__
+      'ndarray'
+    """
+    return tree if find_place(tree) is None else to_numpy(tree)
+
+
 def namespace(arrays: Iterable[object]) -> PyTree:
     """Returns `jax.numpy` if there is an array of jax, else `numpy`."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
@@ -150,13 +160,6 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return result
 
 
-def add(a: np.ndarray, b: np.ndarray) -> PyTree:
-    """Returns a + b with the bits of XLA:CPU, or `NotImplemented` unless both are real floats."""
-    if a.dtype.kind != "f" or b.dtype.kind != "f":
-        return NotImplemented
-    return flushed(flushed(a) + flushed(b))
-
-
 def copy(x: np.ndarray) -> np.ndarray:
     """Returns a copy at an address from which jax takes an array without a copy."""
     array = empty(x.shape, x.dtype)
@@ -165,10 +168,10 @@ def copy(x: np.ndarray) -> np.ndarray:
 
 
 def add_to(total: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Adds an array of real floats to another one in place, with the bits of `add`."""
+    """Adds an array of real floats to another one in place, with the bits of XLA:CPU."""
     flat, terms = total.reshape(-1), x.reshape(-1)
     for at in chunks(len(flat)):
-        flat[at] = add(flat[at], terms[at])
+        flat[at] = flushed(flushed(flat[at]) + flushed(terms[at]))
     return total
 
 

@@ -272,6 +272,28 @@ def test_another_process_has_the_same_fingerprints_wherever_the_code_lies(tmp_pa
     assert {name for name in first if first[name] != other[name]} == {"refit"}
 
 
+@pytest.mark.parametrize("dtype", [object, [("x", object)], np.dtypes.StringDType()])
+def test_arrays_of_objects_are_told_by_their_content(dtype):
+    def draw(letter):
+        # New objects each time, too long for numpy to store them beside their lengths.
+        texts = [20 * letter, 30 * letter]
+        return np.array([(x,) for x in texts] if isinstance(dtype, list) else texts, dtype)
+
+    one, equal, other = draw("a"), draw("a"), draw("b")
+    assert fingerprint(one) == fingerprint(equal) != fingerprint(other)
+    assert fingerprint(one[0]) == fingerprint(equal[0]) != fingerprint(other[0])
+
+
+def test_arrays_of_objects_without_a_description_are_refused():
+    with pytest.raises(ValueError, match=r"Generator.*no description"):
+        fingerprint(np.array([np.random.default_rng(0)], object))
+
+
+def test_masked_arrays_are_told_by_their_masks():
+    one, equal, other = (np.ma.array([1, 2], mask=[0, x]) for x in (0, 0, 1))
+    assert fingerprint(one) == fingerprint(equal) != fingerprint(other)
+
+
 def test_what_another_process_could_not_recognize_is_refused_before_anything_is_written(tmp_path):
     generator = np.random.default_rng(0)
     refit = lambda dense, pruned, mask, *_: (pruned * generator.random(), mask)  # noqa: E731

@@ -163,19 +163,11 @@ def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     return statistic.parameter(squares * variances[..., None, :], weights.shape)
 
 
-def _means(statistic: Statistic) -> jax.Array:
-    """Returns the means of the inputs, [*batch, inputs]."""
-    return jnp.asarray(statistic.sums) / _counts(statistic)
-
-
 def _variances(statistic: Statistic) -> jax.Array:
-    """Returns the unbiased variances of the inputs, 0 where rounding hides them."""
-    count, squares = _counts(statistic), statistic.sums_of_squares()
-    spread = squares - jnp.square(jnp.abs(_means(statistic))) * count
+    """Returns unbiased variances of the inputs, [*batch, inputs]; 0 where rounding hides them."""
+    squares = statistic.sums_of_squares()
+    count = num_rows(statistic, squares.ndim)
+    means = jnp.asarray(statistic.sums) / count
+    spread = squares - jnp.square(jnp.abs(means)) * count
     is_seen = spread > 16 * jnp.finfo(squares.dtype).eps * squares
     return jnp.where(is_seen, spread, 0) / jnp.maximum(count - 1, 1)
-
-
-def _counts(statistic: Statistic) -> jax.Array:
-    """Returns the numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
-    return num_rows(statistic, statistic.sums_of_squares().ndim)

@@ -86,7 +86,8 @@ class SparseGPTPruning(StatisticsPruning):
             size, n = pattern.m, pattern.n
         elif isinstance(pattern, FanIn):
             check_groups(site, statistic, param.shape)
-            group = _check_fan_in(pattern, site, statistic, param.shape)
+            _check_fan_in(pattern, site, statistic, param.shape)
+            group = pattern.group
         elif not isinstance(pattern, Unstructured):
             raise ValueError(
                 "SparseGPTPruning removes single weights, of sparsity_type = Unstructured(), "
@@ -111,8 +112,8 @@ class SparseGPTPruning(StatisticsPruning):
         return weights, mask
 
 
-def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple[int, ...]) -> int:
-    """Returns the outputs of a group; raises a ValueError where groups are none of a matrix."""
+def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless the groups of outputs share all inputs of one matrix."""
     inputs = {absolute_axis(axis, site.batch_axes, len(shape)) for axis in pattern.axes}
     if inputs != {*statistic.contracting} or statistic.groups > 1:
         raise ValueError(
@@ -120,7 +121,6 @@ def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple
             f"but products sum over axes {statistic.contracting} in {statistic.groups} groups. "
             "Give all these axes to FanIn, or use WandaPruning."
         )
-    return pattern.group
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -125,6 +125,8 @@ class _Describer:
         match value:
             case enum.Enum():
                 return "enum", _name(type(value)), value.name
+            case np.ma.MaskedArray():
+                return "masked", np.ma.getdata(value), np.ma.getmaskarray(value)
             case jax.Array() | np.ndarray() | np.generic():
                 return "array", *_array(value)
             case np.dtype() | pathlib.PurePath():
@@ -178,6 +180,9 @@ def _array(value: jax.Array | np.ndarray | np.generic) -> Iterator[object]:
     if is_traced(value):
         raise ValueError("It is traced, and its value is not known yet.")
     yield from (str(value.dtype), value.shape, bool(getattr(value, "weak_type", False)))
+    if not isinstance(value, jax.Array) and value.dtype.hasobject:
+        yield value.tolist()  # the bytes are addresses
+        return
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     yield hashlib.sha256(np.ascontiguousarray(jax.device_get(value)).tobytes()).hexdigest()

@@ -47,7 +47,7 @@ class JointSolver:
             layer = self._solve(path)
             return layer, layer.errors()
         layer, losses = self._losses[path]
-        return layer, layer.share(losses)
+        return layer, layer.errors(losses)
 
     def _solve(self, path: Path) -> PrunedLayer:
         name, statistic = self._task.sites[path].name, self._statistics.get(path)

@@ -59,10 +59,8 @@ class Lockstep:
         Raises:
           ValueError: the batches differ in shape or structure, or have inputs that are not finite.
         """
-        program, count = (
-            self._calibration.graph.traced.model.program,
-            len(self._calibration.graph.leaves),
-        )
+        graph = self._calibration.graph
+        program, count = graph.traced.model.program, len(graph.leaves)
         inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
         for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
             check_structure(batch, self._batches[0], number)
@@ -232,13 +230,8 @@ class Lockstep:
             other, layer_by_axis = self._calibration.uses[number], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
-            scan_layers = dict(
-                zip(
-                    other.view.scans,
-                    (layer_by_axis[axis] for axis in other.view.stacked),
-                    strict=True,
-                )
-            )
+            pairs = zip(other.view.scans, other.view.stacked, strict=True)
+            scan_layers = {scan: layer_by_axis[axis] for scan, axis in pairs}
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
         alignments = self._calibration.alignments

@@ -242,7 +242,7 @@ class _Run:
             layer = self._task.solve(self.weights, path, index, name, statistic)
             if self._task.kind == "gram":
                 return layer, layer.errors()
-            return layer, layer.share(reached.losses(*layer.matrices()))
+            return layer, layer.errors(reached.losses(*layer.matrices()))
 
         self._prune(path, index, solve)
 
@@ -250,9 +250,9 @@ class _Run:
         self, path: Path, index: LayerIndex, solve: Callable[[], tuple[PrunedLayer, Errors]]
     ) -> None:
         """Prunes a parameter, or one layer of it, or takes it from the folder."""
-        weights, biases = self.weights, self._task.biases
+        weights, task = self.weights, self._task
         number = sum(map(len, self._layers.values()))
-        place = biases.find(path, index)
+        place = task.find_bias(path, index)
         bias = None if place is None else weights.now(*place)
         dense = weights.before(path, index)
         stored = self._store.read(number, dense, bias) if self._store else None
@@ -261,7 +261,7 @@ class _Run:
             layer, errors = solve()
             report = _report(layer, errors, time.perf_counter() - started)
             new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
-            shifted = None if bias is None else biases.shift(path, bias, layer, weights)
+            shifted = None if bias is None else task.shift_bias(path, bias, layer, weights)
             stored = StoredLayer(new, mask, report, shifted)
             if self._store:
                 self._store.write(number, stored)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.capture import check_structure
-from sparsity.core import host, host_sums, trees
+from sparsity.core import trees
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 from sparsity.programs.share import share_at_call
@@ -133,15 +133,6 @@ def make_outputs(
     return run
 
 
-def _squares_on_host(xs: Sequence[np.ndarray]) -> np.ndarray:
-    return np.asarray(sum(map(host_sums.sum_squares, xs)), np.float32)
-
-
-def _lost_squares_on_host(xs: Sequence[np.ndarray], ys: Sequence[np.ndarray]) -> np.ndarray:
-    return np.asarray(sum(map(host_sums.sum_squares, xs, ys)), np.float32)
-
-
-@host.instead(_squares_on_host)
 @jax.jit
 def sum_squares(xs: Sequence[jax.Array]) -> jax.Array:
     """Returns the sum of |x|^2 over arrays."""
@@ -149,7 +140,6 @@ def sum_squares(xs: Sequence[jax.Array]) -> jax.Array:
     return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
 
 
-@host.instead(_lost_squares_on_host)
 @jax.jit
 def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Array:
     """Returns the sum of |x - y|^2 over pairs of arrays."""
@@ -157,14 +147,6 @@ def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Ar
     return total
 
 
-def _sums_on_host(
-    expected: list[np.ndarray], returned: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    along = [host_sums.sum_rows(x) for x in expected]
-    return _lost_squares_on_host(expected, returned), _squares_on_host(expected), along
-
-
-@host.instead(_sums_on_host)
 @jax.jit
 def _sum_up(
     expected: list[jax.Array], returned: list[jax.Array]

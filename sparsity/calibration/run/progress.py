@@ -15,10 +15,8 @@ def show_progress(
     task: PruningTask, batches: Sequence[PyTree]
 ) -> Callable[[Path, LayerIndex], None]:
     """Shows a bar of the layers, and returns the function that advances it by a layer."""
-    scanned, shapes = (
-        task.graph.traced.tracker.find_scanned_axes(),
-        task.graph.traced.parameters.find_shape,
-    )
+    traced = task.graph.traced
+    scanned, shapes = traced.tracker.find_scanned_axes(), traced.parameters.find_shape
     sizes = {
         path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
     }

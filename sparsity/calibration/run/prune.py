@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import chex
 import jax
@@ -117,27 +116,24 @@ def reconstruct(
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
+    leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
-
-    def refit_leaf(path: KeyPath, dense: jax.Array, before: Any, mask: jax.Array | None) -> None:
-        if mask is None:
-            return
+    for path, mask in trees.leaves_by_path(masks).items():
+        dense, before = leaves[path], (pruned_leaves[path], mask)
         needs_no_refit = path not in targets and trees.path_names(path) not in statistics
         if needs_no_refit or not dense.size:  # a bias of coupled channels, or nothing
-            refitted[path] = before, mask
-            return
+            refitted[path] = before
+            continue
         site = table[path]
         statistic = look_up_statistic(statistics, site, dense.shape, "gram", type(refit).__name__)
         check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
         select = _selection(pruner, site, statistic, targets.get(path, 0.0))
-        new = refit(dense, before, mask, statistic, select)
+        new = refit(dense, *before, statistic, select)
         _check_refitted(refit, new, site.name, dense.shape)
         like = (dense, dense)
         better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
-        new = host.instead(_choose_better)(better)(dense, new, (before, mask), statistic)
+        new = host.instead(_choose_better)(better)(dense, new, before, statistic)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
-
-    trees.map_matched(refit_leaf, params, pruned, masks)
     pruned = trees.map_matched(lambda path, param: refitted.get(path, (param,))[0], pruned)
     masks = trees.map_matched(lambda path, _: refitted[path][1], masks)
     return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks

@@ -7,14 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.statistics import (
-    Statistic,
-    centre,
-    errors,
-    output_error,
-    ratio,
-    squared_means,
-)
+from sparsity.calibration.statistics import Statistic, output_error, ratio, squared_means
 from sparsity.core import host
 
 
@@ -51,49 +44,48 @@ class PrunedLayer(NamedTuple):
     mask: jax.Array
     keeps_means: bool = False
 
-    def errors(self) -> Errors:
-        """Returns the lost shares of the outputs, by Gram matrices."""
-        if self.keeps_means:
-            pair = self.dense - self.refitted, self.dense
-            losses = [jnp.sum(output_error(self.statistic, x)) for x in pair]
-            return self.share(jnp.stack(losses))
-        leaves = self.dense, self.refitted, self.pruned
-        (after, before), (centred, _) = jax.device_get(_errors(self.statistic, *leaves))
-        return Errors(float(after), float(before), float(centred))
+    def errors(self, losses: jax.Array | None = None) -> Errors:
+        """Returns the shares of the outputs that are lost.
 
-    def share(self, losses: jax.Array) -> Errors:
-        """Returns the lost shares from the sums of squares of the lost and the dense outputs."""
-        shares = jax.device_get(_share(self.statistic, losses, self.dense, self.refitted))
-        error, without_means, centred = map(float, shares)
-        return Errors(without_means if self.keeps_means else error, error, centred)
+        Args:
+          losses: sums of squares of the lost and the dense outputs; `None` reads them from the Gram
+            matrices.
+        """
+        leaves = self.dense, self.refitted, self.pruned
+        shares = jax.device_get(_lost_shares(self.statistic, losses, *leaves))
+        error, without_means, unrefitted, centred = map(float, shares)
+        return Errors(without_means if self.keeps_means else error, unrefitted, centred)
 
     def matrices(self) -> list[jax.Array]:
         """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
-        return _matrices(self.statistic, self.dense, self.refitted)
+        dense, refitted = host.read((self.dense, self.refitted))
+        return [self.statistic.matrices(x) for x in (dense - refitted, dense)]
 
 
-_errors = host.instead(errors)(jax.jit(errors))
+def _compute_shares(
+    statistic: Statistic,
+    losses: jax.Array | None,
+    dense: jax.Array,
+    refitted: jax.Array,
+    pruned: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns lost shares of the outputs of a parameter.
 
-
-def _lost_and_dense(statistic: Statistic, dense: jax.Array, refitted: jax.Array) -> list[jax.Array]:
-    return [statistic.matrices(x) for x in (dense - refitted, dense)]
-
-
-_matrices = host.instead(_lost_and_dense)(_lost_and_dense)
-
-
-def _share_sums(
-    statistic: Statistic, losses: jax.Array, dense: jax.Array, refitted: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns errors of weights from the sums of squares of outputs.
-
-    They are the error, the error if a bias keeps the means of the outputs, and the centred error.
+    They are the error, the error if a bias keeps the means of the outputs, the error before the
+    refit, and the centred error. Without Gram matrices nothing is refitted.
     """
-    lost, total = losses
     leaves = dense - refitted, dense
-    lost_mean, mean = (squared_means(statistic, param).sum() for param in leaves)
-    without_means = ratio((lost - lost_mean).clip(0), total)
-    return ratio(lost, total), without_means, centre(lost, lost_mean, total, mean)
+    if losses is None:
+        lost, total = (output_error(statistic, x).sum() for x in leaves)
+        before = output_error(statistic, dense - pruned).sum()
+    else:
+        lost, total = losses
+        before = lost
+    lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
+    lost_spread, spread = (lost - lost_mean).clip(0), total - mean
+    is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
+    centred = ratio(lost_spread, spread * is_seen)
+    return ratio(lost, total), ratio(lost_spread, total), ratio(before, total), centred
 
 
-_share = host.instead(_share_sums)(jax.jit(_share_sums))
+_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.run.frames import Frame, Layers
-from sparsity.calibration.statistics import Statistic, not_finite
-from sparsity.calibration.statistics.capture import Calibration, are_sums_finite
+from sparsity.calibration.statistics import Statistic, is_finite, not_finite
+from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.losses import make_rerun
 from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
@@ -46,10 +46,7 @@ class ReachedWeight:
         Raises:
           ValueError: inputs are not finite; the error names the batch.
         """
-        total, finite = _add_up(self._sums(self.calibration.sum_up))
-        for batch, is_batch_finite in enumerate(jax.device_get(finite)):
-            if not is_batch_finite:
-                raise not_finite(name, batch)
+        total = _add_up(self._sums(self.calibration.sum_up), name)
         statistics = [
             self.calibration.statistic(number, total[number], one_layer=True)
             for number in sorted(total)
@@ -127,16 +124,16 @@ class ReachedWeight:
             yield program(self.frame.inputs(batch, self.equation), indices, arguments)
 
 
-def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:
-    """Returns the total of the sums of batches, and whether those of each batch are finite.
+def _add_up(batches: Iterable[Sums], name: str) -> Sums:
+    """Returns the total of the finite sums of batches.
 
     Two batches of sums live at once at most: numpy and XLA add in place.
     """
     place: host.HostPlace | None = None
     total: Sums = {}
-    finite = []
-    for sums in batches:
-        finite.append(_is_finite(sums))
+    for batch, sums in enumerate(batches):
+        if not all(map(is_finite, jax.tree.leaves(sums))):
+            raise not_finite(name, batch)
         if total and place is None:
             total = _add(total, sums)
         elif total:
@@ -145,16 +142,11 @@ def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:
             is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(sums)))
             place = host.find_place(sums) if is_real else None
             total = sums if place is None else jax.tree.map(host.copy, host.to_numpy(sums))
-    return total if place is None else place.put(total), finite
+    return total if place is None else place.put(total)
 
 
 def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
     return total + sums if is_count(total) else host.add_to(total, sums)
 
 
-def _is_finite_on_host(sums: Sums) -> np.ndarray:
-    return np.array(all(np.isfinite(x).all() for x in jax.tree.leaves(sums)))
-
-
-_is_finite = host.instead(_is_finite_on_host)(jax.jit(are_sums_finite))
 _add = jax.jit(add, donate_argnums=0)

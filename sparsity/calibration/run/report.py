@@ -47,14 +47,10 @@ class LayerReport:
     @staticmethod
     def combine(layers: Sequence[LayerReport]) -> LayerReport:
         """Returns the report of a parameter from the reports of its layers."""
-        return LayerReport(
-            sparsity=float(np.mean([layer.sparsity for layer in layers])),
-            error=float(np.mean([layer.error for layer in layers])),
-            unrefitted=float(np.mean([layer.unrefitted for layer in layers])),
-            count=layers[-1].count,
-            seconds=sum(layer.seconds for layer in layers),
-            centred=float(np.mean([layer.centred for layer in layers])),
-        )
+        names = "sparsity", "error", "unrefitted", "centred"
+        means = {name: float(np.mean([getattr(x, name) for x in layers])) for name in names}
+        seconds = sum(layer.seconds for layer in layers)
+        return LayerReport(**means, count=layers[-1].count, seconds=seconds)
 
 
 class Report(dict[Path, LayerReport]):

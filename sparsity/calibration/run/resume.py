@@ -131,6 +131,7 @@ def identify(
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
     shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
+    programs = [trace(fn, params, batch).traced.model.program for batch in shapes.values()]
     values: dict[str, object] = {
         "pruner": (type(pruner), fields),
         "refit": refit,
@@ -138,26 +139,19 @@ def identify(
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],
         "jax": jax.__version__,
+        "fn": programs,
     }
     identity = {}
     for name, value in values.items():
         try:
+            value = [*map(fingerprint_program, programs)] if name == "fn" else value
             identity[name] = fingerprint(value)
         except ValueError as error:
-            raise ValueError(_refusal(name, error)) from error
-    programs = [trace(fn, params, batch).traced.model.program for batch in shapes.values()]
-    try:
-        identity["fn"] = fingerprint([fingerprint_program(program) for program in programs])
-    except ValueError as error:
-        raise ValueError(_refusal("fn", error)) from error
+            raise ValueError(
+                f"With a folder, a later call must be known to be the same, and {name} cannot be "
+                f"told: {error} Or run without a folder."
+            ) from error
     return identity
-
-
-def _refusal(name: str, error: ValueError) -> str:
-    return (
-        f"With a folder, a later call must be known to be the same, and {name} cannot be told: "
-        f"{error} Or run without a folder."
-    )
 
 
 def _arrays(tree: PyTree) -> list[jax.Array]:

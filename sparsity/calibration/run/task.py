@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 
 from sparsity.calibration.pruners import statistics_kind
-from sparsity.calibration.refits import Refit, shifts_biases
-from sparsity.calibration.run.biases import Biases, find_run_biases
+from sparsity.calibration.refits import Refit, shift_bias, shifts_biases
+from sparsity.calibration.run.biases import find_run_biases
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
@@ -19,7 +20,7 @@ from sparsity.calibration.statistics import Statistic, warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
-from sparsity.graph import Graph, trace
+from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
 from sparsity.patterns.base import absolute_axis
 from sparsity.training.base_updater import BaseUpdater
@@ -36,7 +37,7 @@ class PruningTask:
       sites: pattern and batch axes of the parameters to prune, by path.
       targets: their sparsities.
       kind: the kind of statistics.
-      biases: the biases that a refit of means changes.
+      biases: the biases that a refit of means changes, by path of the parameter.
     """
 
     pruner: BaseUpdater
@@ -45,7 +46,7 @@ class PruningTask:
     sites: Mapping[Path, Site]
     targets: Mapping[Path, chex.Numeric]
     kind: Kind
-    biases: Biases
+    biases: Mapping[Path, Bias]
 
     def is_pruned(self, path: Path, _: object) -> bool:
         """Returns whether a parameter is to be pruned."""
@@ -91,8 +92,23 @@ class PruningTask:
         if self.refit is not None and not shifts_biases(self.refit):
             last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
-        keeps_means = path in self.biases.places
-        return PrunedLayer(statistic, dense, pruned, refitted, mask, keeps_means)
+        return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
+
+    def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
+        """Returns the bias of a parameter, and its layer of the same number."""
+        if path not in self.biases:
+            return None
+        bias = self.biases[path].path
+        axes = self.graph.traced.tracker.find_scanned_axes().get(bias, ())
+        return bias, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
+
+    def shift_bias(
+        self, path: Path, bias: jax.Array, layer: PrunedLayer, weights: ModelWeights
+    ) -> jax.Array:
+        """Returns the bias of a parameter that keeps the means of its outputs."""
+        read = self.graph.traced.model.reader(weights.by_path())
+        leaves = layer.dense, layer.refitted, layer.statistic
+        return shift_bias(self.biases[path], bias, *leaves, read)
 
     def _make_pruner(self, path: Path, index: LayerIndex, ndim: int) -> BaseUpdater:
         """Returns the pruner of one parameter of `ndim` axes, or of one of its layers.
@@ -152,7 +168,7 @@ def make_task(
         targets={path: targets[site.path] for path, site in sites.items()},
         # The means of the inputs, which centred errors need, cost a vector more.
         kind="moments" if kind == "squares" else kind,
-        biases=find_run_biases(graph, sites) if shifts_biases(refit) else Biases(graph),
+        biases=find_run_biases(graph, sites) if shifts_biases(refit) else {},
     )
 
 

@@ -11,9 +11,7 @@ from sparsity.calibration.statistics.checks import (
 )
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.errors import (
-    centre,
     dot,
-    errors,
     mean_outputs,
     num_rows,
     output_error,
@@ -31,12 +29,10 @@ __all__ = [
     "Statistic",
     "Statistics",
     "calibrate",
-    "centre",
     "check",
     "check_memory",
     "check_solvable",
     "dot",
-    "errors",
     "is_finite",
     "look_up_statistic",
     "mean_outputs",

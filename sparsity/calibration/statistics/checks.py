@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
-        if field == "squares" and (jnp.iscomplexobj(value) or not _passes(_all_nonnegative, value)):
+        if field == "squares" and (jnp.iscomplexobj(value) or not _is_nonnegative(value)):
             raise ValueError(
                 f"The squares of the inputs of {name!r} must be real and >= 0, sums of |x|^2, got "
                 f"squares = {value!r}. Take the real part of sums of x conj(x)."
@@ -131,31 +131,19 @@ def not_finite(name: str, batch: int) -> ValueError:
 
 def is_finite(value: jax.Array) -> bool:
     """Returns whether all entries are finite; traced ones pass."""
-    return _passes(_all_finite, value)
-
-
-def _passes(test: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
-    """Returns whether a value passes a test; traced ones do."""
     if is_traced(value):
         return True
     with jax.ensure_compile_time_eval():  # a constant within a function that is traced
-        return bool(test(value))
+        value = host.read(value)
+        return bool(host.namespace([value]).isfinite(value).all())
 
 
-@host.instead(lambda value: np.isfinite(value).all())
-def _all_finite(value: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(value))
-
-
-@host.instead(lambda x: (x >= 0).all())
-def _all_nonnegative(x: jax.Array) -> jax.Array:
-    return jnp.all(x >= 0)
-
-
-@host.instead(lambda x: (x == 0).all(axis=-1))
-def _are_zeros(x: jax.Array) -> jax.Array:
-    """Returns whether all entries along the last axis are 0."""
-    return jnp.all(x == 0, axis=-1)
+def _is_nonnegative(value: jax.Array) -> bool:
+    """Returns whether no entry is below 0 or NaN; traced ones pass."""
+    if is_traced(value):
+        return True
+    with jax.ensure_compile_time_eval():
+        return bool((host.read(value) >= 0).all())
 
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
@@ -164,7 +152,7 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
     if is_traced(squares) or not squares.size:
         return
     with jax.ensure_compile_time_eval():
-        is_zero = np.asarray(jax.device_get(_are_zeros(squares)))
+        is_zero = np.asarray((host.read(squares) == 0).all(axis=-1))
     if is_zero.any():
         where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
         warnings.warn(

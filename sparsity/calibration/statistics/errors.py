@@ -28,26 +28,6 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
     return ratio(lost, jnp.sum(output_error(statistic, dense)))
 
 
-def errors(
-    statistic: Statistic, dense: jax.Array, *others: jax.Array
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the relative errors of some weights, and those after removing the means.
-
-    Args:
-      statistic: with a Gram matrix and `sums`.
-      dense: the parameter before pruning.
-      *others: the parameter after steps of pruning.
-
-    Returns:
-      (errors, centred errors), a scalar each for each of `others`.
-    """
-    leaves = dense, *(dense - other for other in others)
-    total, *lost = (output_error(statistic, param).sum() for param in leaves)
-    mean, *lost_means = (squared_means(statistic, param).sum() for param in leaves)
-    centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
-    return [ratio(x, total) for x in lost], centred
-
-
 def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     """Returns sum(|X d|^2) over the rows, for the weights d of each output: [*batch, outputs].
 
@@ -103,20 +83,6 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
     means = sums / num_rows(statistic, sums.ndim)
     rows = statistic.matrices(param).astype(promote(param.dtype, means.dtype))
     return jnp.sum(rows * means[..., None, :], axis=-1)
-
-
-def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:
-    """Returns the lost share of the outputs' variance, 0 where rounding hides the variance.
-
-    Args:
-      lost: sum of squares of the lost outputs.
-      lost_mean: the part of it that their means make.
-      total: sum of squares of the dense outputs.
-      mean: the part of it that their means make.
-    """
-    xp, noise = host.namespace([total]), 16 * jnp.finfo(total.dtype).eps
-    spread = xp.where(total - mean > noise * total, total - mean, 0)
-    return ratio(xp.maximum(lost - lost_mean, 0), spread)
 
 
 def ratio(part: jax.Array, total: jax.Array) -> jax.Array:

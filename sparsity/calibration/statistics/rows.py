@@ -13,7 +13,6 @@ from jax import lax
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.counts import Count
 from sparsity.core.dtypes import promote
-from sparsity.core.host_sums import squared
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 
@@ -45,7 +44,7 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
         sums = {"gram": alignment.sums(grams, 2), "sums": alignment.sums(rows_sum, 1)}
     else:
         total = functools.partial(_sum_of_dot if is_dot else _sum_of_convolution, use)
-        sums = {"squares": alignment.sums(total(squared(x)), 1)}
+        sums = {"squares": alignment.sums(total(_squared(x)), 1)}
         if kind == "moments":
             sums["sums"] = alignment.sums(total(x), 1)
     return sums, Count.from_number(_num_rows(use, x) * alignment.repeats)
@@ -70,9 +69,14 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
             outputs = jnp.einsum("bmi,boi->bmo", rows, weights, precision=_HIGHEST)
         else:
             outputs = _convolved(use, x, weights)
-        return jnp.sum(squared(outputs))
+        return jnp.sum(_squared(outputs))
 
     return jnp.stack([total(each) for each in matrices])
+
+
+def _squared(x: jax.Array) -> jax.Array:
+    """Returns |x|^2."""
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.core import host
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program
@@ -25,19 +24,12 @@ SumUp: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
 
 def add(one: PyTree, other: PyTree) -> PyTree:
     """Adds trees of arrays and counts."""
-    return jax.tree.map(_plus, one, other, is_leaf=is_count)
+    return jax.tree.map(operator.add, one, other, is_leaf=is_count)
 
 
 def is_count(x: object) -> bool:
     """Returns whether a value is a `Count`."""
     return isinstance(x, Count)
-
-
-def _plus(one: PyTree, other: PyTree) -> PyTree:
-    return one + other if is_count(one) else _sum(one, other)
-
-
-_sum = host.instead(host.add)(operator.add)
 
 
 class SummingInterpreter(Interpreter[jax.Array]):
