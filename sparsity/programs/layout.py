@@ -417,7 +417,7 @@ LAYOUTS: dict[str, AxisRule] = {
     **_cumulative("cummax", "reduce_max"),
     **_cumulative("cummin", "reduce_min"),
     **_cumulative("cumlogsumexp", "unknown"),
-    "reduce_window": Layout(  # by any function
+    "reduce_window": AxisRule(  # by any function
         _along("mixed", _list_windows), sources=lambda equation, number: (), moves_window=True
     ),
     **_windowed("reduce_window_max", _window_reduction),
