@@ -1,4 +1,4 @@
-"""Masks: storage, the leaves that have masks, and the scopes in which weights compete."""
+"""Masks: storage, the parameters that have masks, and the scopes in which weights compete."""
 
 from sparsity.core.names import Registry
 from sparsity.masks.bits import (

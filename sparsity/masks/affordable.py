@@ -21,10 +21,10 @@ class MaskBudget(Protocol):
     """Interface of a distribution with a budget for global scopes."""
 
     def cost(self, path: tuple[str, ...], param: jax.Array) -> float:
-        """Returns the cost of a weight of a leaf; the scope divides scores by this cost."""
+        """Returns the cost of a weight of a parameter; the scope divides scores by this cost."""
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
-        """Returns the cost of masks as a polynomial in the numbers of kept weights of each leaf.
+        """Returns the cost of masks as a polynomial in each parameter's number of kept weights.
 
         Optional: by default the costs of all kept weights add up.
         """
@@ -33,7 +33,7 @@ class MaskBudget(Protocol):
 def total_cost(
     budget: MaskBudget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]
 ) -> Polynomial:
-    """Returns the cost of masks of leaves, a polynomial in the numbers of kept weights."""
+    """Returns the cost of masks of parameters, a polynomial in the numbers of kept weights."""
     if hasattr(budget, "total"):
         return budget.total(leaves)
     costs = [Fraction(float(np.float32(budget.cost(*leaf)))) for leaf in leaves]
@@ -43,16 +43,17 @@ def total_cost(
 def within_budget(
     scores: Sequence[Scores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Keeps the highest scores per cost, of all leaves under one threshold.
+    """Keeps the highest scores per cost, of all parameters under one threshold.
 
     Args:
-      scores: scores of each leaf; they rank as float32, NaN lowest.
-      costs: cost of one weight of each leaf.
-      fits: returns whether a budget allows the numbers of weights uint32[leaves]; must be monotone.
+      scores: scores of each parameter; they rank as float32, NaN lowest.
+      costs: cost of one weight of each parameter.
+      fits: returns whether a budget allows the numbers of weights uint32[parameters]; must be
+        monotone.
 
     Returns:
-      uint8 masks. Weights that tie at the threshold stay by the lowest index in their leaf, as far
-      as the budget allows.
+      uint8 masks. Weights that tie at the threshold stay by the lowest index in their parameter, as
+      far as the budget allows.
     """
     limits = jnp.iinfo(jnp.int32)
     # A quotient by a constant is rounded otherwise in a loop than after it; a product is not.

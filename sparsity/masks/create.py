@@ -128,7 +128,7 @@ class LeafScope(TreeScope):
 def _place(
     leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf], masks: Sequence[jax.Array], like: PyTree
 ) -> Masks:
-    """Returns the masks of leaves in a tree like `like`, with `None` elsewhere."""
+    """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
     by_path = dict(zip([leaf.site.path for leaf in leaves], masks, strict=True))
     return trees.map_matched(lambda path, _: by_path.get(path), like)
 
@@ -136,12 +136,12 @@ def _place(
 def check_user_mask(
     scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], path: trees.KeyPath
 ) -> None:
-    """Raises a ValueError if a leaf has a mask but no target, and could get no later mask.
+    """Raises a ValueError if a parameter has a mask but no target, and could get no later mask.
 
     Args:
       scope: scope that would create the next mask.
       sites: the sites of the parameters.
-      path: path of the leaf.
+      path: path of the parameter.
     """
     name = trees.path_string(path)
     try:

@@ -1,7 +1,7 @@
 """Distributions: functions from a parameter tree to a tree of sparsities.
 
 A distribution is any function of the parameters (arrays, or objects with `shape`, `ndim` and
-`dtype`) that returns a tree of sparsities in [0, 1] with `None` for the leaves that stay dense.
+`dtype`) that returns a tree of sparsities in [0, 1] with `None` for the parameters that stay dense.
 `Uniform(0.8)` and `ERK(0.8)` are such functions as frozen objects; `uniform` and `erk` are plain
 functions, for `functools.partial(uniform, sparsity=0.8)`.
 """
@@ -37,10 +37,10 @@ class Distribution(Protocol):
     """Interface of `sparsity_distribution_fn`.
 
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
-    (the table of patterns) and `scope`. A global scope ranks the leaves that an attribute
+    (the table of patterns) and `scope`. A global scope ranks the parameters that an attribute
     `custom_sparsity_map` names apart from the others. With a method `cost(path, param)` a global
-    scope ranks by score per cost and keeps no more than the sparsities of all leaves cost together:
-    the sum over all weights, or the result of a method `total`.
+    scope ranks by score per cost and keeps no more than the sparsities of all parameters cost
+    together: the sum over all weights, or the result of a method `total`.
 
     Example:
       >>> def half(params):
@@ -51,7 +51,7 @@ class Distribution(Protocol):
     """
 
     def __call__(self, params: Params, /) -> Sparsities:
-        """Returns a tree of sparsities in [0, 1], `None` for leaves that stay dense."""
+        """Returns a tree of sparsities in [0, 1], `None` for parameters that stay dense."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Uniform:
       sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
       filter_fn: `filter_fn(path, param) -> bool` selects parameters; `path` is a tuple of strings.
         By default parameters with more than one axis beyond the batch axes. Only floating and
-        complex leaves are ever selected.
+        complex parameters are ever selected.
       custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
         not. A key is a path as a tuple, the path joined by '/', a regular expression that matches
         the whole joined path, or a compiled pattern, which is searched in it.

@@ -1,4 +1,4 @@
-"""`Global`: the weights of all leaves compete under one threshold, or within one budget."""
+"""`Global`: the weights of all parameters compete under one threshold, or within one budget."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 @dataclasses.dataclass(frozen=True)
 class Global(DataclassBase):
-    """Ranks the weights of all leaves under one threshold; layers may trade within a fixed total.
+    """Ranks the weights of all parameters together; layers may trade within a fixed total.
 
-    If all leaves have one sparsity, `num_kept` of all their weights stay. If sparsities differ, as
-    many weights stay as the leaves would keep separately. A leaf with an entry in
+    If all parameters have one sparsity, `num_kept` of all their weights stay. If sparsities differ,
+    as many weights stay as the parameters would keep separately. A parameter with an entry in
     `custom_sparsity_map` keeps exactly that sparsity and is not ranked with the others.
 
     Attributes:
-      use_normalization: divide the scores of each leaf by their L2 norm before ranking, so that
-        layers of different scales compare. Integer scores (the random ones) are never divided.
+      use_normalization: divide the scores of each parameter by their L2 norm before ranking, so
+        that layers of different scales compare. Integer scores (the random ones) are never divided.
       normalization_eps: number added to the norm.
 
     With `sparsity.budget` as the distribution, weights are ranked by score per cost, and as many
@@ -67,19 +67,19 @@ class Global(DataclassBase):
         check_number("normalization_eps", self.normalization_eps, 0)
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """Raises a ValueError for a ranking inside one leaf: by pattern, batch axes or topk_fn."""
+        """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
         if isinstance(pattern, SparsityType):
             self._check_pattern(pattern)
         if topk_fn is not None:
             raise ValueError(
-                "A global scope ranks all leaves together and needs topk_fn = None, got topk_fn = "
-                f"{topk_fn!r}."
+                "A global scope ranks all parameters together and needs topk_fn = None, got "
+                f"topk_fn = {topk_fn!r}."
             )
         if not callable(batch_axes) and batch_axes:
             raise ValueError(self._no_slices(f"got batch_axes = {batch_axes}"))
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
-        """Returns masks that keep the highest scores of all leaves together."""
+        """Returns masks that keep the highest scores of all parameters together."""
         ranked, fixed = _split_overrides(leaves)
         together = self._select_together(ranked, fixed)
         return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
@@ -87,7 +87,7 @@ class Global(DataclassBase):
     def _select_together(
         self, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
     ) -> list[jax.Array]:
-        """Returns the masks of the leaves that compete; `fixed` counts towards the budget only."""
+        """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
@@ -109,12 +109,12 @@ class Global(DataclassBase):
     def _select_within(
         self, total: Polynomial, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
     ) -> list[jax.Array]:
-        """Returns the masks of leaves whose weights cost differently, within a budget.
+        """Returns the masks of parameters whose weights cost differently, within a budget.
 
         Args:
           total: cost of the masks of `leaves` and `fixed` in the numbers of kept weights.
-          leaves: the leaves that compete.
-          fixed: leaves that keep their own sparsity.
+          leaves: the parameters that compete.
+          fixed: parameters that keep their own sparsity.
         """
         everyone = [*leaves, *fixed]
         sizes = [leaf.lazy_scores.size for leaf in everyone]
@@ -131,9 +131,9 @@ class Global(DataclassBase):
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
 
-        Of the n active weights of all leaves the num_kept(n, drop_fraction) with the highest drop
-        scores are kept. As many weights as were dropped grow anywhere. A leaf with an entry
-        in `custom_sparsity_map` moves separately.
+        Of the n active weights of all parameters the num_kept(n, drop_fraction) with the highest
+        drop scores are kept. As many weights as were dropped grow anywhere. A parameter with an
+        entry in `custom_sparsity_map` moves separately.
         """
         ranked, fixed = _split_overrides(leaves)
         together = self._move_together(ranked, drop_fraction)
@@ -148,8 +148,9 @@ class Global(DataclassBase):
         total = _find_cost(leaves)
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
-                "Under a global scope weights move between leaves whose weights cost differently, "
-                "so that no budget would be kept. Use scope=Layerwise() with this budget."
+                "Under a global scope weights move between parameters whose weights cost "
+                "differently, so that no budget would be kept. Use scope=Layerwise() with this "
+                "budget."
             )
         drop = self._make_comparable([leaf.lazy_drop_scores for leaf in leaves])
         grow = self._make_comparable([leaf.lazy_grow_scores for leaf in leaves])
@@ -178,8 +179,8 @@ class Global(DataclassBase):
     def _check_pattern(self, pattern: SparsityType, where: str = "") -> None:
         if not pattern.is_elementwise:
             raise ValueError(
-                "A global scope ranks single weights of all leaves and needs sparsity_type = "
-                f"Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
+                "A global scope ranks single weights of all parameters and needs sparsity_type "
+                f"= Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
             )
 
     def _check_sites(self, sites: Sequence[Site]) -> None:
@@ -199,7 +200,7 @@ class Global(DataclassBase):
 
 
 def _split_overrides(leaves: Sequence[L]) -> tuple[list[L], list[L]]:
-    """Returns the leaves that compete, and those with a sparsity of their own."""
+    """Returns the parameters that compete, and those with a sparsity of their own."""
     ranked = [leaf for leaf in leaves if not leaf.site.has_override]
     return ranked, [leaf for leaf in leaves if leaf.site.has_override]
 
@@ -209,15 +210,15 @@ def _merge_overrides(
     together: list[jax.Array],
     fixed: list[jax.Array],
 ) -> list[jax.Array]:
-    """Returns masks in the order of the leaves, from those of each part of `_split_overrides`."""
+    """Returns masks in the order of the parameters, from those of `_split_overrides`' parts."""
     parts = iter(together), iter(fixed)
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 
 def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
-    """Returns the number of weights that all leaves keep together, in two words.
+    """Returns the number of weights that all parameters keep together, in two words.
 
-    Leaves of one sparsity count as one leaf; otherwise the kept weights of each leaf add up.
+    Parameters of one sparsity count as one; otherwise the kept weights of each add up.
     """
     if not any(map(is_traced, sparsities)):
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
@@ -253,7 +254,7 @@ def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]
 
 @host.instead(_compute_factors_on_host)
 def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
-    """Returns the factor of the scores of each leaf, a number, from their norms."""
+    """Returns the factor of the scores of each parameter, a number, from their norms."""
     # A product: XLA turns a division into a product in some kernels and not in others.
     return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
 

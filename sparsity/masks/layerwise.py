@@ -1,4 +1,4 @@
-"""`Layerwise`: each leaf keeps the best of its units: entries, blocks or channels."""
+"""`Layerwise`: each parameter keeps the best of its units: entries, blocks or channels."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 @dataclasses.dataclass(frozen=True)
 class Layerwise(DataclassBase):
-    """Ranks the weights of each leaf alone, at its sparsity; with batch axes, of each slice.
+    """Ranks the weights of each parameter alone, at its sparsity; with batch axes, of each slice.
 
-    An override of `select` gets leaves whose leading `site.batch_axes` index slices.
+    An override of `select` gets parameters whose leading `site.batch_axes` index slices.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -46,7 +46,7 @@ class Layerwise(DataclassBase):
         """Accepts all patterns, batch axes and functions."""
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
-        """Returns a mask for each leaf, by the pattern of the leaf."""
+        """Returns a mask for each parameter, by the pattern of the parameter."""
 
         def one(leaf: ScoredLeaf) -> jax.Array:
             site = leaf.site
@@ -61,7 +61,7 @@ class Layerwise(DataclassBase):
         return _by_kind(leaves, _select_ranked, one, one_by_one=topk_fn is not None)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
-        """Returns masks that keep the number of active weights of each leaf."""
+        """Returns masks that keep the number of active weights of each parameter."""
 
         def one(leaf: MovingLeaf) -> jax.Array:
             site = leaf.site
@@ -85,7 +85,7 @@ def _by_kind(
     one: Callable[[L], jax.Array],
     one_by_one: bool = False,
 ) -> list[jax.Array]:
-    """Returns masks: by one search for patterns that rank units, leaf by leaf for all others.
+    """Returns masks: by one search for patterns that rank units, one by one for all others.
 
     Patterns of single entries are searched apart from those of blocks and channels, because scores
     of single entries need not be stored.
@@ -104,7 +104,7 @@ def _by_kind(
 
 
 def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
-    """Returns the masks of the highest units of each leaf, or of each slice of a leaf."""
+    """Returns the masks of the highest units of each parameter, or of each slice of a parameter."""
     sites = [leaf.site for leaf in leaves]
 
     def select(
@@ -130,7 +130,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
 
 
 def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingLeaf]) -> list[jax.Array]:
-    """Returns masks with some active units of each leaf, or of each slice, replaced."""
+    """Returns masks with some active units of each parameter, or of each slice, replaced."""
     sites = [leaf.site for leaf in leaves]
 
     def move(
@@ -164,7 +164,7 @@ def _shard(
 
 
 def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
-    """Returns the scores of the units of a leaf."""
+    """Returns the scores of the units of a parameter."""
     pattern = site.pattern
     if pattern.is_elementwise:
         return Ranked(Scores.wrap(scores), None, site.batch_axes)
@@ -180,7 +180,7 @@ def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:
-    """Returns the mask of the entries of a leaf from the mask of its units."""
+    """Returns the mask of the entries of a parameter from the mask of its units."""
     pattern = site.pattern
     if pattern.is_elementwise:
         return units
@@ -188,10 +188,10 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
 
 
 def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
-    """Counts the units that stay of each leaf."""
+    """Counts the units that stay of each parameter."""
     return jnp.asarray(num_kept(np.array(sizes), stack_sparsities(sparsities)))
 
 
 def stack_sparsities(sparsities: Sequence[chex.Numeric]) -> jax.Array:
-    """Returns the sparsities of leaves as float32[leaves]."""
+    """Returns the sparsities of parameters as float32[parameters]."""
     return jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])

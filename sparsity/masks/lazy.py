@@ -35,8 +35,8 @@ Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, withou
 def elementwise(hook: Hook) -> Hook:
     """Marks a hook whose score of a weight depends on that weight and its gradient alone.
 
-    The mask search then calls the hook on parts of leaves, and `sparse_state` is `None`. The mark
-    belongs to the method: an override without the mark gets complete trees.
+    The mask search then calls the hook on parts of parameters, and `sparse_state` is `None`. The
+    mark belongs to the method: an override without the mark gets complete trees.
 
     Example:
       >>> import dataclasses, sparsity
@@ -69,8 +69,8 @@ def make_draw(stored: PyTree) -> Draw:
     """Returns a `generate_random_scores` whose scores are lazy if they are traced.
 
     Args:
-      stored: tree of the parameters as they are stored. Scores depend only on the shape of a leaf,
-        so that masked parameters need not be computed.
+      stored: tree of the parameters as they are stored. Scores depend only on the shape of a
+        parameter, so that masked parameters need not be computed.
     """
     likes = trees.leaves_by_path(stored)
 
@@ -91,10 +91,10 @@ def make_draw(stored: PyTree) -> Draw:
 def _hash_words_of_leaves(
     leaves: Mapping[trees.KeyPath, jax.Array], rng_seed: int | jax.Array, step: chex.Numeric
 ) -> dict[trees.KeyPath, tuple[jax.Array, jax.Array]]:
-    """Returns the two words of each leaf that `hash_entries` takes; one program hashes all leaves.
+    """Returns the two words of each parameter for `hash_entries`; one program hashes them all.
 
     Args:
-      leaves: the leaves that get random scores, by path.
+      leaves: the parameters that get random scores, by path.
       rng_seed: as in `generate_random_scores`.
       step: as in `generate_random_scores`.
     """

@@ -35,10 +35,10 @@ def move_units(
       drop: drop scores; `where` is the current mask, in uint8 of zeros and ones.
       grow: grow scores, without `where`.
       fraction: in [0, 1], a scalar.
-      across_leaves: whether all leaves compete, under a constant total.
+      across_leaves: whether all parameters compete, under a constant total.
 
     Returns:
-      uint8 masks, each with the shape and sharding of its leaf.
+      uint8 masks, each with the shape and sharding of its parameter.
     """
     move = functools.partial(_moved_masks, across_leaves=across_leaves)
     likes = [leaf.scores.arrays[0] for leaf in drop]

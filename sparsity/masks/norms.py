@@ -28,15 +28,15 @@ Stored = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # their arrays and
 
 
 def norms(scores: Sequence[Scores]) -> jax.Array:
-    """Returns the L2 norm of the finite scores of each leaf.
+    """Returns the L2 norm of the finite scores of each parameter.
 
     Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
 
     Args:
-      scores: floating-point scores of leaves that are not empty.
+      scores: floating-point scores of parameters that are not empty.
 
     Returns:
-      float32[leaves]; float64 if any scores are.
+      float32[parameters]; float64 if any scores are.
     """
     return _norms([Ranked(x) for x in scores])
 
@@ -57,7 +57,7 @@ def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
 
 
 def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
-    """Returns the sum of the squares of a leaf in units of 2**-30, and the exponent of the unit."""
+    """Returns a parameter's sum of squares in units of 2**-30, and the exponent of the unit."""
     arrays: list[PyTree] = [x.reshape(-1) for x in scores.arrays]
 
     def read(at: slice) -> np.ndarray:
@@ -138,7 +138,7 @@ def _values(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:
 
 
 def _stack(rows: Sequence[jax.Array]) -> jax.Array:
-    """Stacks numbers of each leaf's rows, or of the leaf: [leaves, most rows], padded with 0."""
+    """Stacks numbers of each parameter or its rows: [parameters, most rows], padded with 0."""
     flat = [x.reshape(-1) for x in rows]
     most = max(x.size for x in flat)
     return jnp.stack([x if x.size == most else jnp.pad(x, (0, most - x.size)) for x in flat])

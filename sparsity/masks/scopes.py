@@ -1,7 +1,7 @@
 """Scopes decide which weights compete for a place in the masks.
 
-A scope keeps as many weights as the sparsities ask for, and compares the weights of one leaf or of
-all leaves.
+A scope keeps as many weights as the sparsities ask for, and compares the weights of one parameter
+or of all parameters.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sparsity.selection import Scores, compute_array
 
 
 class ScoredLeaf(NamedTuple):
-    """Leaf that needs a mask.
+    """Parameter that needs a mask.
 
     Attributes:
-      site: path, pattern and batch axes of the leaf.
+      site: path, pattern and batch axes of the parameter.
       lazy_scores: scores, stored or computed by the search where the search reads them.
       sparsity: sparsity at this step.
       target: sparsity at the end of a ramp.
@@ -41,10 +41,10 @@ class ScoredLeaf(NamedTuple):
 
 
 class MovingLeaf(NamedTuple):
-    """Leaf whose mask moves.
+    """Parameter whose mask moves.
 
     Attributes:
-      site: path, pattern and batch axes of the leaf.
+      site: path, pattern and batch axes of the parameter.
       mask: the current mask.
       lazy_drop_scores: scores to drop by, stored or computed by the search.
       lazy_grow_scores: scores to grow by, stored or computed by the search.
@@ -105,7 +105,7 @@ class Scope(Protocol):
         """
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
-        """Returns a mask for each leaf: uint8, of the shape of its scores.
+        """Returns a mask for each parameter: uint8, of the shape of its scores.
 
         Args:
           leaves: each with a `site`, `scores`, the current `sparsity`, and the `target` of a ramp.
@@ -113,7 +113,7 @@ class Scope(Protocol):
         """
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
-        """Returns each leaf's mask with a fraction of the active weights replaced.
+        """Returns each parameter's mask with a fraction of the active weights replaced.
 
         Args:
           leaves: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
@@ -132,10 +132,10 @@ class TreeScope(Protocol):
         """Raises a ValueError as `Scope.check` does."""
 
     def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
-        """Returns the paths of the leaves that get masks."""
+        """Returns the paths of the parameters that get masks."""
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
-        """Returns a tree of masks, `None` for leaves that stay dense."""
+        """Returns a tree of masks, `None` for parameters that stay dense."""
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -150,5 +150,5 @@ def find_missing_scope_method(scope: object) -> str | None:
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Returns whether each slice of a leaf has a mask that depends on its own scores alone."""
+    """Returns whether each slice of a parameter has a mask that depends on its own scores alone."""
     return getattr(scope, "per_slice", False) is True

@@ -1,4 +1,4 @@
-"""Sites: the prunable leaves of a tree, each with its pattern and its batch axes.
+"""Sites: the prunable parameters of a tree, each with its pattern and its batch axes.
 
 A site is resolved once, from the parameter: functions that a user passes as `sparsity_type` or
 `batch_axes` are called here and nowhere else. Scores, masks and gradients find a site by path.
@@ -24,14 +24,14 @@ Overrides = names.Named[float | None]
 
 
 class Site(NamedTuple):
-    """Prunable leaf.
+    """Prunable parameter.
 
     Attributes:
-      path: key path of the leaf.
+      path: key path of the parameter.
       pattern: pattern of the weights that are kept or removed together.
       batch_axes: number of leading axes that index separate matrices.
-      has_override: whether an override sets the sparsity of the leaf, which then competes with no
-        other leaf.
+      has_override: whether an override sets the sparsity of the parameter, which then competes with
+        no other parameter.
       cost: cost of one weight under the budget.
       budget: budget of the masks of all sites together, `None` if there is no budget.
     """
@@ -49,15 +49,15 @@ class Site(NamedTuple):
 
 
 class Sites(Mapping[trees.KeyPath, Site]):
-    """Table of the sites of a tree; a site is resolved at its first use, a dense leaf never.
+    """Table of the sites of a tree; a site is resolved at its first use, a dense parameter never.
 
     Args:
       params: tree of parameters.
-      pattern: a pattern, or a function of (path, param) that returns one, `None` for a leaf that
-        stays dense.
+      pattern: a pattern, or a function of (path, param) that returns one, `None` for a parameter
+        that stays dense.
       batch_axes: number of leading axes that index separate matrices, or a function.
-      overrides: keys of the leaves whose sparsity an override sets.
-      checked: raise a ValueError for a leaf whose shape does not fit the pattern.
+      overrides: keys of the parameters whose sparsity an override sets.
+      checked: raise a ValueError for a parameter whose shape does not fit the pattern.
       budget: defines the costs of weights; `None` if all cost the same.
     """
 
@@ -102,14 +102,14 @@ class Sites(Mapping[trees.KeyPath, Site]):
         return self._sites[path]
 
     def stays_dense(self, path: trees.KeyPath) -> bool:
-        """Returns whether a leaf has no pattern, and no override that asks for one."""
+        """Returns whether a parameter has no pattern, and no override that asks for one."""
         return self._find_pattern(path) is None and not self._has_override(path)
 
     def _has_override(self, path: trees.KeyPath) -> bool:
         return names.best_key(self._overrides, trees.path_string(path)) is not None
 
     def _find_pattern(self, path: trees.KeyPath) -> SparsityType | None:
-        """Returns the pattern of a leaf; a function of (path, param) is called once."""
+        """Returns the pattern of a parameter; a function of (path, param) is called once."""
         if path not in self._patterns:
             param, source = self._params[path], self._pattern
             pattern: object = source
@@ -118,8 +118,8 @@ class Sites(Mapping[trees.KeyPath, Site]):
             if not (pattern is None or isinstance(pattern, SparsityType)):
                 raise ValueError(
                     "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
-                    f"SparsityType, or None for a leaf that stays dense, got {pattern!r} for "
-                    f"parameter {trees.path_string(path)!r} of shape {param.shape}."
+                    f"SparsityType, or None for a parameter that stays dense, got {pattern!r} "
+                    f"for parameter {trees.path_string(path)!r} of shape {param.shape}."
                 )
             self._patterns[path] = pattern
         return self._patterns[path]

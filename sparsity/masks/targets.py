@@ -30,12 +30,13 @@ def compute_targets(
     scope: Scope | TreeScope,
     batch_axes: BatchAxes = 0,
 ) -> Sparsities:
-    """Returns the checked sparsities of a distribution, `None` for leaves that stay dense.
+    """Returns the checked sparsities of a distribution, `None` for parameters that stay dense.
 
-    Logs targets that the pattern of their leaf cannot reach.
+    Logs targets that the pattern of their parameter cannot reach.
 
     Raises:
-      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope.
+      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its parameter or
+        the scope.
     """
     if distribution_fn is None:
         return None
