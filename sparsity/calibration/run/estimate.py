@@ -75,7 +75,8 @@ class Meter:
         self._copies, self._solving, self._batches = grams, solving, len(batches)
         self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
-        self._grams = {path: sizes["/".join(path) or "params"] for path in self._paths()}
+        paths = {use.path for use in self._uses.values()}
+        self._grams = {path: sizes[trees.join_names(path)] for path in paths}
         self._batch_bytes = sum(
             _bytes(x) for batch in batches for x in trees.split_arrays(batch)[0]
         )
@@ -92,9 +93,6 @@ class Meter:
         gram = max(self._grams.values(), default=0) if self._copies else 0
         model = self._params + sum(self._pruned.values())
         return Estimate(model, activations, gram, peak, param)
-
-    def _paths(self) -> set[Path]:
-        return {use.path for use in self._uses.values()}
 
     def _run(self, program: Program, live_bytes: int, shared: set[Value]) -> None:
         """Follows a program.

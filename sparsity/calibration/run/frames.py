@@ -77,7 +77,7 @@ def last_uses(program: Program) -> dict[Value, Equation | None]:
     return last
 
 
-def forget(
+def drop_unneeded(
     values: dict[Value, jax.Array], equation: Equation, last: Mapping[Value, Equation | None]
 ) -> None:
     """Drops the values of a batch that no equation after this one needs."""

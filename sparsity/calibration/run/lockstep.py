@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.calibration.run.frames import Frame, Layers, forget, last_uses
+from sparsity.calibration.run.frames import Frame, Layers, drop_unneeded, last_uses
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
@@ -86,7 +86,7 @@ class Lockstep:
             else:
                 self._step(frame, equations[0], last)
                 for values in frame.data:
-                    forget(values, equations[0], last)
+                    drop_unneeded(values, equations[0], last)
         self._frames.pop()
 
     def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
@@ -127,7 +127,7 @@ class Lockstep:
             arrays = [frame.read(batch, value) for value in inputs]
             values.update(zip(needed, compiled(arrays), strict=True))
             for equation in equations:
-                forget(values, equation, last)  # before the next batch needs memory
+                drop_unneeded(values, equation, last)  # before the next batch needs memory
 
     def _step(
         self, frame: Frame, equation: Equation, last: Mapping[Value, Equation | None]
@@ -145,7 +145,7 @@ class Lockstep:
         for batch, values in enumerate(frame.data):
             outputs = run(frame.inputs(batch, equation))
             values.update(zip(equation.outputs, outputs, strict=True))
-            forget(values, equation, last)  # before the next batch needs memory
+            drop_unneeded(values, equation, last)  # before the next batch needs memory
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
