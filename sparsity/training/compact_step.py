@@ -73,7 +73,7 @@ class CompactStep(Step):
         positions = find_positions(masks, params, layouts)
         kept = gather(params, positions, params, layouts)
         masks_move = update_range(self.updater.scheduler) is not None
-        check_entrywise(self.inner, params, kept, masks_move=masks_move)
+        check_entrywise(self.inner, params, kept, masks_move=masks_move, may_start_dense=True)
         state = self.inner.init(kept)
         if self.may_regrow:
             check_resettable(kept, state, type(self.updater).__name__)

@@ -154,3 +154,11 @@ def test_moments_without_the_paths_of_parameters_are_refused_where_masks_move():
 @pytest.mark.parametrize("name", ["a sum of squares", "a largest magnitude"])
 def test_norms_of_gradients_are_accepted_where_masks_move(name):
     check(ACCEPTED[name], masks_move=True)
+
+
+def test_norms_of_parameters_are_refused_where_removed_entries_may_not_be_zero_yet():
+    tx = each(lambda g, p: g / jnp.sum(p * p))
+    check(tx)
+    with pytest.raises(ValueError, match="reduce_sum returns another number without the removed"):
+        check(tx, may_start_dense=True)
+    check(each(lambda g, p: g / jnp.sum(g * g) + 0.1 * p), may_start_dense=True)
