@@ -88,7 +88,8 @@ class _Trace(NamedTuple):
 
     Attributes:
       init: maps the arrays of the parameters to those of the state.
-      update: maps the arrays of parameters, gradients and state, and a value, to updates and state.
+      update: maps the arrays of parameters, gradients and state, and a value, to updates, state,
+        and arrays in place of Python numbers of the state.
       floats: numbers of the parameters that have gradients.
       owners: for each array of the state the number of its parameter, `None` for others.
     """
@@ -116,13 +117,16 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         grads: Sequence[jax.Array],
         state: Sequence[jax.Array],
         value: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
         updates: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
         for number, grad in zip(floats, grads, strict=True):
             updates[number] = grad
         old = trees.split_arrays(states[0])[1](state)
         steps, new = inner.update(rebuild(updates), old, rebuild(arrays), value=value)
-        return trees.prunable(steps), trees.split_arrays(new)[0]
+        leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
+        same = [leaf for was, leaf in leaves if trees.is_array(was)]
+        others = [leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)]
+        return trees.prunable(steps), same, others
 
     first, state = jax.make_jaxpr(init, return_shape=True)(arrays)
     owned: list[int | None] = []
@@ -182,7 +186,7 @@ class _Comparison:
             before = state
             outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
             steps, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
-            pairs = zip(state, after, strict=True)
+            pairs = zip(state, after, strict=False)  # other arrays come last
             state = [flow.join_facts(*pair, "update") for pair in pairs]
         for owner, fact in zip([*trace.floats, *trace.owners], [*steps, *state], strict=True):
             # A state without the paths of the parameters cannot follow masks that move.

@@ -116,6 +116,10 @@ ACCEPTED = {
     "a norm after several steps": optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 2
     ).gradient_transformation(),
+    "a Python number in the state": optax.GradientTransformation(
+        lambda params: (jax.tree.map(jnp.zeros_like, params), 1.0),
+        lambda grads, state, params=None: (grads, (grads, state[1] * jnp.sum(grads["a"]))),
+    ),
     "moments in a list": optax.GradientTransformation(
         listed,
         lambda grads, state, params=None: (
