@@ -68,7 +68,7 @@ class CompactStep(Step):
         kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
         masks_move = update_range(self.updater.scheduler) is not None
-        check_entrywise(self.inner, params, values, masks_move=masks_move)
+        check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
         state = self.inner.init(values)
         if self.may_regrow:
             check_resettable(values, state, type(self.updater).__name__)

@@ -41,6 +41,7 @@ def check_entrywise(
     remedy: str = ", or leave use_compact_state off",
     *,
     masks_move: bool = False,
+    may_start_dense: bool = False,
 ) -> None:
     """Raises a ValueError for an optimizer that reads more than entries and norms.
 
@@ -51,6 +52,7 @@ def check_entrywise(
       caller: what shows kept entries to the optimizer, for the error.
       remedy: last remedy in the error.
       masks_move: whether entries are removed later, whose state in the full parameter stays.
+      may_start_dense: whether removed entries of the parameters may not be 0 in the first step.
     """
     shapes = [
         (leaf.shape, short.shape)
@@ -68,7 +70,8 @@ def check_entrywise(
             f"value alone; its update fails: {error}"
         ) from error
     try:
-        reason = _Comparison(changed).compare_all(dense, _trace(inner, kept), masks_move)
+        comparison = _Comparison(changed, masks_move, None if may_start_dense else 0.0)
+        reason = comparison.compare_all(dense, _trace(inner, kept))
     except (TypeError, ValueError) as error:  # arrays of the optimizer do not fit kept entries
         reason = str(error)
     if reason:
@@ -85,7 +88,8 @@ class _Trace(NamedTuple):
 
     Attributes:
       init: maps the arrays of the parameters to those of the state.
-      update: maps the arrays of parameters, gradients and state, and a value, to updates and state.
+      update: maps the arrays of parameters, gradients and state, and a value, to updates, state,
+        and arrays in place of Python numbers of the state.
       floats: numbers of the parameters that have gradients.
       owners: for each array of the state the number of its parameter, `None` for others.
     """
@@ -113,13 +117,16 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         grads: Sequence[jax.Array],
         state: Sequence[jax.Array],
         value: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
         updates: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
         for number, grad in zip(floats, grads, strict=True):
             updates[number] = grad
         old = trees.split_arrays(states[0])[1](state)
         steps, new = inner.update(rebuild(updates), old, rebuild(arrays), value=value)
-        return trees.prunable(steps), trees.split_arrays(new)[0]
+        leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
+        same = [leaf for was, leaf in leaves if trees.is_array(was)]
+        others = [leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)]
+        return trees.prunable(steps), same, others
 
     first, state = jax.make_jaxpr(init, return_shape=True)(arrays)
     owned: list[int | None] = []
@@ -144,40 +151,46 @@ class _Comparison:
 
     Args:
       changed: pairs of shapes of a masked parameter and of its kept entries.
+      masks_move: as in `check_entrywise`.
+      removed: value of removed entries of the parameters, `None` if uncertain.
     """
 
-    def __init__(self, changed: set[tuple[Shape, Shape]]) -> None:
-        self._changed = changed
+    def __init__(
+        self, changed: set[tuple[Shape, Shape]], masks_move: bool, removed: float | None
+    ) -> None:
+        self._changed, self._masks_move, self._removed = changed, masks_move, removed
         self._partners: dict[Value, Value] = {}
 
-    def compare_all(self, dense: _Trace, kept: _Trace, masks_move: bool) -> str:
+    def compare_all(self, dense: _Trace, kept: _Trace) -> str:
         """Returns the first difference of two traces, or why removed entries matter, or ""."""
         return (
             self.compare(dense.init, kept.init)
             or self.compare(dense.update, kept.update)
-            or self._follow_removed(dense, masks_move)
+            or self._follow_removed(dense)
         )
 
-    def _follow_removed(self, trace: _Trace, masks_move: bool) -> str:
+    def _follow_removed(self, trace: _Trace) -> str:
         """Returns why removed entries or those of other parameters matter, or ""."""
         flow = RemovedEntries(self._is_short)
         params = [
-            Fact(number, 0.0) if self._is_short(value) else Fact()
+            Fact(number, self._removed) if self._is_short(value) else Fact()
             for number, value in enumerate(trace.init.inputs)
         ]
-        inputs = [*params, *(params[number] for number in trace.floats)]
+        floats = [params[number] for number in trace.floats]
+        grads = [Fact() if fact.owner is None else Fact(fact.owner, 0.0) for fact in floats]
+        inputs = [*params, *grads]
         state, before = flow.follow(trace.init, params), None
-        if masks_move:  # moments of dropped entries are not 0
+        if self._masks_move:  # moments of dropped entries are not 0
             state = [fact._replace(removed=None) for fact in state]
         while state != before:
             before = state
             outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
             steps, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
-            pairs = zip(state, after, strict=True)
+            pairs = zip(state, after, strict=False)  # other arrays come last
             state = [flow.join_facts(*pair, "update") for pair in pairs]
         for owner, fact in zip([*trace.floats, *trace.owners], [*steps, *state], strict=True):
             # A state without the paths of the parameters cannot follow masks that move.
-            if fact.owner not in (None, owner) and (owner is not None or masks_move):
+            if fact.owner not in (None, owner) and (owner is not None or self._masks_move):
                 flow.refuse("entries of one parameter train another")
         return flow.reason
 

@@ -116,6 +116,10 @@ ACCEPTED = {
     "a norm after several steps": optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 2
     ).gradient_transformation(),
+    "a Python number in the state": optax.GradientTransformation(
+        lambda params: (jax.tree.map(jnp.zeros_like, params), 1.0),
+        lambda grads, state, params=None: (grads, (grads, state[1] * jnp.sum(grads["a"]))),
+    ),
     "moments in a list": optax.GradientTransformation(
         listed,
         lambda grads, state, params=None: (
@@ -154,3 +158,11 @@ def test_moments_without_the_paths_of_parameters_are_refused_where_masks_move():
 @pytest.mark.parametrize("name", ["a sum of squares", "a largest magnitude"])
 def test_norms_of_gradients_are_accepted_where_masks_move(name):
     check(ACCEPTED[name], masks_move=True)
+
+
+def test_norms_of_parameters_are_refused_where_removed_entries_may_not_be_zero_yet():
+    tx = each(lambda g, p: g / jnp.sum(p * p))
+    check(tx)
+    with pytest.raises(ValueError, match="reduce_sum returns another number without the removed"):
+        check(tx, may_start_dense=True)
+    check(each(lambda g, p: g / jnp.sum(g * g) + 0.1 * p), may_start_dense=True)
