@@ -340,6 +340,19 @@ def test_channels_that_two_views_share_are_cut_into_factors_of_both():
         assert all((positions == each).all() for positions in group.positions)
 
 
+@pytest.mark.parametrize(("size", "can_go"), [(2, True), (1, False)])
+def test_a_refused_part_says_that_others_can_go_if_they_have_entries_to_lose(size, can_go):
+    def model(params, x):
+        parts = lax.sort(x @ params["sorted"]), jnp.tanh(x @ params["other"])
+        return jnp.concatenate(parts, -1) @ params["last"]
+
+    params = {"sorted": jnp.ones((4, 5)), "other": jnp.ones((4, size))}
+    params["last"] = jnp.ones((5 + size, 3))
+    refused = trace(model, params, jnp.ones((2, 4))).refused
+    (reason,) = [each.reason for each in refused if (each.path, each.axis) == (("last",), 0)]
+    assert reason.endswith("other entries of the axis can go") == can_go
+
+
 def test_an_axis_that_meets_itself_shifted_is_refused():
     def fn(params, x):
         x = x @ params["up"]
