@@ -63,9 +63,11 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
         of a configuration to arguments of the class.
 
     Raises:
-      ValueError: the name is taken by another class.
+      ValueError: the name is taken by another class, or an instance takes the place of the class.
     """
     check_function("distribution", distribution, "the fields of a distribution, such as its class")
+    if dataclasses.is_dataclass(distribution) and not isinstance(distribution, type):
+        raise ValueError(_describe_instance("distribution", "Uniform", distribution))
     DISTRIBUTIONS.add(name, distribution)
 
 
@@ -80,10 +82,7 @@ def register_schedule(name: str, schedule: type[Schedule]) -> None:
     if isinstance(schedule, type):
         _check_methods("schedule", schedule, method)
     elif method is None:
-        raise ValueError(
-            "schedule must be a class of schedules, such as OneShotSchedule, got the instance "
-            f"schedule = {schedule!r}. Register its class {type(schedule).__name__}."
-        )
+        raise ValueError(_describe_instance("schedule", "OneShotSchedule", schedule))
     SCHEDULES.add(name, schedule)
 
 
@@ -100,6 +99,14 @@ def register_scope(name: str, scope: type[Scope]) -> None:
         )
     _check_methods("scope", scope, find_missing_scope_method(scope))
     SCOPES.add(name, scope)
+
+
+def _describe_instance(role: str, example: str, instance: object) -> str:
+    """Returns the error for an instance in place of a class."""
+    return (
+        f"{role} must be a class of {role}s, such as {example}, got the instance {role} = "
+        f"{instance!r}. Register its class {type(instance).__name__}."
+    )
 
 
 def _check_methods(role: str, kind: type, missing: str | None) -> None:

@@ -384,6 +384,7 @@ class CallableSchedule(Incomplete):
         ("schedule", Incomplete, r"a method get_sparsity_at_step, got schedule = .*Incomplete"),
         ("schedule", int, r"method is_mask_update_iter, got .*int.*sparsity.Schedule lists"),
         ("schedule", CallableSchedule(), "got the instance .* Register its class CallableSchedule"),
+        ("distribution", sparsity.Uniform(0.5), "got the instance .* Register its class Uniform"),
         ("scope", Incomplete, r"a method select, got scope = .*Incomplete.*sparsity.Scope lists"),
         ("scope", Mine(2.0), r"got scope = Mine\(strength=2.0\).*register the class"),
     ],
