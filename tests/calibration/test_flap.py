@@ -229,6 +229,7 @@ def test_across_groups_channels_compete_by_standardized_importance(across):
 FEW = [1.0] * 39 + [1e4], [1.0] + [1e2] * 39  # standardized, only one of `a` stands out
 
 
+@pytest.mark.slow
 def test_a_group_of_which_few_channels_stay_is_a_warning_that_names_it():
     params, x = make_two_groups(*FEW)
     statistics = sparsity.calibrate(two_groups, params, [x], "moments")

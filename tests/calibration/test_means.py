@@ -112,6 +112,7 @@ BATCHES = [1 + draw(4, 20, 6), 1 + draw(5, 20, 6)]
 PRUNER = MagnitudePruning(sparsity_distribution_fn=Uniform(0.5))
 
 
+@pytest.mark.slow
 def test_a_refit_by_means_keeps_the_mean_of_each_output_of_the_pruned_network():
     pruned, masks, report = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means())
     wide = {name: np.asarray(leaf, np.float64) for name, leaf in MLP.items()}

@@ -297,16 +297,17 @@ def test_later_moves_and_steps_compile_nothing(caplog):
         caplog.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "pattern", "is_scanned"),
     [
         (sparsity.RigL, Unstructured(), True),
-        pytest.param(sparsity.RigL, FanIn(16), True, marks=pytest.mark.slow),
-        pytest.param(SRIGL, Unstructured(), True, marks=pytest.mark.slow),
-        pytest.param(sparsity.SET, Unstructured(), False, marks=pytest.mark.slow),
-        pytest.param(sparsity.RigL, Unstructured(), False, marks=pytest.mark.slow),
-        pytest.param(sparsity.RigL, FanIn(16), False, marks=pytest.mark.slow),
-        pytest.param(SRIGL, Unstructured(), False, marks=pytest.mark.slow),
+        (sparsity.RigL, FanIn(16), True),
+        (SRIGL, Unstructured(), True),
+        (sparsity.SET, Unstructured(), False),
+        (sparsity.RigL, Unstructured(), False),
+        (sparsity.RigL, FanIn(16), False),
+        (SRIGL, Unstructured(), False),
     ],
 )
 def test_a_move_holds_at_most_one_dense_layer_above_a_step(kind, pattern, is_scanned):

@@ -291,6 +291,7 @@ def test_rigl_under_a_global_scope_refuses_a_budget_that_a_move_would_break():
         tx.update(params, tx.init(params), params)
 
 
+@pytest.mark.slow
 def test_costs_of_a_distribution_of_ones_own_add_up():
     class Priced:
         custom_sparsity_map = None

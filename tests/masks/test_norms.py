@@ -2,11 +2,13 @@
 
 import jax
 import numpy as np
+import pytest
 
 from sparsity.masks.norms import norms
 from sparsity.selection import Scores
 
 
+@pytest.mark.slow
 def test_norms_on_hosts_and_devices_are_those_of_the_finite_scores_in_numpy():
     rng = np.random.default_rng(0)
     leaves = [rng.normal(size=shape).astype(np.float32) for shape in ((50,), (8, 5), (1, 1))]

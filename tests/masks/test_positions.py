@@ -22,6 +22,7 @@ def test_words_count_the_kept_entries_before_them(size: int, density: float) -> 
     assert int(words.total) == mask.sum()
 
 
+@pytest.mark.slow
 def test_kept_positions_are_those_of_numpy_under_vmap() -> None:
     masks = (np.random.default_rng(0).random((3, 2500)) < 0.3).astype(np.uint8)
     k = int(masks.sum(axis=1).max())

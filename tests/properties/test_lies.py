@@ -267,6 +267,7 @@ def spoil_folder(rng, folder, has_database):
             files[name] = json.dumps(lie(rng, json.loads(files[name])))
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(10_000)
 def test_a_folder_of_orbax_that_lies_is_refused_or_read(tmp_path, run):
     rng, codes = np.random.default_rng(FIRST), set()

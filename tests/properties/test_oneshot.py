@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import sparsity
@@ -202,6 +203,7 @@ def solve(kind, refit, weights, rows, target):
     return oracles.least_squares(matrix, mask, gram).T
 
 
+@pytest.mark.slow
 @draws.examples(6)
 @hypothesis.given(
     programs(), draws.seeds, st.sampled_from([*PRUNERS]), st.booleans(), st.sampled_from([0.3, 0.5])

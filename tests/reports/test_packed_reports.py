@@ -114,6 +114,7 @@ def test_layers_are_summed_up_as_named_tuples(packed):
     assert target == kernel.target
 
 
+@pytest.mark.slow
 def test_the_packing_is_known_after_transforms_of_the_state():
     _, state, _ = _state(packed=True)
     with pytest.raises(ValueError, match="packed to bits"):

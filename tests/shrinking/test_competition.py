@@ -69,6 +69,7 @@ def test_a_budget_that_channels_meet_is_met():
         assert all(n % multiple == 0 for n in kept)
 
 
+@pytest.mark.slow
 def test_channels_count_however_large_what_does_not_compete_is():
     def model(params, x):
         return (x + sum(two(params, x))) @ params["head"]

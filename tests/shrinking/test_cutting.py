@@ -158,6 +158,7 @@ def attention(params, x):
     return jnp.einsum("hts,shd,hde->te", weights, values, params["out"])
 
 
+@pytest.mark.slow
 def test_factored_moments_are_cut_along_the_axes_over_which_they_do_not_average():
     draw = np.random.default_rng(0).standard_normal
     with jax.enable_x64(True):
@@ -235,6 +236,7 @@ def test_a_state_of_several_arrays_for_a_parameter_is_refused():
         shrink(graph, params, masks, optax.sm3(1e-2).init(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_norms_of_moments_go_on_only_where_gradients_are_masked(model, is_masked):
     params, x, graph = model
@@ -262,6 +264,7 @@ def test_a_leaf_without_an_owner_may_be_the_array_of_a_moment(pruned):
     chex.assert_trees_all_equal(shrink(graph, params, masks, state).opt_state, state)
 
 
+@pytest.mark.slow
 def test_packed_and_unpacked_masks_of_several_states_are_cut(pruned):
     params, graph, masks = pruned
 

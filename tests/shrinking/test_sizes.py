@@ -194,6 +194,7 @@ def test_where_shapes_do_not_tell_what_is_left_the_plan_does():
         assert [kept[: 8 - removed[0]].sum(), kept[8 - removed[0] :].sum()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_process_that_has_the_plan_and_the_shapes_goes_on():
     _, params, _, small = pruned("vit")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -260,6 +261,7 @@ def test_heads_and_their_sizes_keep_their_numbers_while_they_move():
             assert left_of(graph, shrink(graph, params, state.masks)) == first
 
 
+@pytest.mark.slow
 def test_the_root_of_squares_is_in_range_at_any_scale():
     drawn = models.draw({"a": (6, 16), "b": (16, 3)}, jnp.float32)
     graph = trace(lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"], drawn, jnp.ones((1, 6)))

@@ -137,6 +137,7 @@ def test_the_global_norm_of_gradients_is_that_of_kept_gradients():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, dense)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_leave_pruned_weights_at_exact_zeros():
     mask = jnp.array([[1, 0, 0, 0]], jnp.uint8)
     params = jnp.array([[1.0, -0.0, 3e38, -2.0]])
@@ -363,6 +364,7 @@ def read_mask(mask, values, at):
     return kept_positions(mask, n + 2), spread(words, values, n), *slots_of_positions(mask, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
 def test_parameters_that_one_device_of_a_mesh_holds_have_a_compact_state(spec):
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))

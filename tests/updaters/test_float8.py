@@ -61,6 +61,7 @@ def test_a_model_of_float8_is_pruned_and_refitted_in_one_shot(refit):
     assert report[("w",)].error == pytest.approx(error, rel=0.05)  # differences are float8
 
 
+@pytest.mark.slow
 def test_biases_and_rates_of_float8_are_those_of_the_same_numbers_in_float32():
     params, _, _ = params_and_statistics()
     params["w"], params["b"] = params["w"].T, jnp.zeros(8, jnp.float8_e5m2)
