@@ -21,6 +21,9 @@ from sparsity.training.checks import check_optimizer
 from sparsity.training.state import SparseState
 
 _MOST_UPDATES = 64
+# Of the gradients in each of four updates; 0 for both signs. Removed entries, which are 0, are then
+# within the range of the others, below all of them, and above.
+_SIGNS = 0, 0, 1, -1
 
 
 def check_arguments(
@@ -61,6 +64,8 @@ def check_updates(
     """Compares updates by random gradients, of masked parameters and of what remains of them.
 
     Compares four updates, or more until one is not 0, as where `MultiSteps` accumulates gradients.
+    Gradients of the third are positive, of the fourth negative. A difference that only other
+    gradients or later updates bring is not noticed.
 
     Args:
       tx: the optimizer.
@@ -78,11 +83,12 @@ def check_updates(
     rng = np.random.default_rng(0)
     state = _take_state(tx, params, state)
 
-    def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+    def gradient(sign: int, path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
             return leaf
-        drawn = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
-        return mask(path, sharding.place_like(leaf, drawn))
+        drawn = rng.standard_normal(leaf.shape)
+        signed = jnp.asarray(sign * np.abs(drawn) if sign else drawn, leaf.dtype)
+        return mask(path, sharding.place_like(leaf, signed))
 
     # Some transforms ask for the value of the loss.
     update = jax.jit(
@@ -94,7 +100,8 @@ def check_updates(
     for step in range(_MOST_UPDATES):
         if step >= 4 and not is_still:
             break
-        grads = trees.map_matched(gradient, params)
+        sign = _SIGNS[step % len(_SIGNS)]
+        grads = trees.map_matched(functools.partial(gradient, sign), params)
         updates, state = update(grads, state, params)
         small_updates, small_state = small_update(cut(grads), small_state, small_params)
         is_still = is_still and not any(map(jnp.any, jax.tree.leaves(trees.prunable(updates))))

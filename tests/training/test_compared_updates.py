@@ -29,6 +29,27 @@ def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():
         )
 
 
+@pytest.mark.parametrize(
+    "reduce",
+    [jnp.max, jnp.min, lambda g: jnp.any(g >= 0), lambda g: jnp.any(g <= 0)],
+    ids=["max", "min", "any not negative", "any not positive"],
+)
+def test_updates_that_depend_on_zeros_among_gradients_of_one_sign_are_refused(reduce):
+    tx = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g * reduce(g), grads))
+    params = {"w": jnp.ones(40)}
+    with pytest.raises(ValueError, match="'update/w'"):
+        check_updates(
+            tx,
+            params,
+            tx.init(params),
+            mask=lambda path, array: array * (np.arange(40) < 20),
+            cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
+            cut_state=lambda state: state,
+            model="small model",
+            remedy="none",
+        )
+
+
 @pytest.mark.parametrize("cut", [sparsity.compact, sparsity.shrink])
 def test_a_state_of_other_parameters_is_refused_by_its_paths(cut):
     params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
