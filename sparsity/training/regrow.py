@@ -108,7 +108,7 @@ def check_resettable(
         return
     if is_sure:
         raise ValueError(
-            f"An updater that regrows weights cannot wrap {hidden}: its state hides which "
+            f"An updater that regrows weights cannot wrap {hidden}: the state hides which "
             "entry belongs to which parameter, and regrown weights need a fresh state. Leave "
             f"{hidden} out."
         )
@@ -121,11 +121,17 @@ def check_resettable(
 
 
 def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
-    """Returns the optimizer whose state hides the entries of parameters, or `None`."""
+    """Returns what hides the entries of parameters in a state, `None` if nothing does."""
     arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
     size = sum(leaf.size for leaf in arrays.values())
     owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)
-    leaves = zip(jax.tree.leaves(owned), jax.tree.leaves(inner_state), strict=True)
+    unowned = {
+        path: leaf
+        for (path, leaf), is_owned in zip(
+            trees.leaves_by_path(inner_state).items(), jax.tree.leaves(owned), strict=True
+        )
+        if trees.is_prunable(leaf) and not is_owned
+    }
     if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
         return "sparsity.train_only"
     if trees.find_nodes(inner_state, optax.LookaheadState):
@@ -134,11 +140,14 @@ def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
     is_bare = () in arrays
     if not arrays or (is_bare and arrays[()].ndim == 1):
         return None
-    if any(
-        (is_bare or not is_owned) and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
-        for is_owned, leaf in leaves
-    ):
+    candidates = jax.tree.leaves(inner_state) if is_bare else unowned.values()
+    if any(jnp.shape(leaf) == (size,) and trees.is_prunable(leaf) for leaf in candidates):
         return "optax.flatten"
+    # Vectors of a state, such as histories, may be as long as a bias by chance.
+    shapes = {leaf.shape for leaf in arrays.values() if leaf.ndim > 1 and leaf.size > 1}
+    for path, leaf in unowned.items():
+        if jnp.shape(leaf) in shapes:
+            return f"arrays such as {trees.path_string(path)!r} outside of trees of parameters"
     return None
 
 

@@ -1,5 +1,6 @@
 """The mechanics of one step, each on its own."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -171,6 +172,19 @@ def test_flatten_and_lookahead_inside_a_regrowing_updater_are_refused_by_name():
     both = optax.LookaheadParams(params, params)
     with pytest.raises(ValueError, match=r"cannot wrap optax\.lookahead"):
         regrow.check_resettable(params, ahead.init(both))
+
+
+def test_moments_in_a_list_of_their_own_are_refused_where_weights_regrow():
+    def init(params):
+        return {"moments": [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(params)]}
+
+    tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    params = {"w": jnp.ones((2, 4)), "b": jnp.ones(4)}
+    with pytest.raises(
+        ValueError, match=r"cannot wrap arrays such as 'moments/1' outside of trees"
+    ):
+        sparsity.RigL().wrap_optax(tx).init(params)
+    sparsity.StaticRandomSparse().wrap_optax(tx).init(params)
 
 
 def test_only_updaters_that_never_regrow_take_an_optimizer_of_chosen_entries():
