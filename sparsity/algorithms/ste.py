@@ -47,14 +47,22 @@ class StraightThrough(BaseUpdater):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bool("store_masks", self.store_masks)
+        if self.is_sparse_updates and not self.store_masks:
+            raise ValueError(
+                f"is_sparse_updates=True needs masks in the state, and {type(self).__name__} "
+                "without store_masks makes them in the forward pass alone. Set store_masks=True."
+            )
 
     def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
-        state = get_sparse_state(opt_state)
+        return self._mask(params, get_sparse_state(opt_state), self.use_packed_masks)
+
+    def _mask(self, params: Params, state: SparseState, is_packed: bool) -> Params:
+        """Returns masked parameters; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:
-            check_params(params, masks, self.use_packed_masks)
-            if self.use_packed_masks:
+            check_params(params, masks, is_packed)
+            if is_packed:
                 masks = unpack_masks(masks, params)
         else:
             weights = jax.lax.stop_gradient(trees.prunable(params))

@@ -63,6 +63,11 @@ class TopKast(StraightThrough, MagnitudePruning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.is_sparse_updates:
+            raise ValueError(
+                "is_sparse_updates=True would put the weights between the two masks of "
+                f"{type(self).__name__} at 0, which explores them. Leave is_sparse_updates out."
+            )
         check_number("regularization", self.regularization, 0)
         if self.backward_sparsity is not None:
             check_fraction("backward_sparsity", self.backward_sparsity)

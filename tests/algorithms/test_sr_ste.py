@@ -79,3 +79,14 @@ def test_stored_masks_say_what_decays(packed):
 def test_a_decay_out_of_range_is_an_error(decay):
     with pytest.raises(ValueError, match=r"decay must be a finite number >= 0.*got decay"):
         sparsity.SRSTE(decay=decay)
+
+
+def test_a_subclass_may_have_an_init_of_its_own():
+    class Half(sparsity.SRSTE):
+        def __init__(self):
+            super().__init__(decay=0.5, sparsity_distribution_fn=sparsity.Uniform(0.5))
+
+    params = jnp.array([[4.0, 1.0], [3.0, 2.0]])
+    tx = Half().wrap_optax(optax.sgd(1.0))
+    updates, _ = tx.update(jnp.zeros((2, 2)), tx.init(params), params)
+    np.testing.assert_array_equal(updates, [[0.0, -0.5], [0.0, -1.0]])

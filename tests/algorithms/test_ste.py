@@ -225,3 +225,21 @@ def test_instant_sparsify_prunes_as_the_plain_pruner_does():
 def test_a_state_without_masks_is_refused():
     with pytest.raises(ValueError, match="SparseState"):
         _MAKERS["fresh"]().pre_forward_update(_PARAMS, optax.adam(0.1).init(_PARAMS))
+
+
+def test_updates_of_exact_zeros_are_refused_where_no_step_could_make_them():
+    uniform = sparsity.Uniform(0.5)
+    with pytest.raises(ValueError, match=r"is_sparse_updates=True needs masks .* store_masks=True"):
+        sparsity.SteMagnitudePruning(sparsity_distribution_fn=uniform, is_sparse_updates=True)
+    with pytest.raises(ValueError, match="between the two masks of TopKast"):
+        sparsity.TopKast(sparsity_distribution_fn=uniform, is_sparse_updates=True)
+    pruner = sparsity.SteMagnitudePruning(
+        sparsity_distribution_fn=uniform,
+        is_sparse_updates=True,
+        store_masks=True,
+        scheduler=sparsity.OneShotSchedule(0),
+    )
+    params = jnp.array([[4.0, 1.0], [3.0, 2.0]])
+    tx = pruner.wrap_optax(optax.sgd(0.1))
+    updates, _ = tx.update(jnp.ones((2, 2)), tx.init(params), params)
+    np.testing.assert_array_equal(optax.apply_updates(params, updates) == 0, [[0, 1], [0, 1]])

@@ -51,7 +51,10 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
         (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True, False)),
         (sparsity.RigL(), (True, True, True)),
         (sparsity.SteMagnitudePruning(), (False, False, False)),
-        (sparsity.SteMagnitudePruning(is_sparse_updates=True), (True, True, True)),
+        (
+            sparsity.SteMagnitudePruning(is_sparse_updates=True, store_masks=True),
+            (True, True, True),
+        ),
     ],
 )
 def test_a_step_answers_once_how_pruned_weights_are_kept(updater, answers):
