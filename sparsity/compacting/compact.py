@@ -229,7 +229,9 @@ class Compact(StoredModel):
         """
         return measure(self._in_all_formats(self.dense(params)), args, rounds)
 
-    def tune(self, params: PyTree, *args: PyTree, rounds: int = 10) -> Compact:
+    def tune(
+        self, params: PyTree, *args: PyTree, rounds: int = 10, opt_state: PyTree = None
+    ) -> Compact:
         """Returns the model with the fastest format of each parameter, see `measure`.
 
         Of formats that are equally fast, the one with fewer bytes wins.
@@ -238,6 +240,8 @@ class Compact(StoredModel):
           params: parameters like `self.params`.
           *args: inputs of the model.
           rounds: number of measurements of each product, at least.
+          opt_state: the optimizer's state of `params`; `None` means `self.opt_state`, which is that
+            of the first step.
 
         Returns:
           A compact model with `params` and `opt_state` in the new formats.
@@ -250,7 +254,8 @@ class Compact(StoredModel):
             for path, stored in count_bytes(model).items()
         }
         chosen = choose(measure(models, args, rounds), nbytes)
-        state = None if self.opt_state is None else self.dense_state(self.opt_state)
+        state = self.opt_state if opt_state is None else opt_state
+        state = None if state is None else self.dense_state(state)
         return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
 
     def report(self, seconds: Mapping[Path, Mapping[str, float]] | None = None) -> str:

@@ -165,6 +165,9 @@ def test_the_format_that_is_measured_fastest_is_taken_with_values_and_state():
     moments = tuned.dense_state(tuned.opt_state)[0].mu
     jax.tree.map(np.testing.assert_array_equal, moments, state[0].mu)
     np.testing.assert_allclose(tuned.apply(tuned.params, x), fn(pruned, x), rtol=1e-5, atol=1e-6)
+    _, later = tx.update(model.params, model.opt_state, model.params)
+    tuned = model.tune(model.params, x, rounds=1, opt_state=later)
+    assert int(tuned.opt_state[0].count) == int(later[0].count) == 2
 
 
 def test_formats_that_are_nearly_as_fast_are_measured_in_more_rounds(monkeypatch):

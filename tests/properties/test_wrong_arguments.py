@@ -177,6 +177,7 @@ SPECIAL = {
     ("Compact.apply", "args"): (),  # of the model
     ("Compact.dense_state", "opt_state"): (),  # any tree
     ("Compact.move", "opt_state"): (),
+    ("Compact.tune", "opt_state"): (),
     ("Compact.measure", "args"): (),
     ("Compact.measure", "rounds"): COUNT,
     ("Compact.plot", "ax"): (),  # of matplotlib
