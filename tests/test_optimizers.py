@@ -274,8 +274,9 @@ decay included), and keeps the structure, shapes and dtypes of its state. Around
 
 A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State of
 another shape than the parameter's (factored moments, histories, one number for a tensor) cannot be
-divided by weights: it stays unchanged, and the table names it. Updaters that regrow weights refuse an optimizer
-of your own that keeps arrays of a parameter's shape outside of trees like the parameters, such as in a list.
+divided by weights: it stays unchanged, and the table names it. Updaters that regrow weights refuse
+an optimizer of your own that keeps arrays of a parameter's shape outside of trees like the
+parameters, such as in a list.
 
 | transformation | what becomes of its state when weights regrow |
 | --- | --- |

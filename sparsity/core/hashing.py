@@ -4,6 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import chex
 import jax
@@ -16,6 +17,8 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device, place_like, shard_like
 from sparsity.core.trees import Params, PyTree
 
+Seed: TypeAlias = int | jax.Array | None  # a number or a random key; `None` means the default
+DEFAULT_SEED = 8
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
 
@@ -74,9 +77,7 @@ def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) 
     return index
 
 
-def generate_random_scores(
-    params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0
-) -> PyTree:
+def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:
     """Returns uint32 scores: a hash of seed, step, path and index, without communication.
 
     Args:
@@ -110,16 +111,16 @@ def leaf_word(path: trees.KeyPath) -> np.uint32:
 _hash_scores = jax.jit(hash_scores, static_argnums=0)
 
 
-def seed_words(rng_seed: int | jax.Array, step: chex.Numeric = 0) -> tuple[chex.Numeric, ...]:
+def seed_words(rng_seed: Seed, step: chex.Numeric = 0) -> tuple[chex.Numeric, ...]:
     """Returns the words of `hash_scores` that all leaves share."""
     return *_seed_words(rng_seed), on_device(step, np.uint32)
 
 
-def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:
+def _seed_words(rng_seed: Seed) -> tuple[chex.Numeric, ...]:
     if isinstance(rng_seed, jax.Array | np.ndarray):
         if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
             rng_seed = jax.random.key_data(rng_seed)
         words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
         return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
-    seed = int(rng_seed)
+    seed = DEFAULT_SEED if rng_seed is None else int(rng_seed)
     return tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))

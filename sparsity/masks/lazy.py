@@ -16,6 +16,7 @@ import numpy as np
 from sparsity.core import host, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.hashing import (
+    Seed,
     generate_random_scores,
     hash_entries,
     hash_words,
@@ -60,9 +61,7 @@ def is_elementwise(hook: Callable[..., object]) -> bool:
 class Draw(Protocol):
     """Function that draws random scores: `generate_random_scores`, or a result of `make_draw`."""
 
-    def __call__(
-        self, params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0
-    ) -> PyTree: ...
+    def __call__(self, params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree: ...
 
 
 def make_draw(stored: PyTree) -> Draw:
@@ -74,7 +73,7 @@ def make_draw(stored: PyTree) -> Draw:
     """
     likes = trees.leaves_by_path(stored)
 
-    def draw(params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
+    def draw(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
             return generate_random_scores(params, rng_seed, step)
         words = _hash_words_of_leaves(trees.leaves_by_path(params), rng_seed, step)
@@ -89,7 +88,7 @@ def make_draw(stored: PyTree) -> Draw:
 
 
 def _hash_words_of_leaves(
-    leaves: Mapping[trees.KeyPath, jax.Array], rng_seed: int | jax.Array, step: chex.Numeric
+    leaves: Mapping[trees.KeyPath, jax.Array], rng_seed: Seed, step: chex.Numeric
 ) -> dict[trees.KeyPath, tuple[jax.Array, jax.Array]]:
     """Returns the two words of each parameter for `hash_entries`; one program hashes them all.
 

@@ -56,7 +56,7 @@ class SparsityType(DataclassBase):
     """
 
     # Whether each entry is a unit, so that entries of all leaves can compete.
-    is_elementwise = False
+    is_elementwise: ClassVar[bool] = False
     # Whether a mask keeps the best units, so that one search serves many leaves. False for classes
     # that define `select` or `move`.
     ranks_units: ClassVar[bool] = True

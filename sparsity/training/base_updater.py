@@ -17,6 +17,7 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
+from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.masks.distributions import Distribution, uniform
@@ -35,7 +36,8 @@ class BaseUpdater(Updater):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
 
     Updaters compare and hash by class and fields, so that they serve as static arguments of
-    compiled functions: changing a field makes a new static argument, so functions recompile.
+    compiled functions. `dataclasses.replace` makes a changed updater, for which functions compile
+    again; assigning a field of an updater that was hashed is an error.
 
     Attributes:
       scheduler: schedule of the mask updates and their sparsities.
@@ -115,14 +117,25 @@ class BaseUpdater(Updater):
 
     def __post_init__(self) -> None:
         if self.rng_seed is None:
-            self.rng_seed = 8
+            self.rng_seed = DEFAULT_SEED
         check_fields(self)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and have_equal_fields(self, other)
 
     def __hash__(self) -> int:
-        return hash_of_fields(self)
+        result = hash_of_fields(self)
+        object.__setattr__(self, "_is_hashed", True)
+        return result
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self.__dict__.get("_is_hashed") and name in {x.name for x in dataclasses.fields(self)}:
+            raise dataclasses.FrozenInstanceError(
+                f"{name} of this {type(self).__name__} cannot be assigned: it was hashed, as a "
+                "static argument or a key, and compiled functions would go on with the old value. "
+                f"Use dataclasses.replace(updater, {name}=...)."
+            )
+        super().__setattr__(name, value)
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:

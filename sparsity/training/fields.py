@@ -74,7 +74,7 @@ def check_fields(updater: Updater) -> None:
         check_rules(updater)
 
 
-def _check_seed(seed: int | jax.Array | np.ndarray) -> None:
+def _check_seed(seed: object) -> None:
     """Raises a ValueError unless a seed is an integer, also in an array, or a random key."""
     if not isinstance(seed, jax.Array | np.ndarray):
         check_int("rng_seed", seed)

@@ -15,7 +15,7 @@ import optax
 from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.checks import DataclassBase
-from sparsity.core.hashing import generate_random_scores
+from sparsity.core.hashing import DEFAULT_SEED, Seed, generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
@@ -51,7 +51,7 @@ class Updater(DataclassBase):
     sparsity_type: SparsityType | Callable[[Path, jax.Array], SparsityType | None] = Unstructured()
     sparsity_distribution_fn: Callable[..., PyTree] | None = None
     scope: Scope | TreeScope = Layerwise()
-    rng_seed: int | jax.Array = 8
+    rng_seed: Seed = DEFAULT_SEED
     use_packed_masks: bool = False
     topk_fn: TopkFn | None = None
     is_sparse_updates: bool | None = None

@@ -293,3 +293,19 @@ def test_functions_that_hold_arrays_are_equal_to_themselves_only():
     assert one == copy.copy(one)
     assert one != other
     assert hash(one) == hash(other)
+
+
+def test_a_field_of_an_updater_that_was_a_static_argument_cannot_be_assigned():
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.9))
+    pruner.sparsity_distribution_fn = sparsity.Uniform(0.5)  # no function has seen it
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def count_kept(pruner, params):
+        return pruner.instant_sparsify(params)[1].sum()
+
+    params = jnp.arange(20.0).reshape(4, 5)
+    assert count_kept(pruner, params) == 10
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"replace\(updater, sparsity_dist"):
+        pruner.sparsity_distribution_fn = sparsity.Uniform(0.9)
+    other = dataclasses.replace(pruner, sparsity_distribution_fn=sparsity.Uniform(0.9))
+    assert count_kept(other, params) == 2

@@ -239,7 +239,7 @@ class Mover:
         return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
 
     def _draw(
-        self, part: SliceArrays, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+        self, part: SliceArrays, params: PyTree, rng_seed: hashing.Seed, step: chex.Numeric = 0
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
