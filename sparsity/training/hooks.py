@@ -94,7 +94,7 @@ def call_hook(
 ) -> T:
     """Calls a hook with `args`, `kwargs` and the optional arguments that its signature takes.
 
-    Optional arguments come from `named`, else from `extra`; `args` and `kwargs` win over both.
+    Optional arguments come from `named` and `extra`; `args` and `kwargs` win over both.
 
     Args:
       hook: the hook.
@@ -104,22 +104,28 @@ def call_hook(
       **kwargs: arguments that every such hook takes by name.
 
     Raises:
-      TypeError: the signature of the hook does not take these arguments, or names an argument that
-        the training loop has not passed.
+      TypeError: the signature of the hook does not take these arguments, names an argument that
+        the training loop has not passed, or one that both the library and the loop pass.
     """
     signature = inspect.signature(hook)
     parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     from_loop = {key: x for key, x in extra.items() if takes_all or key in parameters}
     from_library = {key: x for key, x in (named or {}).items() if key in parameters}
-    optional = from_loop | from_library  # the library wins
+    name = getattr(hook, "__qualname__", hook)
+    if clashes := sorted(from_loop.keys() & from_library.keys()):
+        raise TypeError(
+            f"{name} names {clashes[0]!r}, which the library passes, and so does "
+            f"tx.update(..., {clashes[0]}=...). Name the argument of the loop otherwise."
+        )
+    optional = from_loop | from_library
     filled = {*list(parameters)[: len(args)], *kwargs}  # parameters that have their arguments
     kwargs |= {key: x for key, x in optional.items() if key not in filled}
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{getattr(hook, '__qualname__', hook)}{signature} does not fit its call: {error}. "
+            f"{name}{signature} does not fit its call: {error}. "
             "BaseUpdater documents the arguments of its hooks; tx.update(..., name=value) passes "
             "more."
         ) from None

@@ -32,6 +32,16 @@ def test_a_hook_that_takes_all_keywords_gets_all_extra_arguments():
     )
 
 
+def test_an_argument_that_both_the_library_and_the_loop_pass_is_refused():
+    def hook(params, draw=None):
+        return params, draw
+
+    with pytest.raises(TypeError, match=r"hook names 'draw', .* tx\.update\(\.\.\., draw=\.\.\.\)"):
+        hooks.call_hook(hook, 1, extra={"draw": 2}, named={"draw": 3})
+    assert hooks.call_hook(hook, 1, extra={"other": 2}, named={"draw": 3}) == (1, 3)
+    assert hooks.call_hook(lambda params: params, 1, extra={"draw": 2}, named={"draw": 3}) == 1
+
+
 def test_a_hook_that_names_no_extra_argument_gets_none():
     assert hooks.call_hook(lambda params, grads: (params, grads), 1, grads=5, extra={"a": 2}) == (
         1,
