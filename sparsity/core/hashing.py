@@ -17,7 +17,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device, place_like, shard_like
 from sparsity.core.trees import Params, PyTree
 
-Seed: TypeAlias = int | jax.Array | None  # a number or a random key; `None` means the default
+Seed: TypeAlias = int | jax.Array  # a number or a random key
 DEFAULT_SEED = 8
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
@@ -122,5 +122,5 @@ def _seed_words(rng_seed: Seed) -> tuple[chex.Numeric, ...]:
             rng_seed = jax.random.key_data(rng_seed)
         words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
         return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
-    seed = DEFAULT_SEED if rng_seed is None else int(rng_seed)
+    seed = int(rng_seed)
     return tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))
