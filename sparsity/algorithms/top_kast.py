@@ -109,15 +109,16 @@ class TopKast(StraightThrough, MagnitudePruning):
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
+        explored = functools.partial(_explored, self.regularization)
+
+        def explore(
+            _: trees.KeyPath, grad: jax.Array, param: jax.Array, mask: PyTree, *leaves: PyTree
+        ) -> jax.Array:
+            return grad if mask is None else shard_like(grad, explored, grad, param, mask, *leaves)
+
         masks, backward = sparse_state.masks, sparse_state.algorithm_state
         targets = sparse_state.target_sparsities
-        explored = functools.partial(_explored, self.regularization)
-        return trees.map_matched(
-            lambda _, grad, *leaves: (
-                grad if leaves[1] is None else shard_like(grad, explored, grad, *leaves)
-            ),
-            *(grads, params, masks, backward, targets),
-        )
+        return trees.map_matched(explore, grads, params, masks, backward, targets)
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None

@@ -86,28 +86,29 @@ class DenseRead:
     def _backward(self, arrays: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
         """Returns the gradients of the arrays, `None` for integers."""
         cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
-        kept, others = _number_floats(inputs)
+        kept, dense = _number_floats(inputs)
         if self.equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
-            gradients = self._differentiate_kept(arrays, kept, others, cotangents)
+            gradients = self._differentiate_kept(arrays, kept, dense, cotangents)
+            remaining = dense
         else:
-            gradients, others = {}, kept + others
-        if others:
+            gradients, remaining = {}, kept + dense
+        if remaining:
             after = [*gradients.values()] or cotangents
-            gradients |= self._differentiate(arrays, others, cotangents, after)
+            gradients |= self._differentiate(arrays, remaining, cotangents, after)
         return tuple(gradients.get(number) for number in range(len(arrays)))
 
     def _differentiate_kept(
-        self, arrays: Arrays, kept: list[int], others: list[int], cotangents: Arrays
+        self, arrays: Arrays, kept: list[int], dense: list[int], cotangents: Arrays
     ) -> dict[int, jax.Array]:
         """Returns the gradients of the arrays of the lazy operand of a product, by number."""
         operands = find_operands(self.equation, self._inputs(arrays))
         relaid = cotangents
-        if operands and kept and others:
+        if operands and kept and dense:
             gradient = operands[1].storage.differentiate(self.equation, *operands, *cotangents)
             if gradient is not None:
                 return {kept[0]: gradient}
             other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
-            arrays = [other if number == others[0] else x for number, x in enumerate(arrays)]
+            arrays = [other if number == dense[0] else x for number, x in enumerate(arrays)]
         return self._differentiate(arrays, kept, relaid, after=cotangents)
 
     def _differentiate(
@@ -238,7 +239,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> 
 
 
 def _number_floats(inputs: Sequence[Lazy]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of the leaves that are floats: those of lazy arrays, and all others."""
+    """Returns the numbers of the leaves that are floats: of lazy arrays, and of dense ones."""
     lazy, dense, number = list[int](), list[int](), 0
     for each in inputs:
         for array in jax.tree.leaves(each):

@@ -89,9 +89,9 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         digit = jnp.trunc(remainder)
         remainder = remainder - digit
         digits.append(digit.astype(jnp.int32))
-    others = jnp.where(is_finite, 0, x)
+    not_finite = jnp.where(is_finite, 0, x)
     *sums, other = lax.reduce(
-        [*digits, others],
+        [*digits, not_finite],
         [*[np.int32(0)] * len(digits), np.zeros((), x.dtype)],
         lambda a, b: [one + more for one, more in zip(a, b, strict=True)],
         axis,

@@ -1,4 +1,4 @@
-"""Base of all algorithms: entry points; fields and hooks are in `training.updater`.
+"""Base of all algorithms: entry points; fields and hooks are in `updater`.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
 algorithm overrides a hook, usually `calculate_scores`. `sparsity.training` calls the hooks in each

@@ -125,8 +125,10 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         steps, new = inner.update(rebuild(updates), old, rebuild(arrays), value=value)
         leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
         same = [leaf for was, leaf in leaves if trees.is_array(was)]
-        others = [leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)]
-        return trees.prunable(steps), same, others
+        from_numbers = [
+            leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)
+        ]
+        return trees.prunable(steps), same, from_numbers
 
     first, state = jax.make_jaxpr(init, return_shape=True)(arrays)
     owned: list[int | None] = []

@@ -16,18 +16,18 @@ REASON = Reason(None, "a test", "input")
 
 
 def test_a_product_that_a_sum_cuts_repeats_its_faster_factor_in_both_parts():
-    channels, first, second, rest = Axis(2), Axis(2), Axis(4), Axis(5)
+    channels, first, second, last = Axis(2), Axis(2), Axis(4), Axis(5)
     repeated = join_axes("product", [Axis(3), channels])
-    unify(join_axes("sum", [repeated, rest]), join_axes("sum", [first, second, Axis(5)]), REASON)
+    unify(join_axes("sum", [repeated, last]), join_axes("sum", [first, second, Axis(5)]), REASON)
     assert first.root is channels.root
     assert label_entries(second, channels.root).tolist() == [0, 1, 0, 1]
     assert second.root.size == 4
     assert count_entries(second, {channels.root: 1}) == 2
-    assert rest.pin is None
+    assert last.pin is None
 
 
-@pytest.mark.parametrize(("times", "others"), [(4, 2), (2, 4), (3, 2)])
-def test_repetitions_of_no_entries_are_pinned(times, others):
-    one, other = (join_axes("product", [Axis(n), Axis(0)]) for n in (times, others))
+@pytest.mark.parametrize(("times", "other_times"), [(4, 2), (2, 4), (3, 2)])
+def test_repetitions_of_no_entries_are_pinned(times, other_times):
+    one, other = (join_axes("product", [Axis(n), Axis(0)]) for n in (times, other_times))
     unify(one, other, REASON)
     assert all(variable.pin for axis in (one, other) for variable in list_variables(axis))
