@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.core.checks import check_fraction, check_int, check_number
+from sparsity.core.checks import check_fraction, check_int, check_number, find_missing_method
 from sparsity.core.names import Registry
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Sparsities
@@ -226,15 +226,15 @@ SCHEDULES: Registry[type[Schedule]] = Registry(
 
 def check_schedule(schedule: object) -> None:
     """Raises a ValueError unless an object has the methods of a schedule."""
-    if isinstance(schedule, type) or find_missing_schedule_method(schedule):
-        method = find_missing_schedule_method(schedule) or "is_mask_update_iter"
+    is_class = isinstance(schedule, type)
+    method = find_missing_schedule_method(schedule) or ("is_mask_update_iter" if is_class else None)
+    if method is not None:
         raise ValueError(f"scheduler must have a method {method}, got scheduler = {schedule!r}.")
 
 
 def find_missing_schedule_method(schedule: object) -> str | None:
     """Returns the first method of a `Schedule` that a value lacks, `None` if it has both."""
-    methods = "is_mask_update_iter", "get_sparsity_at_step"
-    return next((name for name in methods if not callable(getattr(schedule, name, None))), None)
+    return find_missing_method(schedule, ("is_mask_update_iter", "get_sparsity_at_step"))
 
 
 def update_range(schedule: Schedule) -> tuple[int, int | None] | None:

@@ -46,6 +46,11 @@ def is_real(dtype: np.dtype) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating))
 
 
+def find_missing_method(value: object, names: Iterable[str]) -> str | None:
+    """Returns the first of the methods that a value lacks, `None` if it has all."""
+    return next((name for name in names if not callable(getattr(value, name, None))), None)
+
+
 def is_traced(value: object) -> bool:
     """Returns whether jax traces the value, so that it has no number yet."""
     return isinstance(value, jax.core.Tracer)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 import chex
 import jax
 
+from sparsity.core.checks import find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.lamp_scores import LampScores
 from sparsity.masks.sites import Site, TopkFn
@@ -146,7 +147,7 @@ class TreeScope(Protocol):
 def find_missing_scope_method(scope: object) -> str | None:
     """Returns the first method of a `Scope` that a value lacks, `None` if it has all."""
     methods = () if isinstance(scope, TreeScope) else ("check", "select", "move")
-    return next((name for name in methods if not callable(getattr(scope, name, None))), None)
+    return find_missing_method(scope, methods)
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
