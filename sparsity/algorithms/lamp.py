@@ -6,18 +6,45 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 
 from sparsity.core import sharding
+from sparsity.core.exact import Words
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
-from sparsity.masks.lamp_scores import LampScores, lamp_scores
+from sparsity.masks.lamp_scores import lamp_scores
+from sparsity.masks.lamp_search import search_together
+from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LampScores(LazyScores):
+    """Scores of a layer by `lamp_scores`, computed where a scope needs the array.
+
+    Attributes:
+      weights: array of any shape, real or complex.
+    """
+
+    weights: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weights.shape
+
+    def compute(self) -> jax.Array:
+        scores = sharding.shard_like(self.weights, lamp_scores, self.weights)
+        return sharding.place_like(self.weights, scores)
+
+    @classmethod
+    def select_together(cls, leaves: Sequence[Self], k: Words) -> list[jax.Array] | None:
+        return search_together([leaf.weights for leaf in leaves], k)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,10 +72,7 @@ class LampPruning(BaseUpdater):
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:
-        def score(param: jax.Array) -> jax.Array:
-            return sharding.place_like(param, sharding.shard_like(param, lamp_scores, param))
-
-        return jax.tree.map(score, params)
+        return jax.tree.map(lambda weights: LampScores(weights).compute(), params)
 
     def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
         hook = type(self).calculate_scores

@@ -18,15 +18,13 @@ from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
-from sparsity.masks.lamp_scores import LampScores
-from sparsity.masks.lamp_search import select_together
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import Ranked, Scores, topk_masks
+from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
 
 L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
@@ -92,19 +90,19 @@ class Global(DataclassBase):
             return []
         self._check_sites([leaf.site for leaf in leaves])
         total = _find_cost([*leaves, *fixed])
-        sizes = [leaf.lazy_scores.size for leaf in leaves]
-        sparsities = [leaf.sparsity for leaf in leaves]
+        scores = [leaf.lazy_scores for leaf in leaves]
+        sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
         if total is None:
             k = _count_in_total(sizes, sparsities)
-            lamp = [x for leaf in leaves if isinstance(x := leaf.lazy_scores, LampScores)]
-            if len(lamp) == len(leaves) and not self.use_normalization:
-                return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
+            masks = None if self.use_normalization else _select_by_class(scores, k)
+            if masks is not None:
+                return masks
         elif total.slope(range(len(leaves))) is None:
             return self._select_within(total, leaves, fixed)
         else:
             k = exact.total(count_units(sizes, sparsities))
-        scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
-        return topk_masks([Ranked(x) for x in scores], k, across_leaves=True)
+        ranked = [Ranked(x) for x in self._make_comparable(scores)]
+        return topk_masks(ranked, k, across_leaves=True)
 
     def _select_within(
         self, total: Polynomial, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
@@ -157,7 +155,7 @@ class Global(DataclassBase):
         active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
         return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
 
-    def _make_comparable(self, scores: Sequence[jax.Array | Scores | LampScores]) -> list[Scores]:
+    def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
         divided = [
@@ -213,6 +211,15 @@ def _merge_overrides(
     """Returns masks in the order of the parameters, from those of `_split_overrides`' parts."""
     parts = iter(together), iter(fixed)
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
+
+
+def _select_by_class(
+    scores: Sequence[jax.Array | LazyScores], k: exact.Words
+) -> list[jax.Array] | None:
+    """Returns masks by the search of the class of all scores; `None` if there is no such search."""
+    lazy = [x for x in scores if isinstance(x, LazyScores)]
+    is_one_class = len(lazy) == len(scores) and len({type(x) for x in lazy}) == 1
+    return type(lazy[0]).select_together(lazy, k) if is_one_class else None
 
 
 def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:

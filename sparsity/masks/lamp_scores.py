@@ -10,7 +10,6 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,38 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, sharding
+from sparsity.core import exact
 from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.exact_sums import max_abs
 from sparsity.core.kernels import compute_once
-from sparsity.selection import LazyScores
 
 _WIDTH = 2**16  # scores that are computed at once, and at most so many 16-bit digits to sum
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LampScores(LazyScores):
-    """Scores of a layer by `lamp_scores`, computed where a scope needs the array.
-
-    Attributes:
-      weights: array of any shape, real or complex.
-    """
-
-    weights: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weights.shape
-
-    @property
-    def size(self) -> int:
-        return self.weights.size
-
-    def compute(self) -> jax.Array:
-        """Returns the scores as an array."""
-        scores = sharding.shard_like(self.weights, lamp_scores, self.weights)
-        return sharding.place_like(self.weights, scores)
 
 
 @jax.jit

@@ -29,7 +29,6 @@ from sparsity.core.exact import Words
 from sparsity.core.kernels import at_runtime, use_flat
 from sparsity.masks.lamp_brackets import count_weights, find_brackets, in_rows
 from sparsity.masks.lamp_scores import (
-    LampScores,
     ScaledLayer,
     count_bits,
     count_digit_bits,
@@ -64,23 +63,22 @@ class _Inside(NamedTuple):
     squares: jax.Array
 
 
-def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
-    """Returns uint8 masks of the k highest scores of all layers.
+def search_together(arrays: Sequence[jax.Array], k: Words) -> list[jax.Array] | None:
+    """Returns uint8 masks of the k highest scores of all layers; `None`: a sort is needed.
 
     Ties go to the lowest index, of the first layer.
 
     Args:
-      leaves: the layers.
-      k: number of weights to keep, two words of uint32[1].
+      arrays: the weights of the layers.
+      k: number of weights to keep, two words.
     """
-    arrays = [leaf.weights for leaf in leaves]
     is_large = any(x.size > _ROOM[1] for x in arrays) and all(x.size for x in arrays)
     is_uniform = len({float_type(x) for x in arrays}) == 1
     is_local = jax.default_backend() == "cpu" and all(map(_is_local, arrays))
-    if is_large and is_uniform and is_local:
-        masks: list[jax.Array] = search(arrays, k)[0]
-        return masks
-    return topk_masks(_rank([leaf.compute() for leaf in leaves]), k, across_leaves=True)
+    if not (is_large and is_uniform and is_local):
+        return None
+    masks: list[jax.Array] = search(arrays, (k[0].reshape(1), k[1].reshape(1)))[0]
+    return masks
 
 
 @jax.jit
@@ -104,7 +102,8 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
-        return topk_masks(_rank(_sorted_scores(arrays)), k, across_leaves=True)
+        ranked = [Ranked(Scores.wrap(x)) for x in _sorted_scores(arrays)]
+        return topk_masks(ranked, k, across_leaves=True)
 
     masks: list[jax.Array] = lax.cond(is_proved, by_search, by_sorting)
     return masks, is_proved
@@ -167,12 +166,6 @@ def _score_slots(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[ja
     rows = np.arange(len(squares))[:, None]
     scores = jnp.zeros_like(squares).at[rows, order].set(ranked)
     return scores, (sums[0][:, -1], sums[1][:, -1])
-
-
-def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
-    """Returns scores in one dtype."""
-    dtype = jnp.result_type(*scores)
-    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
 
 
 def _is_local(x: jax.Array) -> bool:

@@ -19,7 +19,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
-from sparsity.selection import Ranked, Scores, compute_array, topk_masks
+from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
 
 L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
@@ -108,7 +108,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
     sites = [leaf.site for leaf in leaves]
 
     def select(
-        scores: Sequence[jax.Array | Scores], sparsities: Sequence[chex.Numeric]
+        scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
     ) -> list[jax.Array]:
         units = [_units(*x) for x in zip(sites, scores, strict=True)]
         sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
@@ -135,8 +135,8 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingLeaf]) -> l
 
     def move(
         masks: Sequence[jax.Array],
-        drop: Sequence[jax.Array | Scores],
-        grow: Sequence[jax.Array | Scores],
+        drop: Sequence[jax.Array | LazyScores],
+        grow: Sequence[jax.Array | LazyScores],
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
         active = [
@@ -163,7 +163,7 @@ def _shard(
     return sharding.shard_like(args[0], fn, *args)
 
 
-def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
+def _units(site: Site, scores: jax.Array | LazyScores) -> Ranked:
     """Returns the scores of the units of a parameter."""
     pattern = site.pattern
     if pattern.is_elementwise:
@@ -179,7 +179,7 @@ def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
     return (_units(site, mask).scores.compute() != 0).astype(jnp.uint8)
 
 
-def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:
+def _entries(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:
     """Returns the mask of the entries of a parameter from the mask of its units."""
     pattern = site.pattern
     if pattern.is_elementwise:

@@ -14,9 +14,8 @@ import jax
 
 from sparsity.core.checks import find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks.lamp_scores import LampScores
 from sparsity.masks.sites import Site, TopkFn
-from sparsity.selection import Scores, compute_array
+from sparsity.selection import LazyScores, compute_array
 
 
 class ScoredLeaf(NamedTuple):
@@ -30,7 +29,7 @@ class ScoredLeaf(NamedTuple):
     """
 
     site: Site
-    lazy_scores: jax.Array | Scores | LampScores
+    lazy_scores: jax.Array | LazyScores
     sparsity: chex.Numeric
     target: chex.Numeric
 
@@ -53,8 +52,8 @@ class MovingLeaf(NamedTuple):
 
     site: Site
     mask: jax.Array
-    lazy_drop_scores: jax.Array | Scores
-    lazy_grow_scores: jax.Array | Scores
+    lazy_drop_scores: jax.Array | LazyScores
+    lazy_grow_scores: jax.Array | LazyScores
 
     @property
     def drop_scores(self) -> jax.Array:

@@ -7,12 +7,14 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import chex
 import jax
 import numpy as np
 
 from sparsity.core import host
+from sparsity.core.exact import Words
 from sparsity.core.hashing import flat_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
@@ -40,9 +42,28 @@ _itself = _Itself()
 class LazyScores:
     """Base of scores that are computed where somebody needs the array."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the scores."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """Number of scores."""
+        return math.prod(self.shape)
+
     def compute(self) -> jax.Array:
         """Returns the scores as an array."""
         raise NotImplementedError
+
+    @classmethod
+    def select_together(cls, leaves: Sequence[Self], k: Words) -> list[jax.Array] | None:
+        """Returns uint8 masks of the k highest scores of all parameters.
+
+        A class may override this method by a search that computes fewer scores, with the masks of
+        `topk_masks`. `None`: there is no such search for these parameters.
+        """
+        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,10 +98,6 @@ class Scores(LazyScores):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.arrays[0].shape
-
-    @property
-    def size(self) -> int:
-        return self.arrays[0].size
 
     @property
     def ndim(self) -> int:
