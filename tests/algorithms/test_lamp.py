@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.masks import lamp_scores as lamp_scores_module
-from sparsity.masks import lamp_search
-from sparsity.masks.lamp_scores import count_bits, count_digit_bits, lamp_scores
+from sparsity.algorithms.lamp import scores as scores_module
+from sparsity.algorithms.lamp import search as search_module
+from sparsity.algorithms.lamp.scores import count_bits, count_digit_bits, lamp_scores
 from tests import helpers
 from tests.algorithms import oracles
 from tests.selection_oracle import best
@@ -117,7 +117,7 @@ def test_masks_of_large_layers_are_those_of_a_sort_in_numpy(kind, dtype, is_sear
     n = scores.size
     for k in (n // 20, n // 5, int(np.sum(scores > 0)) if kind == "zeros" else n // 2):
         words = jnp.zeros(1, jnp.uint32), jnp.full(1, k, jnp.uint32)
-        masks, searched = lamp_search.search([*layers.values()], words)
+        masks, searched = search_module.search([*layers.values()], words)
         expected = best(scores, k)
         assert is_searched is None or bool(searched) == is_searched
         np.testing.assert_array_equal(np.concatenate([x.ravel() for x in masks]), expected)
@@ -151,8 +151,8 @@ def _small_layers(kind):
 
 def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monkeypatch):
     # One layer is smaller than the room for a sample, two are larger, of the same size.
-    monkeypatch.setattr(lamp_search, "_ROOM", (64, 128))
-    search = jax.jit(lamp_search.search.__wrapped__)  # of this room, for all kinds and k
+    monkeypatch.setattr(search_module, "_ROOM", (64, 128))
+    search = jax.jit(search_module.search.__wrapped__)  # of this room, for all kinds and k
     for kind in ("normal", "zeros", "nan", "ties"):
         layers = _small_layers(kind)
         scores = np.concatenate([_exact_scores(x) for x in layers])
@@ -165,7 +165,7 @@ def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monke
 
 
 def test_scores_of_several_rows_of_ranks_are_those_of_numpy(monkeypatch):
-    monkeypatch.setattr(lamp_scores_module, "_WIDTH", 8)
+    monkeypatch.setattr(scores_module, "_WIDTH", 8)
     for size in (7, 8, 21):
         weights = np.random.default_rng(size).integers(-3, 4, size).astype(np.float32)
         scores = jax.jit(lamp_scores.__wrapped__)(weights)

@@ -24,11 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, exact_sums
-from sparsity.core.exact import Words
-from sparsity.core.kernels import at_runtime, use_flat
-from sparsity.masks.lamp_brackets import count_weights, find_brackets, in_rows
-from sparsity.masks.lamp_scores import (
+from sparsity.algorithms.lamp.brackets import count_weights, find_brackets, in_rows
+from sparsity.algorithms.lamp.scores import (
     ScaledLayer,
     count_bits,
     count_digit_bits,
@@ -36,6 +33,9 @@ from sparsity.masks.lamp_scores import (
     lamp_scores,
     score_ranks,
 )
+from sparsity.core import exact, exact_sums
+from sparsity.core.exact import Words
+from sparsity.core.kernels import at_runtime, use_flat
 from sparsity.masks.positions import kept_positions
 from sparsity.selection import Ranked, Scores, topk_masks
 

@@ -11,12 +11,12 @@ from typing import ClassVar, Self
 
 import jax
 
+from sparsity.algorithms.lamp.scores import lamp_scores
+from sparsity.algorithms.lamp.search import search_together
 from sparsity.core import sharding
 from sparsity.core.exact import Words
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
-from sparsity.masks.lamp_scores import lamp_scores
-from sparsity.masks.lamp_search import search_together
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.masks.lamp_scores import ScaledLayer
+from sparsity.algorithms.lamp.scores import ScaledLayer
 
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
 _TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
