@@ -1,4 +1,4 @@
-"""Pruning and sparse training algorithms, one family a file or folder, with names for configurations."""
+"""Pruning and sparse training algorithms, by family, with names for configurations."""
 
 from sparsity.algorithms.acdc import ACDC
 from sparsity.algorithms.admm import ADMMPruning

@@ -152,7 +152,7 @@ class Global(DataclassBase):
             )
         drop = self._make_comparable([leaf.lazy_drop_scores for leaf in leaves])
         grow = self._make_comparable([leaf.lazy_grow_scores for leaf in leaves])
-        active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
+        active = [Ranked(x).restrict_to(leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
         return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:

@@ -140,7 +140,7 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingLeaf]) -> l
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
         active = [
-            dataclasses.replace(_units(site, scores), where=_unit_mask(site, mask))
+            _units(site, scores).restrict_to(_unit_mask(site, mask))
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
         growing = [_units(*x) for x in zip(sites, grow, strict=True)]

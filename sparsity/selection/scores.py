@@ -169,18 +169,27 @@ class Ranked:
 
     Attributes:
       scores: the scores.
-      where: an entry is eligible where this array is not zero; None: all are. Or the position of
-        this array among the arrays of the scores, after `jax.tree` rebuilt a `Ranked`.
+      where: an entry is eligible where this array is not zero; None: all are.
       batch_axes: number of leading axes that index separate slices.
+      eligible_is_zero: an entry is eligible where the array is zero.
       last_axes: number of last axes that index separate slices, too.
-      eligible_is_zero: an entry is eligible where `where` is zero.
+      where_in_scores: position of the array among those of the scores, in place of `where`: an
+        array that is used twice is one argument of a program.
     """
 
     scores: Scores
-    where: jax.Array | int | None = None
+    where: jax.Array | None = None
     batch_axes: int = 0
     eligible_is_zero: bool = False
     last_axes: int = 0
+    where_in_scores: int | None = None
+
+    def restrict_to(self, where: jax.Array) -> Ranked:
+        """Returns the scores with entries that are eligible where an array is not zero."""
+        same = next((i for i, x in enumerate(self.scores.arrays) if x is where), None)
+        return dataclasses.replace(
+            self, where=where if same is None else None, where_in_scores=same
+        )
 
     @property
     def slices(self) -> int:
@@ -203,24 +212,14 @@ class Ranked:
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
         """Arrays that a search reads, each of them once: the arrays of the scores, then `where`."""
-        arrays, where = self.scores.arrays, self._where
-        if where is None or isinstance(where, int):
-            return arrays
-        return (*arrays, where) if self.scores.uses_arrays else (where,)
+        if self.where is None:
+            return self.scores.arrays
+        return (*self.scores.arrays, self.where) if self.scores.uses_arrays else (self.where,)
 
     @property
     def where_position(self) -> int | None:
-        """Position of `where` in `arrays`; None: all entries are eligible."""
-        where = self._where
-        return where if where is None or isinstance(where, int) else len(self.arrays) - 1
-
-    @property
-    def _where(self) -> jax.Array | int | None:
-        """Array `where`, or its position among the arrays of the scores if it is one of them."""
-        if not isinstance(self.where, jax.Array):
-            return self.where
-        same = (i for i, x in enumerate(self.scores.arrays) if x is self.where)
-        return next(same, self.where)
+        """Position in `arrays` of the array that says what is eligible; None: all entries are."""
+        return self.where_in_scores if self.where is None else len(self.arrays) - 1
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
@@ -237,24 +236,14 @@ class Ranked:
         return eligible_keys(x, self.eligible(arrays))
 
     def tree_flatten(self) -> tuple[PyTree, PyTree]:
-        """Splits off the arrays; an array that is used twice is one argument of a program."""
-        x, where = self.scores, self._where
-        at, where = (where, None) if isinstance(where, int) else (None, where)
-        static = (
-            x.fn,
-            x.uses_index,
-            x.uses_arrays,
-            at,
-            self.batch_axes,
-            self.eligible_is_zero,
-            self.last_axes,
-        )
-        return (x.arrays, x.scalars, where), static
+        """Splits off the arrays."""
+        x = self.scores
+        fields = self.batch_axes, self.eligible_is_zero, self.last_axes, self.where_in_scores
+        return (x.arrays, x.scalars, self.where), (x.fn, x.uses_index, x.uses_arrays, *fields)
 
     @classmethod
     def tree_unflatten(cls, static: PyTree, children: PyTree) -> Ranked:
         """Undoes `tree_flatten`."""
-        fn, uses_index, uses_arrays, at, batch_axes, eligible_is_zero, last_axes = static
+        fn, uses_index, uses_arrays, *fields = static
         arrays, scalars, where = children
-        scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
-        return cls(scores, where if at is None else at, batch_axes, eligible_is_zero, last_axes)
+        return cls(Scores(fn, arrays, scalars, uses_index, uses_arrays), where, *fields)

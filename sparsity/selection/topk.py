@@ -62,7 +62,8 @@ def topk_mask(
     shape = lazy.shape
     check_int("batch_axes", batch_axes, 0, lazy.ndim)
     check_int("last_axes", last_axes, 0, lazy.ndim - batch_axes)
-    ranked = Ranked(lazy, _check_where("where", where, shape), batch_axes, last_axes=last_axes)
+    ranked = Ranked(lazy, batch_axes=batch_axes, last_axes=last_axes)
+    ranked = _restrict(ranked, "where", where)
     axes = ranked.axes
     words = _k_words(k, ranked.size, shape[: axes.start] + shape[axes.stop :])
     return topk_masks([ranked], words)[0]
@@ -113,8 +114,8 @@ def global_topk_mask(
     leaves = list[Ranked]()
 
     def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        scores, name = Scores.wrap(leaf), f"where at {trees.path_string(path)!r}"
-        leaves.append(Ranked(scores, _check_where(name, mask, scores.shape)))
+        ranked = Ranked(Scores.wrap(leaf))
+        leaves.append(_restrict(ranked, f"where at {trees.path_string(path)!r}", mask))
 
     trees.map_matched(rank, tree, where, role="tree", others_role="where")
     dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
@@ -129,12 +130,12 @@ def global_topk_mask(
 
 
 # ------------------------------------------------------------------ arguments
-def _check_where(name: str, where: chex.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+def _restrict(ranked: Ranked, name: str, where: chex.Array | None) -> Ranked:
     if where is None:
-        return None
+        return ranked
     where = where if hasattr(where, "dtype") else np.asarray(where)
-    check_real_array(name, where, shape)
-    return jnp.asarray(where)
+    check_real_array(name, where, ranked.scores.shape)
+    return ranked.restrict_to(jnp.asarray(where))
 
 
 def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:

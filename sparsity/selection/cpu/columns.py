@@ -32,7 +32,7 @@ def in_rows(leaf: Ranked) -> Ranked:
         where = _move(leaf, mask.astype(jnp.uint8))
         return Ranked(Scores.wrap(_move(leaf, leaf.scores.compute())), where, batch_axes)
     marked = _move(leaf, jnp.where(mask, _exchange(keys), 0))
-    return Ranked(Scores(_exchange, (marked,)), marked, batch_axes)
+    return Ranked(Scores(_exchange, (marked,)), batch_axes=batch_axes, where_in_scores=0)
 
 
 def _exchange(keys: jax.Array) -> jax.Array:
