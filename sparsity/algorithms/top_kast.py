@@ -21,7 +21,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks import Sites, apply_mask, apply_masks
+from sparsity.masks import Sites, apply_mask, mask_updates
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
@@ -131,7 +131,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         ) -> tuple[PyTree, PyTree]:
             new: PyTree
             steps, new = tx.update(updates, state, params, **extra_args)
-            return apply_masks(steps, new.algorithm_state, role="updates"), new
+            return mask_updates(steps, new.algorithm_state), new
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 

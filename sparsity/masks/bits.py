@@ -123,7 +123,7 @@ def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") 
       ValueError: a mask has no parameter or another shape, or a parameter has neither a mask nor
         `None`.
     """
-    check_leaves(params, masks, role)
+    check_complete(params, masks, role)
     likes = trees.leaves_by_path(params)
 
     def read(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ def are_kept(mask: chex.Array) -> jax.Array:
     return (mask != 0).astype(jnp.uint8)
 
 
-def check_leaves(
+def check_complete(
     params: Params,
     masks: PyTree,
     role: str = "masks",
@@ -176,37 +176,40 @@ def check_leaves(
       role: name of `masks` in messages.
       remedy: says what to give.
     """
-    leaves = trees.leaves_by_path(params)
-    trees.check_paths(leaves, trees.leaves_by_path(masks), "params", role)
+    by_path = trees.leaves_by_path(params)
+    trees.check_paths(by_path, trees.leaves_by_path(masks), "params", role)
     covered = trees.covered_paths(masks)
     lacking = [
         trees.path_string(path)
-        for path, leaf in leaves.items()
-        if trees.is_prunable(leaf) and not trees.is_within(path, covered)
+        for path, param in by_path.items()
+        if trees.is_prunable(param) and not trees.is_within(path, covered)
     ]
     if lacking:
         raise ValueError(f"The {role} have nothing for {trees.listed(lacking)}. Give {remedy}.")
 
 
-def check_masks(tree: PyTree, masks: Masks, *, packed: bool, role: str = "params") -> None:
-    """Raises a ValueError that names a leaf whose mask has another shape.
+def check_masks(params: Params, masks: Masks, *, packed: bool) -> None:
+    """Raises a ValueError that names a parameter without a mask of its shape or `None`."""
+    check_complete(params, masks)
+    check_shapes(params, masks, packed=packed)
+
+
+def check_shapes(tree: PyTree, masks: Masks, *, packed: bool = False, role: str = "params") -> None:
+    """Raises a ValueError that names a mask of another shape than the array at its path.
 
     Args:
-      tree: parameters or gradients.
+      tree: parameters, gradients or updates.
       masks: tree of masks.
       packed: whether masks are packed.
-      role: name of `tree` in messages; each parameter needs a mask or `None`.
+      role: name of `tree` in messages.
     """
-    if role == "params":
-        check_leaves(tree, masks)
 
-    def check(path: trees.KeyPath, leaf: PyTree, mask: jax.Array | None) -> None:
+    def check(path: trees.KeyPath, array: PyTree, mask: jax.Array | None) -> None:
         if mask is None:
             return
-        shape, got, name = jnp.shape(leaf), jnp.shape(mask), trees.path_string(path)
-        expected, other = shape, packed_shape(shape)
-        if packed:
-            expected, other = other, expected
+        shape, got, name = jnp.shape(array), jnp.shape(mask), trees.path_string(path)
+        shapes = shape, packed_shape(shape)
+        expected, other = shapes[packed], shapes[not packed]
         if got == expected:
             if packed:
                 _check_bits(mask, name)
@@ -219,7 +222,7 @@ def check_masks(tree: PyTree, masks: Masks, *, packed: bool, role: str = "params
                 "masks, params)."
             )
         raise ValueError(
-            f"The mask of {name!r} has shape {got}, but its leaf in the {role} has shape {shape}"
+            f"The mask of {name!r} has shape {got}, but the {role} have shape {shape} there"
             + (f", and its packed mask {expected}" if packed else "")
             + ". Masks belong to the model that the optimizer's `init` saw"
             + ("; sparsity.masks.pack_masks(masks, params) packs them." if packed else ".")
@@ -236,14 +239,21 @@ def _check_bits(mask: chex.Array, name: str) -> None:
         )
 
 
-def apply_masks(tree: PyTree, masks: Masks, *, role: str = "params") -> Params:
-    """Applies unpacked masks by path; leaves without a mask stay unchanged.
+def apply_masks(params: Params, masks: Masks) -> Params:
+    """Applies unpacked masks to parameters by path; raises as `check_masks`."""
+    check_complete(params, masks)
+    return mask_updates(params, masks, "params")
+
+
+def mask_updates(updates: PyTree, masks: Masks, role: str = "updates") -> PyTree:
+    """Applies unpacked masks by path; arrays without a mask stay unchanged.
 
     Raises:
-      ValueError: a mask has another shape than its leaf in `tree`, which messages call `role`.
+      ValueError: a mask has another shape than the array at its path in `updates`, which messages
+        call `role`.
     """
-    check_masks(tree, masks, packed=False, role=role)
-    return trees.map_matched(lambda _, leaf, mask: apply_mask(leaf, mask), tree, masks, role=role)
+    check_shapes(updates, masks, role=role)
+    return trees.map_matched(lambda _, x, mask: apply_mask(x, mask), updates, masks, role=role)
 
 
 def are_ones(masks: Masks) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites, check_leaves, check_user_mask, read_masks
+from sparsity.masks import Sites, check_complete, check_user_mask, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -44,7 +44,7 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
     A masked parameter needs a gradient of its shape; that of others may be `None`.
     """
     likes = trees.leaves_by_path(params)
-    check_leaves(params, updates, "gradients", "the gradients of all parameters")
+    check_complete(params, updates, "gradients", "the gradients of all parameters")
 
     def check(path: trees.KeyPath, grad: chex.Array, mask: chex.Array | None) -> None:
         if mask is not None and jnp.shape(grad) != likes[path].shape:

@@ -12,7 +12,7 @@ import optax
 
 from sparsity.core import trees
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Sites, apply_masks, pack_masks, unpack_masks
+from sparsity.masks import Sites, apply_masks, mask_updates, pack_masks, unpack_masks
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import KeptState
 from sparsity.training.regrow import (
@@ -69,7 +69,7 @@ class MaskedStep(Step):
         plain, inputs = self.as_hooks_see(state, inputs)
         params, updates = inputs.params, self.modify(inputs, plain)
         if self.updater.is_sparse_gradients:
-            updates = apply_masks(updates, plain.masks, role="gradients")
+            updates = mask_updates(updates, plain.masks, "gradients")
         seen = without_grown(params, change.grown) if self.keeps_zeros else params
         steps, inner_state = self.run_inner(updates, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)

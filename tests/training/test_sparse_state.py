@@ -10,7 +10,7 @@ import pytest
 from flax import nnx, serialization
 
 import sparsity
-from sparsity.masks import apply_masks, pack_masks, unpack_masks
+from sparsity.masks import apply_masks, mask_updates, pack_masks, unpack_masks
 from sparsity.reports.summary import summarize_intersection, summarize_sparsity
 from sparsity.training.state import (
     SparseState,
@@ -127,14 +127,21 @@ def test_leaves_without_masks_are_returned_as_they_are(masks):
 
 def test_masks_of_nnx_variables_meet_bare_gradients():
     masks = nnx.State({"w": nnx.Param(jnp.array([0, 1], jnp.uint8)), "b": nnx.Param(None)})
-    masked = apply_masks({"w": jnp.array([5.0, 6.0]), "b": jnp.ones(2)}, masks, role="gradients")
+    masked = mask_updates({"w": jnp.array([5.0, 6.0]), "b": jnp.ones(2)}, masks)
     np.testing.assert_array_equal(masked["w"], [0, 6])
     np.testing.assert_array_equal(masked["b"], [1, 1])
 
 
 def test_a_mask_without_its_leaf_is_an_error_with_path_and_role():
     with pytest.raises(ValueError, match="The gradients have no leaf at 'dense/kernel'"):
-        apply_masks({"head": PARAMS["head"]}, MASKS, role="gradients")
+        mask_updates({"head": PARAMS["head"]}, MASKS, "gradients")
+
+
+def test_parameters_need_a_mask_or_none_and_updates_do_not():
+    masks = {"dense": MASKS["dense"]}
+    with pytest.raises(ValueError, match="The masks have nothing for 'head/0'"):
+        apply_masks(PARAMS, masks)
+    assert mask_updates(PARAMS, masks)["head"][0] is PARAMS["head"][0]
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (9, 2), (2, 10), (2,), ()])
