@@ -10,14 +10,12 @@ from typing import ClassVar
 
 import jax
 
-from sparsity.core import sharding
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
-from sparsity.masks.lamp_scores import LampScores, lamp_scores
+from sparsity.masks.lamp_scores import LampScores
+from sparsity.selection import compute_array
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,15 +41,12 @@ class LampPruning(BaseUpdater):
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(
-        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+        self,
+        params: Params,
+        sparse_state: SparseState | None = None,
+        grads: Grads | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> ScoreTree:
-        def score(param: jax.Array) -> jax.Array:
-            return sharding.place_like(param, sharding.shard_like(param, lamp_scores, param))
-
-        return jax.tree.map(score, params)
-
-    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
-        hook = type(self).calculate_scores
-        if hook is not LampPruning.calculate_scores or is_overridden(self, "create_masks"):
-            return super().score_update(sparse_state, inputs)
-        return jax.tree.map(LampScores, inputs.masked_weights)
+        scores = jax.tree.map(LampScores, params)
+        return scores if is_lazy else jax.tree.map(compute_array, scores)

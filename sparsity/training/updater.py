@@ -20,7 +20,6 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
-    Draw,
     Layerwise,
     Scope,
     Site,
@@ -110,7 +109,8 @@ class Updater(DataclassBase):
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two
     # hooks of the loop, pre_forward_update and post_gradient_update, get its trees. A hook with an
-    # argument `sites` gets the table that was resolved from the parameters.
+    # argument `sites` gets the table that was resolved from the parameters. A hook of scores may
+    # name `draw`, which draws random scores, and `is_lazy`: whether scores may be `LazyScores`.
 
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
@@ -178,33 +178,24 @@ class Updater(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
-        targets = sparse_state.target_sparsities
+        targets, grads = sparse_state.target_sparsities, inputs.grads
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = self.score_update(sparse_state, inputs)
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
-
-    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
-        """Returns the scores of a mask update: arrays, or recipes that the search computes.
-
-        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
-        memory.
-        """
-        weights, grads = inputs.weights, inputs.grads
+        is_lazy = not is_overridden(self, "create_masks")  # overrides get arrays
         scores: ScoreTree | None = None
-        draw: Draw = generate_random_scores
-        if not is_overridden(self, "create_masks"):  # overrides get arrays
-            scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
-            draw = make_draw(weights)
+        if is_lazy:
+            # Parameters and masks are read as they are stored: masked parameters need no memory.
+            scores = lazy_scores(self.calculate_scores, inputs.weights, inputs.masks, grads)
         if scores is None:
+            draw = make_draw(inputs.weights) if is_lazy else generate_random_scores
             scores = inputs.call(
                 self.calculate_scores,
                 inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=grads,
-                named={"draw": draw},
+                named={"draw": draw, "is_lazy": is_lazy},
             )
-        return scores
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
