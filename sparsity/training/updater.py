@@ -152,7 +152,8 @@ class Updater(DataclassBase):
 
         Args:
           scores: tree of scores.
-          sparsities: tree of sparsities, `None` for leaves that stay dense.
+          sparsities: tree of sparsities, `None` for leaves that stay dense; or one sparsity for all
+            leaves that the distribution selects, except those of `custom_sparsity_map`.
           target_sparsities: sparsities at the end of a ramp, for N:M; `sparsities` by default.
           sites: `self.sites(params)`. By default sites are resolved from the scores: a function of
             (path, param) gets scores in place of parameters.
@@ -163,13 +164,14 @@ class Updater(DataclassBase):
         """
         if sites is None:
             sites = self.sites(jax.tree.map(_as_weights, scores))
-        sparsities = self._sparsity_tree(sparsities, scores)
+        if () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores):
+            targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
+            if jax.tree.leaves(targets):  # otherwise the scope refuses the sparsity
+                sparsities = trees.map_matched(
+                    lambda path, target: target if sites[path].has_override else sparsities, targets
+                )
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
-
-    def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
-        """Returns the argument `sparsities` of `create_masks` as a tree like the scores."""
-        return sparsities
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
