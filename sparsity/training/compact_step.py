@@ -38,7 +38,7 @@ from sparsity.training.kept_state import (
 from sparsity.training.regrow import check_resettable
 from sparsity.training.state import SparseState
 from sparsity.training.step import Change, Step
-from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater
+from sparsity.training.updater import INFERRED, Updater
 
 
 class CompactStep(Step):
@@ -187,8 +187,7 @@ def check_rules(updater: Updater) -> None:
 
 def _describe_count(updater: Updater) -> str:
     """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
-    classes = type(updater).__mro__
-    hooks = (*UPDATE_HOOKS, *FIRST_MASK_HOOKS)
+    classes, (_, hooks) = type(updater).__mro__, INFERRED["keeps_count"]
     cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
     if cls is Updater:
         return f"{classes[0].__name__} starts from dense masks and changes their number"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, cast
 
 import chex
@@ -36,8 +36,16 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState, check_params, get_sparse_state
 
-UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
-FIRST_MASK_HOOKS = "get_initial_masks", "init_state"
+_UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
+
+# Class attributes, and the value of a class that overrides one of the hooks without stating the
+# attribute. `regrows = True` stays.
+INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
+    "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
+    "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
+    "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
+    "_moves_masks": (False, ("new_masks", "update_state")),
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -60,6 +68,24 @@ class Updater(DataclassBase):
     regrows: ClassVar[bool | None] = None
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
+    _moves_masks: ClassVar[bool] = False  # whether updates never call `create_masks`
+    _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
+        new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
+        stated = {name for base in new for name in vars(base)}  # also by a mixin
+
+        def is_new(hook: str) -> bool:
+            return all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
+
+        cls._inferred -= stated
+        for name, (value, hooks) in INFERRED.items():
+            stays = name in stated or (name == "regrows" and cls.regrows)
+            if not stays and any(map(is_new, hooks)):
+                setattr(cls, name, value)
+                cls._inferred |= {name}
 
     def get_distribution_fn(self) -> Callable[..., PyTree] | None:
         """Returns the function from params to target sparsities, or `None` for dense parameters."""
