@@ -20,7 +20,7 @@ from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
-from sparsity.masks.distributions import Distribution, uniform
+from sparsity.masks.distributions import Distribution
 from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
@@ -94,13 +94,6 @@ class BaseUpdater(Updater):
              [ 2.,  0.]], dtype=float32)
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
-
-    # Declared again for its default: `Updater` stands below the distributions.
-    sparsity_distribution_fn: Distribution | None = uniform
-
-    prunes_at_once: ClassVar[bool] = True
-    config_keys: ClassVar[tuple[str, ...]] = ()
-    schedule_type: ClassVar[str] = "polynomial"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -1,4 +1,4 @@
-"""Fields, tables and hooks of an updater: the interface that a training step uses."""
+"""Fields, class attributes and hooks of updaters: the interface that a training step uses."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from sparsity.masks import (
     read_overrides,
 )
 from sparsity.masks.affordable import MaskBudget
+from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
@@ -50,13 +51,13 @@ INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
 
 @dataclasses.dataclass(kw_only=True)
 class Updater(DataclassBase):
-    """Fields and hooks of `BaseUpdater`, whose documentation explains the fields."""
+    """Fields and hooks of `BaseUpdater`, which adds the entry points and explains the fields."""
 
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
     sparsity_type: SparsityType | Callable[[Path, jax.Array], SparsityType | None] = Unstructured()
-    sparsity_distribution_fn: Callable[..., PyTree] | None = None
+    sparsity_distribution_fn: Distribution | None = uniform
     scope: Scope | TreeScope = Layerwise()
     rng_seed: Seed = DEFAULT_SEED
     use_packed_masks: bool = False
@@ -68,6 +69,9 @@ class Updater(DataclassBase):
     regrows: ClassVar[bool | None] = None
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
+    prunes_at_once: ClassVar[bool] = True
+    schedule_type: ClassVar[str] = "polynomial"
+    config_keys: ClassVar[tuple[str, ...]] = ()
     _moves_masks: ClassVar[bool] = False  # whether updates never call `create_masks`
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
@@ -87,7 +91,7 @@ class Updater(DataclassBase):
                 setattr(cls, name, value)
                 cls._inferred |= {name}
 
-    def get_distribution_fn(self) -> Callable[..., PyTree] | None:
+    def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to target sparsities, or `None` for dense parameters."""
         return self.sparsity_distribution_fn
 
