@@ -23,7 +23,12 @@ from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.masks.distributions import Distribution
 from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
-from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
+from sparsity.training.field_checks import (
+    check_fields,
+    check_names,
+    hash_of_fields,
+    have_equal_fields,
+)
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import SparseState
