@@ -77,9 +77,11 @@ def pruning(
     params = getattr(state, "params", state)
     stages = strategies.read(prune_strategy, params)
     try:
-        number = operator.index("" if isinstance(epoch, bool) else epoch)  # type: ignore[arg-type]
-    except TypeError as error:  # also of tracers, and of arrays that are no integers
-        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.") from error
+        number = operator.index(epoch)
+    except TypeError:  # of tracers, too, and of arrays that are no integers
+        number = None
+    if number is None or isinstance(epoch, bool):
+        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
     if number not in stages:
         return False, mask_key
     masked = apply_masks(params, _read(mask_key, params))

@@ -105,9 +105,8 @@ class Updater(DataclassBase):
 
     def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
-        distribution_fn = self.get_distribution_fn()
         return masks_lib.compute_targets(
-            distribution_fn, params, sites, self.scope, self.batch_axes
+            self.get_distribution_fn(), params, sites, self.scope, self.batch_axes
         )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
