@@ -70,15 +70,12 @@ class BaseUpdater(Updater):
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute: whether pruned weights may return to the mask. Returning weights
         start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
-        the class keeps dense weights. `None` replaces an inherited `False` in a class that
-        overrides `calculate_scores`, `create_masks` or `update_state`. `False` makes updates of
-        masks a tenth faster.
+        the class keeps dense weights. `False` makes updates of masks a tenth faster. The page on
+        algorithms of your own lists the overrides that change this attribute and the next two.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
-        A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
-        assumed to keep values; `wrap_optax` warns unless `is_sparse_updates` is set.
+        If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
-        gives. `None`: at most that number. False: any number, the default of a class that overrides
-        a hook that makes masks.
+        gives. `None`: at most that number. False: any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
         classes that train sparse from the start.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
