@@ -121,10 +121,8 @@ class StaticRandomSparse(SparseTraining):
     regrows: ClassVar[bool | None] = False
     keeps_count: ClassVar[bool | None] = True
 
-    def update_state(
-        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
-    ) -> SparseState:
-        return sparse_state
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        return sparse_state.masks
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -248,10 +248,8 @@ class NoPruning(BaseUpdater):
     def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         return jax.tree.map(lambda _: None, params)
 
-    def update_state(
-        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
-    ) -> SparseState:
-        return sparse_state
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        return sparse_state.masks
 
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
