@@ -76,10 +76,11 @@ class Updater(DataclassBase):
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:
+        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides."""
         super().__init_subclass__()
         parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
         new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
-        stated = {name for base in new for name in vars(base)}  # also by a mixin
+        stated = {name for base in new for name in vars(base)}
 
         def is_new(hook: str) -> bool:
             return all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
