@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
-
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
-from sparsity.core.trees import PyTree, ScoreTree, Sparsities
-from sparsity.masks import Global, Layerwise, Overrides, Scope, call_distribution
+from sparsity.masks import Global, Layerwise, Overrides, Scope
 from sparsity.masks.distributions import (
     Distribution,
     FilterFn,
@@ -55,13 +52,6 @@ class GlobalPruning(BaseUpdater):
 
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
-
-    def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
-        """Returns a tree of sparsities; all selected leaves share a single sparsity."""
-        if not jax.tree_util.all_leaves([sparsities]):
-            return sparsities
-        share = Uniform(sparsities, self.filter_fn, self.custom_sparsity_map)
-        return call_distribution(share, scores, self.batch_axes)
 
 
 @dataclasses.dataclass(kw_only=True)

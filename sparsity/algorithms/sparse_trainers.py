@@ -121,10 +121,8 @@ class StaticRandomSparse(SparseTraining):
     regrows: ClassVar[bool | None] = False
     keeps_count: ClassVar[bool | None] = True
 
-    def update_state(
-        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
-    ) -> SparseState:
-        return sparse_state
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        return sparse_state.masks
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -145,14 +143,13 @@ class DropAndGrow(SparseTraining):
 
     regrows: ClassVar[bool | None] = True
     keeps_count: ClassVar[bool | None] = True
+    _moves_masks: ClassVar[bool] = True
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
     schedule_type: ClassVar[str] = "periodic"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        hooks = cls.new_masks, cls.update_state
-        moves = hooks == (DropAndGrow.new_masks, DropAndGrow.update_state)
-        if moves and cls.create_masks is not DropAndGrow.create_masks:
+        if cls._moves_masks and cls.create_masks is not DropAndGrow.create_masks:
             raise TypeError(
                 f"{cls.__name__} overrides create_masks, but updates move masks and never call it: "
                 "override new_masks. get_initial_masks makes the first masks."
@@ -182,7 +179,7 @@ class DropAndGrow(SparseTraining):
 
     def slice_rule(self) -> SliceRule | None:
         is_standard = (  # else an overridden hook takes complete trees
-            type(self).new_masks is DropAndGrow.new_masks
+            self._moves_masks
             and type(self).get_drop_scores is DropAndGrow.get_drop_scores
             and not is_overridden(self, "update_state")
             and keeps_targets(self.scope)
@@ -196,6 +193,13 @@ class DropAndGrow(SparseTraining):
         return is_elementwise(self.get_grow_scores)
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        scope = adapt_scope(self.scope, inputs.sites)
+        return scope.move_tree(sparse_state.masks, *self._score_move(sparse_state, inputs))
+
+    def _score_move(
+        self, sparse_state: SparseState, inputs: Inputs
+    ) -> tuple[ScoreTree, ScoreTree, chex.Numeric]:
+        """Returns drop scores and grow scores, arrays or lazy, and the fraction to replace."""
         draw = make_draw(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> ScoreTree:
@@ -210,28 +214,7 @@ class DropAndGrow(SparseTraining):
             # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
             fraction = jnp.where(sparse_state.count >= 0, fraction, 0.0)
         check_fraction("drop_fraction", fraction)
-        drop, grow = scores(self.get_drop_scores), scores(self.get_grow_scores)
-        return self._move(sparse_state, inputs.sites, drop, grow, fraction)
-
-    def _move(
-        self,
-        sparse_state: SparseState,
-        sites: Sites,
-        drop_scores: ScoreTree,
-        grow_scores: ScoreTree,
-        fraction: chex.Numeric,
-    ) -> Masks:
-        """Returns the masks of a mask update.
-
-        Args:
-          sparse_state: the current state.
-          sites: as in `BaseUpdater`.
-          drop_scores: tree of arrays or lazy scores.
-          grow_scores: tree of arrays or lazy scores.
-          fraction: fraction of the active weights to replace.
-        """
-        scope = adapt_scope(self.scope, sites)
-        return scope.move_tree(sparse_state.masks, drop_scores, grow_scores, fraction)
+        return scores(self.get_drop_scores), scores(self.get_grow_scores), fraction
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
         """Returns the fraction of active weights to replace at a step."""

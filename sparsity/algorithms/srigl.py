@@ -34,13 +34,13 @@ from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import sums
-from sparsity.core.trees import Masks, Params, ScoreTree, Sparsities
+from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
 from sparsity.selection.keys import readable, to_keys
-from sparsity.training.hooks import SliceRule
+from sparsity.training.hooks import Inputs, SliceRule
 from sparsity.training.state import SparseState
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
@@ -70,6 +70,7 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
+    _moves_masks: ClassVar[bool] = True
 
     min_salient: float | None = 0.3
 
@@ -130,14 +131,9 @@ class SRigL(RigL):
         rule = super().slice_rule() if self.min_salient is None else None
         return None if rule is None else rule._replace(move_matrix=move_fan_in)
 
-    def _move(
-        self,
-        sparse_state: SparseState,
-        sites: Sites,
-        drop_scores: ScoreTree,
-        grow_scores: ScoreTree,
-        fraction: chex.Numeric,
-    ) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        drop_scores, grow_scores, fraction = self._score_move(sparse_state, inputs)
+
         def move(
             path: trees.KeyPath,
             drop: jax.Array | Scores,
@@ -148,7 +144,9 @@ class SRigL(RigL):
             if mask is None:
                 return None
             update = functools.partial(
-                constant_fan_in, min_salient=self.min_salient, batch_axes=sites[path].batch_axes
+                constant_fan_in,
+                min_salient=self.min_salient,
+                batch_axes=inputs.sites[path].batch_axes,
             )
             scores = map(compute_array, (drop, grow))
             new = sharding.shard_like(mask, update, mask, *scores, fraction, target)

@@ -37,7 +37,7 @@ from sparsity.masks.distributions import Distribution
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
 
 _BranchKey: TypeAlias = tuple[bool, tuple[tuple[trees.KeyPath, Site], ...]]  # of a `Stage`
@@ -77,9 +77,11 @@ def pruning(
     params = getattr(state, "params", state)
     stages = strategies.read(prune_strategy, params)
     try:
-        number = operator.index("" if isinstance(epoch, bool) else epoch)  # type: ignore[arg-type]
-    except TypeError as error:  # also of tracers, and of arrays that are no integers
-        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.") from error
+        number = operator.index(epoch)
+    except TypeError:  # of tracers, too, and of arrays that are no integers
+        number = None
+    if number is None or isinstance(epoch, bool):
+        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
     if number not in stages:
         return False, mask_key
     masked = apply_masks(params, _read(mask_key, params))
@@ -190,24 +192,10 @@ class EpochStrategy(BaseUpdater):
         # `strategies` has checked the axes; a shorter last group is fine there.
         return Sites(params, last, self.batch_axes, checked=False)
 
-    def update_state(
-        self,
-        sparse_state: SparseState,
-        params: Params,
-        grads: Grads,
-        *,
-        sites: Sites | None = None,
-        **extra_args: ExtraArg,
-    ) -> SparseState:
-        scores = call_hook(
-            self.calculate_scores,
-            params,
-            sparse_state=sparse_state,
-            grads=grads,
-            extra=extra_args,
-            named={"sites": self.sites(params) if sites is None else sites},
-        )
-        stages = self._stages(params)
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        weights, grads = inputs.masked_weights, inputs.grads
+        scores = inputs.call(self.calculate_scores, weights, sparse_state=sparse_state, grads=grads)
+        stages = self._stages(weights)
         paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
         table = [[stage.sparsities.get(path, 0.0) for path in paths] for stage in stages]
         # Epochs that differ only in their sparsities share one branch, compiled once.
@@ -222,12 +210,11 @@ class EpochStrategy(BaseUpdater):
             )
 
         stage = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
-        masks = jax.lax.switch(
+        return jax.lax.switch(
             jnp.array([branches.index(key) for key in keys])[stage],
             [functools.partial(create, key) for key in branches],
             jnp.array(table, jnp.float32)[stage],
         )
-        return sparse_state._replace(masks=masks)
 
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
@@ -241,13 +228,10 @@ class EpochStrategy(BaseUpdater):
         Returns:
           (pruned params, masks).
         """
-        masks = None
+        inputs, masks = Inputs(params, grads, self.sites(params), extra_args), None
         for stage in self._stages(params):
-            masked = trees.prunable(apply_masks(params, masks))
-            named = {"sites": self.sites(params)}
-            scores = call_hook(
-                self.calculate_scores, masked, grads=grads, extra=extra_args, named=named
-            )
+            masked = apply_masks(inputs.weights, masks)
+            scores = inputs.call(self.calculate_scores, masked, grads=grads)
             masks = _masks(stage, scores, masks)
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks

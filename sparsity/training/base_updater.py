@@ -20,15 +20,20 @@ from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
-from sparsity.masks.distributions import Distribution, uniform
+from sparsity.masks.distributions import Distribution
 from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
-from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
+from sparsity.training.field_checks import (
+    check_fields,
+    check_names,
+    hash_of_fields,
+    have_equal_fields,
+)
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import SparseState
 from sparsity.training.step import wrap_dense
-from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater, is_overridden
+from sparsity.training.updater import INFERRED, Updater, is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,15 +70,12 @@ class BaseUpdater(Updater):
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute: whether pruned weights may return to the mask. Returning weights
         start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
-        the class keeps dense weights. `None` replaces an inherited `False` in a class that
-        overrides `calculate_scores`, `create_masks` or `update_state`. `False` makes updates of
-        masks a tenth faster.
+        the class keeps dense weights. `False` makes updates of masks a tenth faster. The page on
+        algorithms of your own lists the overrides that change this attribute and the next two.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
-        A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
-        assumed to keep values; `wrap_optax` warns unless `is_sparse_updates` is set.
+        If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
-        gives. `None`: at most that number. False: any number, the default of a class that overrides
-        a hook that makes masks.
+        gives. `None`: at most that number. False: any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
         classes that train sparse from the start.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
@@ -95,17 +97,8 @@ class BaseUpdater(Updater):
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
 
-    # Declared again for its default: `Updater` stands below the distributions.
-    sparsity_distribution_fn: Distribution | None = uniform
-
-    prunes_at_once: ClassVar[bool] = True
-    _assumes_dense_weights: ClassVar[bool] = False  # without a stated keeps_dense_weights
-    config_keys: ClassVar[tuple[str, ...]] = ()
-    schedule_type: ClassVar[str] = "polynomial"
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _infer_attributes(cls)
         # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
         for name in {"__eq__", "__hash__"} - vars(cls).keys():
             setattr(cls, name, getattr(BaseUpdater, name))
@@ -220,12 +213,11 @@ class BaseUpdater(Updater):
           Array([[ 0. , -3.5],
                  [ 1.5,  0. ]], dtype=float32)
         """
-        if self._assumes_dense_weights and self.is_sparse_updates is None:
-            cls = next(
-                cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(_WEIGHT_HOOKS)
-            )
+        if "keeps_dense_weights" in self._inferred and self.is_sparse_updates is None:
+            _, hooks = INFERRED["keeps_dense_weights"]
+            cls = next(x for x in type(self).__mro__ if not vars(x).keys().isdisjoint(hooks))
             warnings.warn(
-                f"{cls.__name__} overrides {' or '.join(_WEIGHT_HOOKS)}, so that it is assumed "
+                f"{cls.__name__} overrides {' or '.join(hooks)}, so that it is assumed "
                 "to keep the values of pruned weights: update does not set them to 0. State in the "
                 f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
                 "weights at exactly 0.",
@@ -234,39 +226,6 @@ class BaseUpdater(Updater):
         check_optimizer("inner", inner)
         step = (CompactStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
         return optax.GradientTransformationExtraArgs(step.init, step.update)
-
-
-_WEIGHT_HOOKS = "post_gradient_update", "apply_masks"
-
-
-def _infer_attributes(cls: type[BaseUpdater]) -> None:
-    """Replaces inherited class attributes that may be false for the hooks that a class overrides.
-
-    A class that states an attribute, or has a mixin that does, keeps the stated value. Otherwise
-
-    - `post_gradient_update` and `apply_masks` imply `keeps_dense_weights = True`, as in jaxpruner,
-      and `wrap_optax` warns;
-    - `calculate_scores` and hooks that update masks imply `regrows = None` in place of False;
-    - hooks that update masks or create the first ones imply `keeps_count = False`.
-    """
-    parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
-    new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
-    stated = {name for base in new for name in vars(base)}
-
-    def overrides(*hooks: str) -> bool:
-        return any(
-            all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
-            for hook in hooks
-        )
-
-    if "keeps_dense_weights" in stated:
-        cls._assumes_dense_weights = False
-    elif overrides(*_WEIGHT_HOOKS):
-        cls.keeps_dense_weights = cls._assumes_dense_weights = True
-    if "regrows" not in stated and not cls.regrows and overrides("calculate_scores", *UPDATE_HOOKS):
-        cls.regrows = None
-    if "keeps_count" not in stated and overrides(*UPDATE_HOOKS, *FIRST_MASK_HOOKS):
-        cls.keeps_count = False
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
@@ -289,10 +248,8 @@ class NoPruning(BaseUpdater):
     def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         return jax.tree.map(lambda _: None, params)
 
-    def update_state(
-        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
-    ) -> SparseState:
-        return sparse_state
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        return sparse_state.masks
 
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg

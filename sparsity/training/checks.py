@@ -84,10 +84,12 @@ def take_initial_masks(
         mask: chex.Array | None,
         target: chex.Numeric | None,
     ) -> chex.Numeric | None:
-        if mask is None or target is not None:
-            return None if mask is None else target
-        check_user_mask(updater.scope, sites, path)
-        return 1 - jnp.mean(mask, dtype=jnp.float32)
+        if mask is None:
+            return None
+        if target is None:
+            check_user_mask(updater.scope, sites, path)
+            target = 1 - jnp.mean(mask, dtype=jnp.float32)
+        return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
     return first, trees.map_matched(target_sparsity, params, first, targets)

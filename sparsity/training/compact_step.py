@@ -38,7 +38,7 @@ from sparsity.training.kept_state import (
 from sparsity.training.regrow import check_resettable
 from sparsity.training.state import SparseState
 from sparsity.training.step import Change, Step
-from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater
+from sparsity.training.updater import INFERRED, Updater
 
 
 class CompactStep(Step):
@@ -123,23 +123,22 @@ class CompactStep(Step):
         Raises:
           ValueError: the number of kept entries is not static. The message names the parameter.
         """
-        targets = None
-        if self.masks is None:
-            targets = trees.leaves_by_path(self.updater.compute_targets(params, sites))
-        user_masks = {} if self.masks is None else trees.leaves_by_path(self.masks)
+        has_user_masks = self.masks is not None
+        tree = self.masks if has_user_masks else self.updater.compute_targets(params, sites)
+        sources = trees.leaves_by_path(tree)  # of the numbers
 
         def layout(
             path: trees.KeyPath, param: jax.Array, mask: jax.Array | None
         ) -> KeptLayout | None:
             if mask is None:
                 return None
-            site = sites[path]
-            if targets is None:
+            site, unused = sites[path], 0
+            if has_user_masks:
                 _check_moves(self.updater, site)
-                count = _count_mask(user_masks[path], param.shape, site)
+                count = unused = _count_mask(sources[path], param.shape, site)
             else:
-                count = _count_target(site, param.shape, targets[path])
-            unused = 0 if targets is not None else count  # slots with positions beyond the slice
+                count = _count_target(site, param.shape, sources[path])
+            # Slots that are not in use have positions beyond the slice.
             if math.prod(param.shape[site.batch_axes :]) + unused >= 2**31 - 32:
                 raise ValueError(
                     f"use_compact_state=True: {site.name!r} of shape {param.shape} has slices of "
@@ -156,11 +155,8 @@ def check_rules(updater: Updater) -> None:
     name, schedule = type(updater).__name__, updater.scheduler
     refused = "use_compact_state=True stores the optimizer's state for kept weights only"
     if updater.is_sparse_updates is False or updater.keeps_dense_weights:
-        field = (
-            "is_sparse_updates = False"
-            if updater.is_sparse_updates is False
-            else (f"{name}.keeps_dense_weights = True")
-        )
+        is_off = updater.is_sparse_updates is False
+        field = "is_sparse_updates = False" if is_off else f"{name}.keeps_dense_weights = True"
         raise ValueError(
             f"{refused}, but {field}: pruned weights keep values and would be trained. Leave "
             "use_compact_state off."
@@ -187,8 +183,7 @@ def check_rules(updater: Updater) -> None:
 
 def _describe_count(updater: Updater) -> str:
     """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
-    classes = type(updater).__mro__
-    hooks = (*UPDATE_HOOKS, *FIRST_MASK_HOOKS)
+    classes, (_, hooks) = type(updater).__mro__, INFERRED["keeps_count"]
     cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
     if cls is Updater:
         return f"{classes[0].__name__} starts from dense masks and changes their number"

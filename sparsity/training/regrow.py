@@ -122,9 +122,17 @@ def check_resettable(
 
 def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
     """Returns what hides the entries of parameters in a state, `None` if nothing does."""
+    if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
+        return "sparsity.train_only"
+    if trees.find_nodes(inner_state, optax.LookaheadState):
+        return "optax.lookahead"
     arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
+    # A parameter without a tree has the path of every leaf of a state, and so owns them all.
+    is_bare = () in arrays
+    if not arrays or (is_bare and arrays[()].ndim == 1):
+        return None
     size = sum(leaf.size for leaf in arrays.values())
-    owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)
+    owned = owners.map_owned(lambda owner, _: owner is not None, params, inner_state)
     unowned = {
         path: leaf
         for (path, leaf), is_owned in zip(
@@ -132,14 +140,6 @@ def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
         )
         if trees.is_prunable(leaf) and not is_owned
     }
-    if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
-        return "sparsity.train_only"
-    if trees.find_nodes(inner_state, optax.LookaheadState):
-        return "optax.lookahead"
-    # A parameter without a tree has the path of every leaf of a state, and so owns them all.
-    is_bare = () in arrays
-    if not arrays or (is_bare and arrays[()].ndim == 1):
-        return None
     candidates = jax.tree.leaves(inner_state) if is_bare else unowned.values()
     if any(jnp.shape(leaf) == (size,) and trees.is_prunable(leaf) for leaf in candidates):
         return "optax.flatten"

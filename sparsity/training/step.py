@@ -134,8 +134,11 @@ class Step(abc.ABC):
         self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
     ) -> Inputs:
         """Returns the inputs of a step; raises a ValueError that names an unfit leaf."""
-        if params is None:  # raises the error of optax for missing params
-            optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
+        if params is None:
+            raise ValueError(  # in the words of optax
+                "You are using a transformation that requires the current value of parameters, but "
+                "you are not passing `params` when calling `update`."
+            )
         check_state(state)
         check_params(params, state.masks, self.packed)
         self.check_inner(state.inner_state, params)

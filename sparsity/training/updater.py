@@ -1,9 +1,9 @@
-"""Fields, tables and hooks of an updater: the interface that a training step uses."""
+"""Fields, class attributes and hooks of updaters: the interface that a training step uses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, cast
 
 import chex
@@ -20,7 +20,6 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
-    Draw,
     Layerwise,
     Scope,
     Site,
@@ -32,24 +31,33 @@ from sparsity.masks import (
     read_overrides,
 )
 from sparsity.masks.affordable import MaskBudget
+from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState, check_params, get_sparse_state
 
-UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
-FIRST_MASK_HOOKS = "get_initial_masks", "init_state"
+_UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
+
+# Class attributes, and the value of a class that overrides one of the hooks without stating the
+# attribute. `regrows = True` stays.
+INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
+    "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
+    "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
+    "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
+    "_moves_masks": (False, ("new_masks", "update_state")),
+}
 
 
 @dataclasses.dataclass(kw_only=True)
 class Updater(DataclassBase):
-    """Fields and hooks of `BaseUpdater`, whose documentation explains the fields."""
+    """Fields and hooks of `BaseUpdater`, which adds the entry points and explains the fields."""
 
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
     sparsity_type: SparsityType | Callable[[Path, jax.Array], SparsityType | None] = Unstructured()
-    sparsity_distribution_fn: Callable[..., PyTree] | None = None
+    sparsity_distribution_fn: Distribution | None = uniform
     scope: Scope | TreeScope = Layerwise()
     rng_seed: Seed = DEFAULT_SEED
     use_packed_masks: bool = False
@@ -61,8 +69,30 @@ class Updater(DataclassBase):
     regrows: ClassVar[bool | None] = None
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
+    prunes_at_once: ClassVar[bool] = True
+    schedule_type: ClassVar[str] = "polynomial"
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    _moves_masks: ClassVar[bool] = False  # whether updates never call `create_masks`
+    _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
-    def get_distribution_fn(self) -> Callable[..., PyTree] | None:
+    def __init_subclass__(cls) -> None:
+        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides."""
+        super().__init_subclass__()
+        parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
+        new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
+        stated = {name for base in new for name in vars(base)}
+
+        def is_new(hook: str) -> bool:
+            return all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
+
+        cls._inferred -= stated
+        for name, (value, hooks) in INFERRED.items():
+            stays = name in stated or (name == "regrows" and cls.regrows)
+            if not stays and any(map(is_new, hooks)):
+                setattr(cls, name, value)
+                cls._inferred |= {name}
+
+    def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to target sparsities, or `None` for dense parameters."""
         return self.sparsity_distribution_fn
 
@@ -76,9 +106,8 @@ class Updater(DataclassBase):
 
     def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
-        distribution_fn = self.get_distribution_fn()
         return masks_lib.compute_targets(
-            distribution_fn, params, sites, self.scope, self.batch_axes
+            self.get_distribution_fn(), params, sites, self.scope, self.batch_axes
         )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
@@ -110,7 +139,8 @@ class Updater(DataclassBase):
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two
     # hooks of the loop, pre_forward_update and post_gradient_update, get its trees. A hook with an
-    # argument `sites` gets the table that was resolved from the parameters.
+    # argument `sites` gets the table that was resolved from the parameters. A hook of scores may
+    # name `draw`, which draws random scores, and `is_lazy`: whether scores may be `LazyScores`.
 
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
@@ -152,7 +182,8 @@ class Updater(DataclassBase):
 
         Args:
           scores: tree of scores.
-          sparsities: tree of sparsities, `None` for leaves that stay dense.
+          sparsities: tree of sparsities, `None` for leaves that stay dense; or one sparsity for all
+            leaves that the distribution selects, except those of `custom_sparsity_map`.
           target_sparsities: sparsities at the end of a ramp, for N:M; `sparsities` by default.
           sites: `self.sites(params)`. By default sites are resolved from the scores: a function of
             (path, param) gets scores in place of parameters.
@@ -163,13 +194,14 @@ class Updater(DataclassBase):
         """
         if sites is None:
             sites = self.sites(jax.tree.map(_as_weights, scores))
-        sparsities = self._sparsity_tree(sparsities, scores)
+        if () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores):
+            targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
+            if jax.tree.leaves(targets):  # otherwise the scope refuses the sparsity
+                sparsities = trees.map_matched(
+                    lambda path, target: target if sites[path].has_override else sparsities, targets
+                )
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
-
-    def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
-        """Returns the argument `sparsities` of `create_masks` as a tree like the scores."""
-        return sparsities
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
@@ -178,33 +210,24 @@ class Updater(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
-        targets = sparse_state.target_sparsities
+        targets, grads = sparse_state.target_sparsities, inputs.grads
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = self.score_update(sparse_state, inputs)
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
-
-    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
-        """Returns the scores of a mask update: arrays, or recipes that the search computes.
-
-        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
-        memory.
-        """
-        weights, grads = inputs.weights, inputs.grads
+        is_lazy = not is_overridden(self, "create_masks")  # overrides get arrays
         scores: ScoreTree | None = None
-        draw: Draw = generate_random_scores
-        if not is_overridden(self, "create_masks"):  # overrides get arrays
-            scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
-            draw = make_draw(weights)
+        if is_lazy:
+            # Parameters and masks are read as they are stored: masked parameters need no memory.
+            scores = lazy_scores(self.calculate_scores, inputs.weights, inputs.masks, grads)
         if scores is None:
+            draw = make_draw(inputs.weights) if is_lazy else generate_random_scores
             scores = inputs.call(
                 self.calculate_scores,
                 inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=grads,
-                named={"draw": draw},
+                named={"draw": draw, "is_lazy": is_lazy},
             )
-        return scores
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None

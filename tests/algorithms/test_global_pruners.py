@@ -178,6 +178,18 @@ def test_create_masks_takes_one_scalar_for_all_layers():
     np.testing.assert_array_equal(bare, [[0, 1]])
 
 
+def test_one_scalar_is_for_the_leaves_of_the_distribution_without_a_sparsity_of_their_own():
+    updater = sparsity.GlobalMagnitudePruning(custom_sparsity_map={"c": 0.75})
+    scores = {name: jnp.array([[1.0, 4.0, 3.0, 2.0]]) for name in "abc"} | {"bias": jnp.ones(2)}
+    masks = updater.create_masks(scores, 0.5)
+    assert [int(masks[name].sum()) for name in "abc"] == [2, 2, 1]
+    assert masks["bias"] is None
+    layerwise = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.9))
+    assert layerwise.create_masks(scores, 0.25)["c"].tolist() == [[0, 1, 1, 1]]
+    with pytest.raises(ValueError, match="no leaf at 'params'"):
+        sparsity.MagnitudePruning().create_masks(scores, 0.5)  # all leaves stay dense
+
+
 def test_a_sparsity_with_nothing_to_rank_is_an_error():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5)
     with pytest.raises(ValueError, match="nothing to remove"):

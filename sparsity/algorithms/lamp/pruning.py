@@ -19,9 +19,7 @@ from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import is_overridden
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,12 +68,12 @@ class LampPruning(BaseUpdater):
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(
-        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+        self,
+        params: Params,
+        sparse_state: SparseState | None = None,
+        grads: Grads | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> ScoreTree:
-        return jax.tree.map(lambda weights: LampScores(weights).compute(), params)
-
-    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
-        hook = type(self).calculate_scores
-        if hook is not LampPruning.calculate_scores or is_overridden(self, "create_masks"):
-            return super().score_update(sparse_state, inputs)
-        return jax.tree.map(LampScores, inputs.masked_weights)
+        scores = jax.tree.map(LampScores, params)
+        return scores if is_lazy else jax.tree.map(LampScores.compute, scores)

@@ -96,7 +96,8 @@ class Coupled(DataclassBase):
             raise ValueError(f"graph must be made by sparsity.trace, got {self.graph!r}.")
         check_int("order", self.order, 1, 2)
         check_bool("normalize", self.normalize)
-        if not isinstance(self.across, bool) and repr(self.across) != repr("nbytes"):
+        is_nbytes = isinstance(self.across, str) and self.across == "nbytes"
+        if not is_nbytes and not isinstance(self.across, bool):
             raise ValueError(
                 f"across must be True, False or 'nbytes', got across = {self.across!r}."
             )

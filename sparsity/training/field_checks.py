@@ -127,8 +127,9 @@ def _equal(lhs: object, rhs: object) -> bool:
         if jnp.issubdtype(lhs.dtype, jax.dtypes.prng_key):
             lhs, rhs = jax.random.key_data(lhs), jax.random.key_data(rhs)
         return np.array_equal(lhs, rhs)
-    are_arrays = (isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs))
+    if any(isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs)):
+        return False
     try:
-        return not any(are_arrays) and bool(lhs == rhs)
+        return bool(lhs == rhs)
     except ValueError:  # arrays within, which have no one truth value
         return False

@@ -1,0 +1,94 @@
+"""The table of hooks in docs/howto/own_algorithm.md says when each is called and what it sets."""
+
+import ast
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import sparsity
+from sparsity.training.updater import INFERRED, Updater
+from tests.documents import PAGES
+
+_ROW = re.compile(r"^\| `(\w+)\(.*?\)` \|.*?\| (.*?) \|.*\| (.*?) ?\|$", re.MULTILINE)
+ROWS = {
+    hook: (called, sets)
+    for hook, called, sets in _ROW.findall(PAGES["docs/howto/own_algorithm.md"])
+}
+PHASES = {
+    "at `init`": "init",
+    "in every step": "step",
+    "when masks update": "update",
+    "by `instant_sparsify`": "instant_sparsify",
+    "by the loop": "loop",
+    "by `post_gradient_update`": "loop",
+}
+STATED = {"keeps_dense_weights": False, "regrows": False, "keeps_count": True}
+QUESTIONS = {"get_distribution_fn", "sites", "compute_targets", "count_after_move", "slice_rule"}
+
+
+def _noted(hook, calls):
+    def note(self, *args, **kwargs):
+        calls.add(hook)
+        return getattr(super(type(self), self), hook)(*args, **kwargs)
+
+    return note
+
+
+def test_each_hook_is_called_when_the_table_says():
+    calls, params = set(), jnp.arange(1.0, 9.0).reshape(2, 4)
+    start = {"init_algorithm_state": lambda self, params, masks: jnp.zeros(1)}
+    base = type("Remembering", (sparsity.MagnitudePruning,), start)
+    hooks = {hook: _noted(hook, calls) for hook in ROWS}
+    updater = type("Noting", (base,), hooks | STATED)(
+        sparsity_distribution_fn=sparsity.Uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+
+    def called(run, *args):
+        calls.clear()
+        return run(*args), set(calls)
+
+    state, at_init = called(tx.init, params)
+    (_, state), in_step = called(tx.update, params, state, params)
+    (_, state), in_update = called(tx.update, params, state, params)
+    _, at_once = called(updater.instant_sparsify, params)
+    _, before = called(updater.pre_forward_update, params, state)
+    _, after = called(updater.post_gradient_update, params, state)
+    phases = {
+        "init": at_init,
+        "step": in_step,
+        "update": in_update - in_step,
+        "instant_sparsify": at_once,
+        "loop": before | after,
+    }
+    for hook, (when, _) in ROWS.items():
+        named = {phase for words, phase in PHASES.items() if words in when}
+        assert named == {phase for phase, hooks in phases.items() if hook in hooks}, hook
+
+
+def test_every_hook_has_a_row():
+    methods = {name for name, x in vars(Updater).items() if callable(x) and name[0] != "_"}
+    assert ROWS.keys() == methods - QUESTIONS - {"sparsity_distribution_fn"}
+    assert {hook for _, hooks in INFERRED.values() for hook in hooks} <= ROWS.keys()
+
+
+@pytest.mark.parametrize("hook", ROWS)
+def test_an_override_sets_what_the_table_says_unless_the_class_states_it(hook):
+    def override(self, *args, **kwargs):
+        raise AssertionError
+
+    base = type("Base", (sparsity.BaseUpdater,), STATED)
+    derived = type("Derived", (base,), {hook: override})
+    stating = type("Stating", (base,), {hook: override} | STATED)
+    mixed = type("Mixed", (type("Mixin", (), {hook: override}), base), {})
+    pairs = re.findall(r"`(\w+) = (\w+)`", ROWS[hook][1])
+    expected = STATED | {name: ast.literal_eval(value) for name, value in pairs}
+    for cls in (derived, mixed, type("Child", (derived,), {})):
+        assert {name: getattr(cls, name) for name in STATED} == expected
+    assert {name: getattr(stating, name) for name in STATED} == STATED
+    certain = type(
+        "Certain", (type("Base", (sparsity.BaseUpdater,), {"regrows": True}),), {hook: override}
+    )
+    assert certain.regrows is True
