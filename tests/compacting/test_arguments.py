@@ -106,6 +106,24 @@ def test_the_dense_format_trains_kept_entries_alone():
     )
 
 
+def test_second_derivatives_of_the_dense_format_are_those_of_values():
+    def differentiate(formats):
+        model = compact(GRAPH, PARAMS, MASKS, formats=formats)
+        gradient = jax.grad(lambda params: model.apply(params, X / 100).sum())
+
+        def second(params):
+            squares = jax.grad(lambda p: sum((x**2).sum() for x in jax.tree.leaves(gradient(p))))
+            return jax.jvp(gradient, (params,), (params,))[1], squares(params)
+
+        return [model.dense(tree) for tree in jax.jit(second)(model.params)]
+
+    jax.tree.map(
+        lambda *trees: np.testing.assert_allclose(*trees, rtol=1e-5),
+        differentiate({"up": "dense"}),
+        differentiate({"up": "values"}),
+    )
+
+
 def test_an_updater_prunes_and_the_result_is_compact():
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
     pruned, masks = pruner.instant_sparsify(PARAMS)
