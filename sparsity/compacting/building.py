@@ -15,7 +15,7 @@ from sparsity.compacting.formats.storage import MaskedParameter, Storage
 from sparsity.compacting.model import StoredModel, find_readers
 from sparsity.compacting.optimizer_state import Owner
 from sparsity.core import trees
-from sparsity.core.checks import check_kind
+from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks.positions import check_entries
@@ -180,6 +180,31 @@ def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int,
     return inputs if is_separate else ()
 
 
+def check_params(graph: Graph, params: PyTree) -> None:
+    """Raises a ValueError unless the leaves are arrays with the paths and shapes of the graph."""
+    graph.traced.parameters.check_complete(params)
+    traced = {leaf.path: leaf for leaf in graph.leaves}
+    for path, array in trees.leaves_by_names(params).items():
+        if not hasattr(array, "shape"):
+            continue
+        name, leaf = trees.join_names(path), traced.get(path)
+        if is_traced(array):
+            raise ValueError(
+                f"The parameter {name!r} is traced and has no values yet. Call compact outside of "
+                "jit, scan and vmap."
+            )
+        if leaf is None or leaf.shape != array.shape:
+            raise ValueError(
+                f"The params have a leaf {name!r} of shape {array.shape}, with which the graph was "
+                "not traced. Give the complete tree, or trace the model with these parameters."
+            )
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(array.dtype, jnp.inexact):
+            raise ValueError(
+                f"The parameter {name!r} is {array.dtype}, and the graph was traced with "
+                f"{leaf.dtype}. Cast the parameter, or trace the model with these parameters."
+            )
+
+
 def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
 
@@ -216,13 +241,15 @@ def read_formats(
     chosen = {}
     for key, name in formats.items():
         check_kind("a path of formats", key, str | tuple, "text or a tuple of strings")
-        path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else tuple(key)
+        path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else key
+        for part in path:
+            check_kind(f"a part of the path {key!r} of formats", part, str, "text")
         if path not in masked:
             raise ValueError(
                 f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
                 f"{trees.listed([trees.join_names(path) for path in masked])}."
             )
-        if name not in FORMATS:
+        if not isinstance(name, str) or name not in FORMATS:
             raise ValueError(f"formats[{key!r}] must be one of {(*FORMATS,)}, got {name!r}.")
         chosen[path] = name
     return chosen

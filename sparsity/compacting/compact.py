@@ -14,6 +14,7 @@ import optax
 
 from sparsity.compacting.building import (
     build,
+    check_params,
     describe_masked,
     list_formats,
     read_formats,
@@ -39,7 +40,7 @@ from sparsity.compacting.optimizer_state import (
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
-from sparsity.core.checks import check_function, check_kind
+from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training import comparison
@@ -269,8 +270,7 @@ class Compact(StoredModel):
         Returns:
           Text of several lines.
         """
-        check_kind("seconds", seconds, Mapping | None, "the result of measure, or None")
-        return show_rows(make_rows(self), seconds or {})
+        return show_rows(make_rows(self), seconds)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact with frozen entries in dark.
@@ -322,14 +322,15 @@ class Compact(StoredModel):
         return models
 
 
-def _check_move(pruner: object, count: object, loss: object, tx: object) -> None:
+def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -> None:
     """Raises a ValueError that names an argument of `Compact.move` of another type."""
     check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
     check_function("loss", loss, "(apply, params)", optional=True)
     if tx is not None:
         check_optimizer("tx", tx)
     dtype = getattr(count, "dtype", type(count))
-    if getattr(count, "shape", ()) or not np.issubdtype(dtype, np.integer):
+    is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
+    if not is_integer or (not is_traced(count) and count < 0):
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
@@ -393,9 +394,10 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
-    if outside not in ("zero", "frozen"):
+    if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
-    graph.traced.parameters.check_complete(params)
+    check_params(graph, params)
+    check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
     masked = describe_masked(graph, read_masks(graph, masks, is_frozen), is_frozen)
     stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))

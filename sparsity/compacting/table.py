@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparsity.compacting.formats import FORMATS
 from sparsity.core import extras, trees
+from sparsity.core.checks import check_kind, check_number
 from sparsity.core.pictures import bars, new_axes
 from sparsity.core.trees import Path
 
@@ -40,8 +41,14 @@ class Row(NamedTuple):
     readers: tuple[str, ...] = ()
 
 
-def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) -> str:
+def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] | None) -> str:
     """Returns `Compact.report`."""
+    check_kind("seconds", seconds, Mapping | None, "the result of measure, or None")
+    seconds = seconds or {}
+    for path, times in seconds.items():
+        check_kind(f"seconds[{path!r}]", times, Mapping, "a dict {format: seconds}")
+        for name, time in times.items():
+            check_number(f"seconds[{path!r}][{name!r}]", time)
     measured_formats = {name for times in seconds.values() for name in times}
     columns = [name for name in FORMATS if name in measured_formats]
     texts = "parameter", "shape", "format"

@@ -81,7 +81,7 @@ def check_updates(
       The largest difference, as a part of the largest entry of its array.
     """
     rng = np.random.default_rng(0)
-    state = _take_state(tx, params, state)
+    state = read_state(tx, params, state)
 
     def gradient(sign: int, path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
@@ -111,6 +111,22 @@ def check_updates(
     return largest
 
 
+def read_state(tx: optax.GradientTransformation, params: Params, state: PyTree) -> PyTree:
+    """Returns a state of `tx`, also from a SparseState; raises a ValueError for another's."""
+    expected = trees.leaves_by_path(jax.eval_shape(tx.init, params)).keys()
+    if (
+        isinstance(state, SparseState)
+        and trees.leaves_by_path(state.inner_state).keys() == expected
+    ):
+        return state.inner_state
+    if differing := sorted(map(trees.path_string, expected ^ trees.leaves_by_path(state).keys())):
+        raise ValueError(
+            f"opt_state is no state of tx for these params: {trees.listed(differing)} differ. "
+            "Give the state that tx.init(params) starts, or an update of it."
+        )
+    return state
+
+
 def _explain_errors(
     update: Callable[..., PyTree], model: str, remedy: str
 ) -> Callable[..., PyTree]:
@@ -127,22 +143,6 @@ def _explain_errors(
             ) from error
 
     return run
-
-
-def _take_state(tx: optax.GradientTransformation, params: Params, state: PyTree) -> PyTree:
-    """Returns a state of `tx`, also from a SparseState; raises a ValueError for another's."""
-    expected = trees.leaves_by_path(jax.eval_shape(tx.init, params)).keys()
-    if (
-        isinstance(state, SparseState)
-        and trees.leaves_by_path(state.inner_state).keys() == expected
-    ):
-        return state.inner_state
-    if differing := sorted(map(trees.path_string, expected ^ trees.leaves_by_path(state).keys())):
-        raise ValueError(
-            f"opt_state is no state of tx for these params: {trees.listed(differing)} differ. "
-            "Give the state that tx.init(params) starts, or an update of it."
-        )
-    return state
 
 
 def _compare(expected: PyTree, computed: PyTree, model: str, remedy: str) -> float:

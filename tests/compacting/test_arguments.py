@@ -106,6 +106,24 @@ def test_the_dense_format_trains_kept_entries_alone():
     )
 
 
+def test_second_derivatives_of_the_dense_format_are_those_of_values():
+    def differentiate(formats):
+        model = compact(GRAPH, PARAMS, MASKS, formats=formats)
+        gradient = jax.grad(lambda params: model.apply(params, X / 100).sum())
+
+        def second(params):
+            squares = jax.grad(lambda p: sum((x**2).sum() for x in jax.tree.leaves(gradient(p))))
+            return jax.jvp(gradient, (params,), (params,))[1], squares(params)
+
+        return [model.dense(tree) for tree in jax.jit(second)(model.params)]
+
+    jax.tree.map(
+        lambda *trees: np.testing.assert_allclose(*trees, rtol=1e-5),
+        differentiate({"up": "dense"}),
+        differentiate({"up": "values"}),
+    )
+
+
 def test_an_updater_prunes_and_the_result_is_compact():
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
     pruned, masks = pruner.instant_sparsify(PARAMS)
@@ -122,16 +140,52 @@ def test_an_updater_prunes_and_the_result_is_compact():
         ({"masks": {"up": 3 * MASKS["up"]}}, "'up' has entries other than 0 and 1, such as 3"),
         ({"masks": {"up": np.packbits(MASKS["up"], axis=-1)}}, "at 'up'.*Unpack packed masks"),
         ({"outside": "one"}, "outside = 'one'"),
+        ({"outside": np.zeros(2)}, "outside must be 'zero' or 'frozen'"),
         ({"formats": {"up": "csr"}}, "formats.'up'. must be one of .*'csr'"),
+        ({"formats": {"up": ["values"]}}, "formats.'up'. must be one of .*'values'"),
+        (
+            {"formats": {("up", 0): "values"}},
+            "a part of the path .'up', 0. of formats must be text",
+        ),
         ({"formats": {"down": "values"}}, "'down', which has no mask. Masked are 'up'"),
         ({"opt_state": optax.sgd(0.1)}, "opt_state is an optimizer"),
         ({"tx": optax.sgd(0.1)}, "give opt_state"),
         ({"params": {"up": jnp.ones(4), "down": PARAMS["down"]}}, "shape .4,. at 'up'"),
+        ({"params": {**PARAMS, "up": jnp.ones((3, 4), int)}}, "'up' is int32, and the graph was"),
+        ({"opt_state": jax.eval_shape(lambda: PARAMS)}, "opt_state.'down'. has no values yet"),
     ],
 )
 def test_errors_name_argument_value_and_parameter(arguments, message):
     with pytest.raises(ValueError, match=message):
         compact(GRAPH, **{"params": PARAMS, "masks": MASKS, **arguments})
+
+
+def test_parameters_of_another_tree_or_of_a_smaller_model_are_refused():
+    def fn(params, x):
+        return jnp.tanh(x @ params["layer"]["up"]) @ params["layer"]["down"]
+
+    graph = trace(fn, {"layer": PARAMS}, X)
+    with pytest.raises(ValueError, match=r"a leaf 'down' of shape .4, 2., with which the graph"):
+        compact(graph, PARAMS, MASKS)
+    smaller = {"up": PARAMS["up"][:, :2], "down": PARAMS["down"][:2]}
+    for masks in (MASKS, {}):
+        with pytest.raises(
+            ValueError, match=r"a leaf '(up|down)' of shape .\d, 2., with which the graph"
+        ):
+            compact(GRAPH, smaller, masks)
+
+
+def test_traced_parameters_are_refused_by_name():
+    with pytest.raises(ValueError, match="The parameter 'down' is traced and has no values yet"):
+        jax.eval_shape(lambda params: compact(GRAPH, params, MASKS).params, PARAMS)
+
+
+def test_a_matrix_without_inputs_keeps_nothing():
+    params = {"w": jnp.ones((0, 4))}
+    graph = trace(lambda params, x: x @ params["w"], params, jnp.ones((2, 0)))
+    model = compact(graph, params, {"w": np.ones((0, 4), np.uint8)})
+    assert model.params["w"].size == 0
+    assert model.apply(model.params, jnp.ones((2, 0))).tolist() == [[0, 0, 0, 0]] * 2
 
 
 def test_integers_cannot_have_masks():
@@ -160,12 +214,14 @@ def test_other_parameters_are_refused_by_name():
         ({"count": "0"}, "count must be a number of steps, got count = '0'"),
         ({"count": None}, "count must be a number of steps, got count = None"),
         ({"count": 1.5}, "count must be a number of steps, got count = 1.5"),
+        ({"count": -1}, "count must be a number of steps, got count = -1"),
         ({"count": jnp.ones(2, int)}, "count must be a number of steps"),
         ({"loss": "mean"}, "loss must be a function of .apply, params. or None"),
         ({"loss": lambda apply, params: apply(params, X)}, r"loss must return a real .* shape \("),
         ({"loss": lambda apply, params: None}, "loss must return a real .*, got a NoneType"),
         ({"loss": lambda apply, params: 1j * apply(params, X).sum()}, "type complex64"),
         ({"tx": "adam"}, "tx must be an optax.GradientTransformation"),
+        ({"tx": optax.sgd(0.1)}, "opt_state is no state of tx for these params: '0/count'"),
         ({"opt_state": optax.adam(0.1).init(PARAMS)}, r"shape .3, 4. for 'up', whose kept values"),
     ],
 )
@@ -178,8 +234,13 @@ def test_arguments_of_move_are_named(arguments, message):
 
 
 def test_times_of_a_report_are_those_of_measure():
-    with pytest.raises(ValueError, match="seconds must be the result of measure, or None, got"):
-        compact(GRAPH, PARAMS, MASKS).report([0.1])
+    model = compact(GRAPH, PARAMS, MASKS)
+    with pytest.raises(ValueError, match=r"seconds must be the result of measure, or None, got"):
+        model.report([0.1])
+    with pytest.raises(ValueError, match=r"seconds..'up',.. must be a dict {format: seconds}"):
+        model.report({("up",): 0.1})
+    with pytest.raises(ValueError, match=r"seconds..'up',...'values'. must be a finite number"):
+        model.report({("up",): {"values": "fast"}})
 
 
 def test_the_state_of_other_parameters_is_refused():

@@ -7,6 +7,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 
@@ -29,8 +30,10 @@ class Dense(Storage):
     def read(self, kept: Kept, token: Token) -> jax.Array:
         if not kept.is_plain:
             return super().read(kept, token)
-        # To select again would take a pass over the parameter: only gradients are masked.
-        values = _mask_gradient(kept.read_values(), kept.indices)
+        # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
+        # derivatives of any order are 0 outside the mask.
+        values = kept.read_values()
+        values = jnp.where(kept.indices > 0, values, lax.stop_gradient(values))
         return values.reshape(kept.sizes).transpose(kept.axes)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
@@ -45,16 +48,3 @@ class Dense(Storage):
     @property
     def divisible_axes(self) -> tuple[int, ...]:
         return tuple(range(len(self.slice_shape)))
-
-
-@jax.custom_vjp
-def _mask_gradient(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the values; their gradient is 0 outside the mask."""
-    return values
-
-
-def _where_kept(mask: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return jnp.where(mask > 0, cotangent, jnp.zeros((), cotangent.dtype)), None
-
-
-_mask_gradient.defvjp(lambda values, mask: (values, mask), _where_kept)

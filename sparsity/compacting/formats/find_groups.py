@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -62,7 +63,7 @@ def find_groups(mask: np.ndarray, group: int | None = None) -> Groups | None:
 def list_kept(rows: np.ndarray) -> np.ndarray:
     """Returns the kept inputs of bool[..., inputs], padded: [..., k]."""
     *shape, inputs = rows.shape
-    rows = rows.reshape(-1, inputs)
+    rows = rows.reshape(math.prod(shape), inputs)
     counts = np.count_nonzero(rows, axis=1)
     numbers, kept = np.nonzero(rows)
     positions = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -19,6 +19,7 @@ from sparsity.compacting.moving.mover import move_all
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
+from sparsity.training import comparison
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
@@ -42,10 +43,13 @@ def move(
       The new positions, the parameters, and the optimizer's state.
 
     Raises:
-      ValueError: the state needs `tx`, or masks cannot move, see `make_movers`.
+      ValueError: the state needs `tx`, or is that of another optimizer; or masks cannot move, see
+        `make_movers`.
     """
     if tx is None:
         check_fresh_state(arguments[2])
+    else:
+        comparison.read_state(tx, *arguments[1:3])
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
