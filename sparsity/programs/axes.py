@@ -164,8 +164,11 @@ def label_entries(
     return np.tile(np.repeat(parts[at], after), before)
 
 
-def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Returns the entries of an axis that stay, in order, `None` for all."""
+def find_kept(axis: Axis, kept_indices: Mapping[Axis, np.ndarray]) -> np.ndarray | None:
+    """Returns the entries of an axis that stay, in order, `None` for all.
+
+    [layers, entries] where the indices of a variable have a row for each layer.
+    """
     root = axis.root
     if root.kind is None:
         return kept_indices.get(root)
@@ -174,33 +177,18 @@ def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | 
         return None
     sizes = [part.root.size for part in root.parts]
     each = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
+    layers = max((x.shape[:-1] for x in each), key=len)
+    each = [x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in each]
     if root.kind == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
         moved = [x + start for x, start in zip(each, starts, strict=True)]
         # The row of a layer that runs is traced.
-        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved)
+        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved, axis=-1)
         return joined
-    index = np.zeros(1, int)
+    index = np.zeros((*layers, 1), int)
     for x, n in zip(each, sizes, strict=True):
-        index = (index[:, None] * n + x).reshape(-1)
+        index = (index[..., None] * n + x[..., None, :]).reshape(*layers, -1)
     return index
-
-
-def find_kept_by_layer(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Returns `find_kept`, as [layers, entries] where the indices have a row for each layer."""
-    kept_indices = {v: kept_indices[v] for v in list_variables(axis) if v in kept_indices}
-    layers = {len(index) for index in kept_indices.values() if index.ndim == 2}
-    if not layers:
-        return find_kept(axis, kept_indices)
-    rows = []
-    for layer in range(layers.pop()):
-        row = find_kept(
-            axis,
-            {v: index[layer] if index.ndim == 2 else index for v, index in kept_indices.items()},
-        )
-        assert row is not None  # one of its variables has indices
-        rows.append(row)
-    return np.stack(rows)
 
 
 def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:

@@ -18,7 +18,7 @@ from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.alike import Alike
-from sparsity.programs.axes import Axis, count_entries, find_kept, find_kept_by_layer
+from sparsity.programs.axes import Axis, count_entries, find_kept
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
@@ -62,7 +62,7 @@ class Smaller(Interpreter[jax.Array]):
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the entries that are left of the first `end` ones along an axis."""
-        index = find_kept_by_layer(self._coupling.axes(value)[axis], self._plan)
+        index = find_kept(self._coupling.axes(value)[axis], self._plan)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
@@ -71,9 +71,7 @@ class Smaller(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
-            index = find_kept_by_layer(axis, self._plan)
-            if index is not None and index.ndim == 2 and self._layer:
-                index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
+            index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
         return array

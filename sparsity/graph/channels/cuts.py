@@ -14,7 +14,7 @@ from sparsity.graph.model import Parameter
 from sparsity.programs.axes import (
     Axis,
     count_entries,
-    find_kept_by_layer,
+    find_kept,
     label_entries,
     list_variables,
 )
@@ -45,7 +45,7 @@ def spread_kept(
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
-            index = find_kept_by_layer(axis, dict(chosen))
+            index = find_kept(axis, chosen)
             if index is not None:
                 kept.setdefault(parameter.path, {})[number] = index
     return kept
