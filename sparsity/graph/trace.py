@@ -253,12 +253,6 @@ class _Sources(Flow[frozenset[int]]):
     ) -> frozenset[int]:
         return one | other
 
-    def layer(self, fact: frozenset[int], scan: Equation) -> frozenset[int]:
-        return fact
-
-    def stack(self, fact: frozenset[int], scan: Equation) -> frozenset[int]:
-        return fact
-
 
 def _is_named(path: Path) -> bool:
     """Returns whether a path has a name, not only numbers of places in lists and tuples."""

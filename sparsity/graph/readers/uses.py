@@ -150,9 +150,6 @@ class Tracker(Flow[Views]):
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
-    def stack(self, fact: Views, scan: Equation) -> Views:
-        return fact
-
     def shard(self, fact: Views, value: Value, local: Value) -> Views:
         views = []
         for view in fact.views:
