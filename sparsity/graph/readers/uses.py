@@ -177,7 +177,7 @@ class Tracker(Flow[Views]):
                     self._use(equation, operand, view)
         elif is_lookup(equation) and is_data:
             for view in inputs[0].views:
-                self._look_up(equation, view)
+                self._use(equation, 0, view)
         elif name in ENTRYWISE:
             self._entrywise(equation, inputs)
         elif name in LAYOUTS and any(x.views or x.constant is not None for x in inputs):
@@ -211,11 +211,11 @@ class Tracker(Flow[Views]):
             for view in full
             if view.covered == largest
         ]
-        is_data = inputs[0].is_data and not full
-        constant = (
-            None if full or is_data else fold_constant(equation, [x.constant for x in inputs])
-        )
-        self.facts[output] = Views(tuple(views), is_data, constant)
+        if full:
+            self.facts[output] = Views(tuple(views))
+        elif not inputs[0].is_data:
+            constants = [x.constant for x in inputs]
+            self.facts[output] = Views(constant=fold_constant(equation, constants))
 
     def _layout(self, equation: Equation, inputs: Sequence[Views]) -> None:
         layout = LAYOUTS[equation.name]
@@ -240,44 +240,23 @@ class Tracker(Flow[Views]):
             self.facts[output] = Views(tuple(views), is_data, constant)
 
     def _use(self, equation: Equation, operand: int, view: View) -> None:
-        product, trips = read_product(equation), self.trips
-        axes = product.operands[operand]
-        self._add(
-            equation,
-            operand,
-            view,
-            contracting=tuple(sorted(view.axes(axes.contracted))),
-            output=view.axes(axes.free),
-            batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
-            groups=product.groups if operand else 1,
-            macs=round(product.macs * view.share) * (1 if trips is None else trips),
-        )
-
-    def _look_up(self, equation: Equation, view: View) -> None:
-        shape, slices = equation.inputs[0].shape, equation.params["slice_sizes"]
-        complete = [i for i, size in enumerate(slices) if size == shape[i]]
-        self._add(equation, 0, view, output=view.axes(complete), batch=view.stacked)
-
-    def _add(
-        self,
-        equation: Equation,
-        operand: int,
-        view: View,
-        *,
-        contracting: tuple[int, ...] = (),
-        output: tuple[int, ...],
-        batch: tuple[int, ...],
-        groups: int = 1,
-        macs: int = 0,
-    ) -> None:
-        """Adds a use of a view by an equation, with the roles of the axes of the parameter."""
+        """Adds a use of a view by a product or a lookup, with the roles of the parameter's axes."""
+        groups, macs = 1, 0
+        if equation.name in PRODUCTS:
+            product, trips = read_product(equation), 1 if self.trips is None else self.trips
+            axes = product.operands[operand]
+            groups = product.groups if operand else 1
+            macs = round(product.macs * view.share) * trips
+        else:
+            sizes = zip(equation.params["slice_sizes"], equation.inputs[0].shape, strict=True)
+            axes = Operand((), tuple(i for i, (size, full) in enumerate(sizes) if size == full))
         self.uses.append(
             Use(
                 path=self.paths[view.leaf],
                 primitive=equation.name,
-                contracting=contracting,
-                output=output,
-                batch=batch,
+                contracting=tuple(sorted(view.axes(axes.contracted))),
+                output=view.axes(axes.free),
+                batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
                 groups=groups,
                 macs=macs,
                 trips=self.trips,
