@@ -246,7 +246,7 @@ class Graph:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the leaves."""
-        return self.traced.removal.groups
+        return self.traced.removal.channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
@@ -255,7 +255,7 @@ class Graph:
         Windows of convolutions, and the positions of an image that is flattened with its channels,
         are no channels and are left out.
         """
-        return self.traced.removal.refused
+        return self.traced.removal.channels.refused
 
 
 class TracedModel:

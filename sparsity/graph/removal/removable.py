@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.channels.groups import ChannelGroup, Channels, Refusal, find_channels
+from sparsity.graph.channels.groups import Channels, find_channels
 from sparsity.graph.channels.layers import find_layered
 from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
@@ -32,19 +32,9 @@ class Removal:
         self._model, self._uses = model, uses
         self._proofs: dict[frozenset[tuple[object, ...]], Proven] = {}
 
-    @property
-    def groups(self) -> list[ChannelGroup]:
-        """The channels that can be removed, in the order of the parameters."""
-        return self._channels.groups
-
-    @property
-    def refused(self) -> list[Refusal]:
-        """The axes that cannot lose channels, in the order of the parameters."""
-        return self._channels.refused
-
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
-        return {member for group in self.groups for member in group.members}
+        return {member for group in self.channels.groups for member in group.members}
 
     def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
@@ -106,7 +96,8 @@ class Removal:
         }
 
     @functools.cached_property
-    def _channels(self) -> Channels:
+    def channels(self) -> Channels:
+        """The channels that can be removed, and the axes that have none."""
         made: dict[Path, set[int]] = {}
         windows: dict[Path, set[int]] = {}
         for use in self._uses:
