@@ -38,20 +38,12 @@ class Smaller(Interpreter[jax.Array]):
       coupling: the axes of the values.
       plan: the indices that stay of each variable.
       alike: {sum along channels: the entry that removed channels share}, as `Removal.alike`.
-      keeps_rules: whether calls keep custom rules for derivatives.
-      layer: the rows of the plan for the current layer of a scan.
     """
 
-    def __init__(
-        self,
-        coupling: Coupling,
-        plan: KeptIndices,
-        alike: Mapping[Equation, Alike],
-        keeps_rules: bool = True,
-        layer: Mapping[Axis, jax.Array] | None = None,
-    ) -> None:
-        self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
-        self._layer, self._alike = dict(layer or {}), alike
+    def __init__(self, coupling: Coupling, plan: KeptIndices, alike: Mapping[Equation, Alike]):
+        self._coupling, self._plan, self._alike = coupling, dict(plan), alike
+        self._keeps_rules = True  # of calls, for derivatives
+        self._layer: dict[Axis, jax.Array] = {}  # rows of the plan, in a step of a scan
         self._needed = {value for entry in alike.values() for value in entry.list_values()}
         self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
         self._sizes = {variable: index.shape[-1] for variable, index in plan.items()}
@@ -163,32 +155,28 @@ class Smaller(Interpreter[jax.Array]):
 
     def _with_rule(self, equation: Equation, function: Function) -> Function:
         """Returns a call with its custom rule for derivatives, at the smaller sizes."""
-        rule, (floating, _) = equation.derivative, equation.differentiated
+        rule = equation.derivative
         assert rule is not None  # the caller checks it
-        plain = Smaller(self._coupling, self._plan, self._alike, False, self._layer)
-        has = [value in floating for value in equation.inputs]
+        plain = copy.copy(self)
+        plain._keeps_rules = False
 
         if equation.maps_tangents:
 
             def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
-                used = [x for x, use in zip(tangents, has, strict=True) if use]
+                used = _pick_differentiable(tangents, equation.inputs)
                 computed = plain.run(rule, [*primals, *used])
                 half, values = len(computed) // 2, equation.outputs
                 outputs = _insert_others(computed[:half], values, function(*primals))
-                zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
-                return outputs, _insert_others(computed[half:], values, zeros)
+                return outputs, _insert_others(computed[half:], values, _no_tangents(outputs))
 
             with_jvp = jax.custom_jvp(function)
             with_jvp.defjvp(forward)
             return with_jvp
 
         def backward(inputs: Arrays, cotangents: Arrays) -> PyTree:
-            outputs = zip(cotangents, equation.outputs, strict=True)
-            used = [x for x, value in outputs if is_differentiable(value)]
-            computed = iter(plain.run(rule, [*inputs, *used]))
-            none = jax.dtypes.float0
-            pairs = zip(inputs, has, strict=True)
-            return tuple(next(computed) if use else np.zeros(np.shape(x), none) for x, use in pairs)
+            used = _pick_differentiable(cotangents, equation.outputs)
+            computed = plain.run(rule, [*inputs, *used])
+            return _insert_others(computed, equation.inputs, _no_tangents(inputs))
 
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
@@ -206,13 +194,20 @@ def _forward_only(function: Function, error: Exception) -> Function:
     return wrapped
 
 
+def _pick_differentiable(arrays: Arrays, values: Sequence[Value]) -> list[jax.Array]:
+    """Returns the arrays of values that have derivatives."""
+    return [x for x, value in zip(arrays, values, strict=True) if is_differentiable(value)]
+
+
+def _no_tangents(arrays: Arrays) -> list[np.ndarray]:
+    """Returns the zeros that jax takes for tangents of integers."""
+    return [np.zeros(np.shape(x), jax.dtypes.float0) for x in arrays]
+
+
 def _insert_others(computed: Arrays, values: Sequence[Value], others: Sequence[PyTree]) -> PyTree:
     """Returns the arrays that a rule computes, and others for values without derivatives."""
-    arrays = iter(computed)
-    return tuple(
-        next(arrays) if is_differentiable(value) else other
-        for value, other in zip(values, others, strict=True)
-    )
+    arrays, pairs = iter(computed), zip(values, others, strict=True)
+    return tuple(next(arrays) if is_differentiable(value) else other for value, other in pairs)
 
 
 def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
