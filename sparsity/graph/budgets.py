@@ -24,6 +24,7 @@ from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
+from sparsity.programs.axes import Axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,18 +134,16 @@ class Budget:
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
-        graph, by_bytes = self.graph, self.quantity == "nbytes"
-        paths = {parameter.path for parameter in leaves.values()}
-        has_integral_costs = by_bytes or isinstance(graph.traced.costs.count_small_macs({}), int)
+        costs, paths = self.graph.traced.costs, {parameter.path for parameter in leaves.values()}
+        count_small: Callable[[Mapping[Axis, Fraction]], Fraction] = costs.count_small_macs
+        if self.quantity == "nbytes":
+            count_small = functools.partial(costs.count_small_bytes, paths=paths)
+        # A number of channels that is no integer may cost more than the integer below.
+        rounds_down = scope.across and isinstance(count_small({}), int)
 
         def count(targets: Sparsities) -> Fraction:
-            sizes = scope.count_channels(params, targets)
-            if by_bytes:
-                cost = graph.traced.costs.count_small_bytes(sizes, paths)
-            else:
-                cost = graph.traced.costs.count_small_macs(sizes)
-            # A number of channels that is no integer may cost more than the integer below.
-            return Fraction(math.floor(cost)) if scope.across and has_integral_costs else cost
+            cost = count_small(scope.count_channels(params, targets))
+            return Fraction(math.floor(cost)) if rounds_down else cost
 
         return count
 
