@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,10 +15,17 @@ from sparsity.graph.channels.layers import find_layered
 from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.alike import Alike
-from sparsity.graph.removal.proof import Proven, prove
+from sparsity.graph.removal.proof import Proof
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, values_read
+
+
+class Proven(NamedTuple):
+    """The result of a proof, without the facts from which the result follows."""
+
+    refused: dict[Axis, Reason]
+    alike: dict[Equation, Alike]
 
 
 class Removal:
@@ -75,7 +83,8 @@ class Removal:
         if key not in self._proofs:
             paths = {value: self._model.leaves[i].path for value, i in self._model.values.items()}
             entries = {value: masked[path] for value, path in paths.items() if path in masked}
-            self._proofs[key] = prove(self._model.program, self.coupling, entries)
+            proof = Proof(self._model.program, self.coupling, entries)
+            self._proofs[key] = Proven(proof.refused, proof.alike)
         return self._proofs[key]
 
     @functools.cached_property
