@@ -265,14 +265,9 @@ def shrink_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tupl
 
 
 def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
-    composed: np.ndarray
-    if first.ndim == then.ndim == 1:
-        composed = first[then]
-        return composed
-    layers = max(len(x) for x in (first, then) if x.ndim == 2)
-    first, then = (np.broadcast_to(x, (layers, x.shape[-1])) for x in (first, then))
-    composed = np.take_along_axis(first, then, axis=1)
-    return composed
+    layers = np.broadcast_shapes(first.shape[:-1], then.shape[:-1])
+    first, then = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, then))
+    return np.take_along_axis(first, then, axis=-1)
 
 
 def plan_cut(
