@@ -264,6 +264,7 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
+    axes = dict(axes)  # of which jax knows the arrays
     placed = None if is_traced(array) else getattr(array, "sharding", None)
     shape = shrink_shape(jnp.shape(array), axes)
     small: jax.Array
@@ -285,16 +286,9 @@ def _take_all_on_host(
 
 
 @host.instead(_take_all_on_host)
-def _take_all(
-    array: jax.Array, axes: Mapping[int, np.ndarray], target: Sharding | None = None
-) -> jax.Array:
-    small: jax.Array = _take_all_compiled(array, jax.tree.map(jnp.asarray, dict(axes)), target)
-    return small
-
-
 @functools.partial(jax.jit, static_argnames="target")
-def _take_all_compiled(
-    array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None
+def _take_all(
+    array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None = None
 ) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)
