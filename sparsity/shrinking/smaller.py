@@ -95,18 +95,23 @@ class Smaller(Interpreter[jax.Array]):
         if name in SOURCES:  # at full size, so that kept entries do not change
             outputs = zip(equation.outputs, equation.bind(inputs), strict=True)
             return [self.cut(value, array) for value, array in outputs]
-        if name in LAYOUTS and (resize := LAYOUTS[name].resize) is not None:
-            return resize(equation, inputs, self)
-        if name in PRODUCTS and read_product(equation).groups > 1:
-            groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
-            return equation.bind(inputs, feature_group_count=groups)
-        bound = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
+        bound = equation.bind(inputs, **self._resize(equation))
         if (entry := self._alike.get(equation)) is not None:
             axis = self._coupling.axes(entry.value)[entry.axis].root
             # The entries that the sum has lost are all alike.
             if lost := axis.size - self._sizes.get(axis, axis.size):
                 bound[0] += lost * equation.bind([self._compute_entry(entry)])[0]
         return bound
+
+    def _resize(self, equation: Equation) -> dict[str, object]:
+        """Returns the parameters of an equation that differ at the smaller sizes."""
+        name = equation.name
+        if name in LAYOUTS and (resize := LAYOUTS[name].resize) is not None:
+            return resize(equation, self)
+        if name in PRODUCTS and read_product(equation).groups > 1:
+            groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
+            return {"feature_group_count": groups}
+        return _shardings(equation, self.shape(equation.outputs[0]))
 
     def _compute_entry(self, entry: Alike) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
@@ -228,7 +233,7 @@ def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Arra
     return selected
 
 
-def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:
+def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, object]:
     """Returns the shardings of an equation, without axes that do not divide the new sizes."""
     params = {key: equation.params.get(key) for key in ("sharding", "out_sharding")}
     return {key: fit(x, shape) for key, x in params.items() if isinstance(x, NamedSharding)}
