@@ -156,11 +156,8 @@ def label_entries(
     involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
-    if not involved:
-        return np.full(math.prod(map(len, parts)), -1)
-    (at,) = involved
-    before = math.prod(len(x) for x in parts[:at])
-    after = math.prod(len(x) for x in parts[at + 1 :])
+    at, lengths = involved[0] if involved else 0, [len(x) for x in parts]
+    before, after = math.prod(lengths[:at]), math.prod(lengths[at + 1 :])
     return np.tile(np.repeat(parts[at], after), before)
 
 

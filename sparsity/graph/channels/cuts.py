@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -199,9 +200,7 @@ def _solve_equations(equations: Sequence[_Equation]) -> Sizes:
 
 def _solve(axis: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
     """Returns the size of a variable at which an axis has this size, or the nearest one."""
-    low, high = 1, variable.size
-    while low < high:
-        middle = (low + high) // 2
-        longer = count_entries(axis, {**sizes, variable: middle}) < size
-        low, high = (middle + 1, high) if longer else (low, middle)
-    return low
+    candidates = range(1, variable.size)
+    return 1 + bisect.bisect_left(
+        candidates, size, key=lambda n: count_entries(axis, sizes | {variable: n})
+    )
