@@ -64,8 +64,7 @@ class Cutter:
         likes = trees.leaves_by_path(small_params)
 
         def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-            path = self._path(key, leaf)
-            mask = None if path is None else masks.get(path)
+            mask = masks.get(self._path(key, leaf))
             if mask is None:
                 return None
             kept = are_kept(_cut(mask, self._axes(key, leaf)))
@@ -74,7 +73,7 @@ class Cutter:
             return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
 
         with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
-            return trees.map_matched(cut, params)
+            return trees.map_matched(cut, trees.only_arrays(params))
 
     def state(self, params: Params, small_params: Params, state: PyTree) -> PyTree:
         """Cuts the leaves of an optimizer's state that belong to cut parameters.
@@ -143,24 +142,20 @@ class Cutter:
         """Returns the arrays of `params` under their masks; the plan masks those that have none."""
 
         def mask(key: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-            path = self._path(key, leaf)
-            leaf_mask = None if path is None else masks.get(path)
+            leaf_mask = masks.get(self._path(key, leaf))
             if leaf_mask is not None:
                 return apply_mask(leaf, leaf_mask)
             return _mask(leaf, self._axes(key, leaf))
 
         return trees.map_matched(mask, trees.only_arrays(params))
 
-    def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path | None:
-        """Returns the path in the graph of a leaf of params, `None` for a leaf that is no array."""
-        if not hasattr(leaf, "shape"):
-            return None
+    def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path:
+        """Returns the path in the graph of an array of params."""
         return self.graph.traced.parameters.find(trees.path_names(key), leaf).path
 
     def _axes(self, key: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
         """Returns the indices that stay along each axis of a leaf that loses some."""
-        path = self._path(key, leaf)
-        return {} if path is None else self.plan.kept.get(path, {})
+        return self.plan.kept.get(self._path(key, leaf), {}) if trees.is_array(leaf) else {}
 
 
 @dataclasses.dataclass(frozen=True)
