@@ -9,6 +9,7 @@ entries of a variable, or on their order, pins the variable, with a reason.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -48,6 +49,7 @@ class Reason(NamedTuple):
         return self._replace(text=f"{self.text}: {detail}")
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Axis:
     """An axis: a variable, a product of axes (row-major), or a sum of them (one after the other).
 
@@ -58,17 +60,11 @@ class Axis:
       pin: why a variable cannot lose entries, `None` if entries can go.
     """
 
-    __slots__ = ("_same", "kind", "parts", "pin", "size")
-
-    def __init__(
-        self,
-        size: int,
-        kind: Kind | None = None,
-        parts: Sequence[Axis] = (),
-        pin: Reason | None = None,
-    ) -> None:
-        self.size, self.kind, self.parts, self.pin = int(size), kind, tuple(parts), pin
-        self._same: Axis | None = None
+    size: int
+    kind: Kind | None = None
+    parts: Sequence[Axis] = ()
+    pin: Reason | None = None
+    _same: Axis | None = dataclasses.field(default=None, init=False)
 
     @property
     def root(self) -> Axis:
@@ -88,7 +84,7 @@ class Axis:
     def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
-        self.kind, self.parts, self.pin = kind, tuple(parts), None
+        self.kind, self.parts, self.pin = kind, parts, None
         return parts
 
 

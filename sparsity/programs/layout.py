@@ -267,19 +267,6 @@ def _list_windows(equation: Equation) -> list[int]:
     ]
 
 
-def _sort(equation: Equation) -> list[Relation]:
-    """Relates all inputs to all outputs along the sorted axis."""
-    count, shape = len(equation.inputs), equation.inputs[0].shape
-    pairs = [(source, target) for target in range(count) for source in {0, target}]
-    return [
-        Relation("mixed", (Place(source, axis),), (Place(target, axis),), _IN_ORDER)
-        if axis == equation.params["dimension"]
-        else same((source, axis), (target, axis), _IN_ORDER)
-        for source, target in pairs
-        for axis in range(len(shape))
-    ]
-
-
 def _update(equation: Equation) -> list[Relation]:
     shape, part = equation.inputs[0].shape, equation.inputs[1].shape
     computed = "an update at a place that is computed"
@@ -399,7 +386,10 @@ LAYOUTS: dict[str, AxisRule] = {
     "gather": AxisRule(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
     "pad": AxisRule(_along("cut", _list_padded), sources=_all_inputs),
     "rev": AxisRule(_along("reversed", lambda equation: equation.params["dimensions"])),
-    "sort": AxisRule(_sort, sources=lambda equation, number: (number,)),
+    "sort": AxisRule(
+        _along("mixed", lambda equation: [equation.params["dimension"]]),
+        sources=lambda equation, number: (number,),
+    ),
     "top_k": AxisRule(
         _along_axis,
         sources=lambda equation, number: () if number else (0,),  # the others are indices
