@@ -50,26 +50,18 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+        parameter = self._find(path, param)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.traced.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
-        parameters = [
-            self.graph.traced.parameters.find(path, param, may_be_smaller=True)
-            for path, param in leaves
-        ]
-        kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
+        parameters = [self._find(path, param) for path, param in leaves]
+        kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
         if self.quantity == "nbytes":
-            nbytes = (kept[parameter.path] * parameter.dtype.itemsize for parameter in parameters)
-            return sum(nbytes, Polynomial({}))
-        shares = {
-            parameter.path: kept[parameter.path] / parameter.size
-            for parameter in parameters
-            if parameter.size
-        }
+            return sum((kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
+        shares = {x.path: kept[x.path] / x.size for x in parameters if x.size}
         return Polynomial.convert(self.graph.traced.costs.count_sparse_macs(shares))
 
     def __call__(
@@ -129,6 +121,9 @@ class Budget:
         return trees.map_matched(  # some patterns fix the density
             lambda path, x: sites[path].pattern.final_sparsity(x), targets
         )
+
+    def _find(self, path: tuple[str, ...], param: chex.Array) -> Parameter:
+        return self.graph.traced.parameters.find(path, param, may_be_smaller=True)
 
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled

@@ -97,9 +97,7 @@ class Graph:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         check_values("masks", masks, "Count multiply-adds outside of jit.")
         return {
-            parameter.path: Fraction(
-                int(np.count_nonzero(np.asarray(mask))), max(parameter.size, 1)
-            )
+            parameter.path: Fraction(int(np.count_nonzero(mask)), max(parameter.size, 1))
             for parameter, mask in self.traced.parameters.match_masks(masks)
         }
 

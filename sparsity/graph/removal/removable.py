@@ -46,9 +46,8 @@ class Removal:
 
     def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
-        return [
-            (self._model.leaves[i], self.coupling.axes(v)) for v, i in self._model.values.items()
-        ]
+        axes = map(self.coupling.axes, self._model.values)
+        return list(zip(self._model.leaves, axes, strict=True))
 
     @functools.cached_property
     def coupling(self) -> Coupling:

@@ -289,13 +289,12 @@ class Coupled(DataclassBase):
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
+        costs, parameters = self.graph.traced.costs, self.graph.traced.parameters
         if self.across == "nbytes":
-            leaves = self.graph.traced.parameters.match(tree).values()
-            cost = self.graph.traced.costs.count_small_bytes(
-                sizes, {parameter.path for parameter in leaves}
-            )
+            paths = {parameter.path for parameter in parameters.match(tree).values()}
+            cost = costs.count_small_bytes(sizes, paths)
         else:
-            cost = self.graph.traced.costs.count_small_macs(sizes)
+            cost = costs.count_small_macs(sizes)
         return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
 
     def _compete(
