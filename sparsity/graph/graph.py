@@ -142,22 +142,20 @@ class Graph:
     def _rows(self, masks: Masks | None) -> list[tables.CostRow]:
         """Returns the rows of tables and pictures, in tree order."""
         density, rows = self._densities(masks), []
+        groups: dict[Path, list[tuple[int, int]]] = {}
+        for number, group in enumerate(self.groups):
+            for path, axis in group.members:
+                groups.setdefault(path, []).append((axis, number))
         for parameter in self.leaves:
             uses = [use for use in self.uses if use.path == parameter.path]
             axes = {axis for use in uses for axis in use.contracting}
-            groups = [
-                (axis, number)
-                for number, group in enumerate(self.groups)
-                for path, axis in group.members
-                if path == parameter.path
-            ]
             dense = self.traced.costs.count_macs(parameter.path)
             masked = round(dense * density.get(parameter.path, 1))
             names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
-            row = tables.CostRow(
-                parameter, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
+            numbers = tuple(sorted(groups.get(parameter.path, ())))
+            rows.append(
+                tables.CostRow(parameter, names, tuple(sorted(axes)), dense, masked, numbers)
             )
-            rows.append(row)
         return rows
 
     # For pruners.
