@@ -238,11 +238,7 @@ class Interpreter(Generic[Array]):
 
     def _cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         index, *operands = inputs
-
-        def branch(program: Program, *operands: Array) -> list[Array]:
-            return self.run(program, operands)
-
-        branches = [functools.partial(branch, body) for body in equation.bodies]
+        branches = [lambda *x, body=body: self.run(body, x) for body in equation.bodies]
         outputs: list[Array] = switch(index, branches, operands)
         return outputs
 
