@@ -14,14 +14,7 @@ from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
 from sparsity.graph.model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import (
-    ClosedJaxpr,
-    Equation,
-    Program,
-    Value,
-    read_jaxpr,
-    values_read,
-)
+from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr, values_read
 from sparsity.programs.walk import Flow
 
 _ON_VALUES = (

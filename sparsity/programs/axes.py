@@ -88,6 +88,10 @@ class Axis:
         return parts
 
 
+# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
+KeptIndices: TypeAlias = Mapping[Axis, np.ndarray]
+
+
 def list_variables(axis: Axis) -> list[Axis]:
     """Returns the variables that make up an axis, in order."""
     root = axis.root
@@ -157,7 +161,7 @@ def label_entries(
     return np.tile(np.repeat(parts[at], after), before)
 
 
-def find_kept(axis: Axis, kept_indices: Mapping[Axis, np.ndarray]) -> np.ndarray | None:
+def find_kept(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
     """Returns the entries of an axis that stay, in order, `None` for all.
 
     [layers, entries] where the indices of a variable have a row for each layer.

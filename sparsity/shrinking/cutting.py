@@ -17,14 +17,7 @@ from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
-from sparsity.masks import (
-    apply_mask,
-    are_kept,
-    are_packed,
-    pack_masks,
-    place_masks,
-    unpack_masks,
-)
+from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.shrinking.smaller import take
@@ -295,8 +288,6 @@ def _mask(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     for axis, index in axes.items():
         stays = stays_at(index, array.shape[axis])
         shape = [1] * array.ndim
-        shape[axis] = array.shape[axis]
-        if index.ndim == 2:
-            shape[0] = len(stays)
+        shape[0], shape[axis] = len(stays), array.shape[axis]
         array = jnp.where(stays.reshape(shape), array, 0)
     return array

@@ -18,15 +18,13 @@ from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.alike import Alike
-from sparsity.programs.axes import Axis, count_entries, find_kept
+from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
 
-# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
-KeptIndices = Mapping[Axis, np.ndarray]
 Arrays: TypeAlias = Sequence[jax.Array]
 Function: TypeAlias = Callable[..., Any]  # of arrays
 
@@ -152,8 +150,8 @@ class Smaller(Interpreter[jax.Array]):
 
     def _layered(self, scan: Equation) -> list[Axis]:
         """Returns the variables of which layers of a scan keep different entries."""
-        layered = {v: index for v, index in self._plan.items() if index.ndim == 2}
-        return [v for v, index in layered.items() if len(index) == scan.length]
+        rows = {v: len(index) for v, index in self._plan.items() if index.ndim == 2}
+        return [v for v, length in rows.items() if length == scan.length]
 
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))

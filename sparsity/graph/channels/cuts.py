@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -14,13 +14,15 @@ from sparsity.graph.channels.groups import ParameterAxes
 from sparsity.graph.model import Parameter
 from sparsity.programs.axes import (
     Axis,
+    KeptIndices,
     count_entries,
     find_kept,
     label_entries,
     list_variables,
 )
 
-Sizes = dict[Axis, int]
+Sizes: TypeAlias = dict[Axis, int]
+AxisArrays: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # {path: {axis: array}}
 
 
 @runtime_checkable
@@ -33,14 +35,14 @@ class Cut(Protocol):
     """
 
     @property
-    def kept(self) -> Mapping[Path, Mapping[int, np.ndarray]]: ...
+    def kept(self) -> AxisArrays: ...
 
     @property
     def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
 
 
 def spread_kept(
-    parameters: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
+    parameters: ParameterAxes, chosen: KeptIndices
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
@@ -94,9 +96,7 @@ def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Axis, np.ndarray]:
     return kept
 
 
-def _check_implied(
-    kept: Mapping[Path, Mapping[int, np.ndarray]], implied: Mapping[Path, Mapping[int, np.ndarray]]
-) -> None:
+def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
     """Raises a ValueError unless a plan keeps the indices that the kept channels imply."""
     for path in {**kept, **implied}:
         one, other = kept.get(path, {}), implied.get(path, {})

@@ -92,11 +92,7 @@ class Views:
 
 
 def follow(
-    view: View,
-    equation: Equation,
-    relations: Sequence[Relation],
-    operand: int = 0,
-    number: int = 0,
+    view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, number: int = 0
 ) -> View | None:
     """Returns an output of a layout primitive as a view, `None` if it is no view.
 

@@ -88,10 +88,7 @@ class Proof(Flow[Constants]):
     """
 
     def __init__(
-        self,
-        program: Program,
-        coupling: Coupling,
-        masked: Mapping[Value, Collection[RemovedEntry]],
+        self, program: Program, coupling: Coupling, masked: Mapping[Value, Collection[RemovedEntry]]
     ):
         super().__init__()
         self._coupling = coupling
