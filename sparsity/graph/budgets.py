@@ -24,6 +24,7 @@ from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
+from sparsity.programs.axes import Axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,26 +50,18 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+        parameter = self._find(path, param)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.traced.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
-        parameters = [
-            self.graph.traced.parameters.find(path, param, may_be_smaller=True)
-            for path, param in leaves
-        ]
-        kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
+        parameters = [self._find(path, param) for path, param in leaves]
+        kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
         if self.quantity == "nbytes":
-            nbytes = (kept[parameter.path] * parameter.dtype.itemsize for parameter in parameters)
-            return sum(nbytes, Polynomial({}))
-        shares = {
-            parameter.path: kept[parameter.path] / parameter.size
-            for parameter in parameters
-            if parameter.size
-        }
+            return sum((kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
+        shares = {x.path: kept[x.path] / x.size for x in parameters if x.size}
         return Polynomial.convert(self.graph.traced.costs.count_sparse_macs(shares))
 
     def __call__(
@@ -129,22 +122,23 @@ class Budget:
             lambda path, x: sites[path].pattern.final_sparsity(x), targets
         )
 
+    def _find(self, path: tuple[str, ...], param: chex.Array) -> Parameter:
+        return self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
-        graph, by_bytes = self.graph, self.quantity == "nbytes"
-        paths = {parameter.path for parameter in leaves.values()}
-        has_integral_costs = by_bytes or isinstance(graph.traced.costs.count_small_macs({}), int)
+        costs, paths = self.graph.traced.costs, {parameter.path for parameter in leaves.values()}
+        count_small: Callable[[Mapping[Axis, Fraction]], Fraction] = costs.count_small_macs
+        if self.quantity == "nbytes":
+            count_small = functools.partial(costs.count_small_bytes, paths=paths)
+        # A number of channels that is no integer may cost more than the integer below.
+        rounds_down = scope.across and isinstance(count_small({}), int)
 
         def count(targets: Sparsities) -> Fraction:
-            sizes = scope.count_channels(params, targets)
-            if by_bytes:
-                cost = graph.traced.costs.count_small_bytes(sizes, paths)
-            else:
-                cost = graph.traced.costs.count_small_macs(sizes)
-            # A number of channels that is no integer may cost more than the integer below.
-            return Fraction(math.floor(cost)) if scope.across and has_integral_costs else cost
+            cost = count_small(scope.count_channels(params, targets))
+            return Fraction(math.floor(cost)) if rounds_down else cost
 
         return count
 

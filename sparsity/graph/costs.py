@@ -97,12 +97,8 @@ class Costs:
 
     def _by_product(self, path: Path) -> list[Use]:
         """Returns one use for each product of a parameter: that of the largest part."""
-        largest: dict[Equation, Use] = {}
-        for use in self._tracker.find_products(path):
-            other = largest.setdefault(use.equation, use)
-            if use.view.share > other.view.share:
-                largest[use.equation] = use
-        return list(largest.values())
+        uses = sorted(self._tracker.find_products(path), key=lambda use: use.view.share)
+        return list({use.equation: use for use in uses}.values())
 
 
 def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
@@ -112,10 +108,9 @@ def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Numb
         if equation.name in PRODUCTS:
             total = total + count(equation)
         elif equation.bodies:
-            bodies = equation.within()
             each = [
-                _sum_products(x.program, count) * (1 if x.trips is None else x.trips)
-                for x in bodies
+                _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
+                for body in equation.within()
             ]
             total = total + functools.reduce(_larger if equation.is_choice else operator.add, each)
     return total

@@ -26,7 +26,7 @@ from sparsity.patterns import SparsityType
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Trace: TypeAlias = Callable[[Callable[..., PyTree], PyTree, tuple[PyTree, ...]], "Graph"]
+Trace: TypeAlias = Callable[..., "Graph"]  # of a function, its parameters and its inputs
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
 
 
@@ -61,7 +61,8 @@ class Graph:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the function by its name, and the shapes: unpickling traces the model again."""
-        return self.traced.trace, (self.traced.model.fn, *self.traced.model.example)
+        params, args = self.traced.model.example
+        return self.traced.trace, (self.traced.model.fn, params, *args)
 
     def __repr__(self) -> str:
         return (
@@ -83,23 +84,20 @@ class Graph:
         Returns:
           The number of multiply-adds.
         """
-        return self._dense_macs if masks is None else self._count_macs(self._densities(masks))
+        if masks is None:
+            return self._dense_macs
+        return round(self.traced.costs.count_sparse_macs(self._densities(masks)))
 
     @functools.cached_property
     def _dense_macs(self) -> int:
-        return self._count_macs({})  # jax asks for the text of a graph in each call of an updater
-
-    def _count_macs(self, densities: Mapping[Path, Fraction]) -> int:
-        macs: Fraction = self.traced.costs.count_sparse_macs(densities)
-        return round(macs)
+        # jax asks for the text of a graph in each call of an updater.
+        return round(self.traced.costs.count_sparse_macs(dict[Path, Fraction]()))
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         check_values("masks", masks, "Count multiply-adds outside of jit.")
         return {
-            parameter.path: Fraction(
-                int(np.count_nonzero(np.asarray(mask))), max(parameter.size, 1)
-            )
+            parameter.path: Fraction(int(np.count_nonzero(mask)), max(parameter.size, 1))
             for parameter, mask in self.traced.parameters.match_masks(masks)
         }
 
@@ -144,22 +142,20 @@ class Graph:
     def _rows(self, masks: Masks | None) -> list[tables.CostRow]:
         """Returns the rows of tables and pictures, in tree order."""
         density, rows = self._densities(masks), []
+        groups: dict[Path, list[tuple[int, int]]] = {}
+        for number, group in enumerate(self.groups):
+            for path, axis in group.members:
+                groups.setdefault(path, []).append((axis, number))
         for parameter in self.leaves:
             uses = [use for use in self.uses if use.path == parameter.path]
             axes = {axis for use in uses for axis in use.contracting}
-            groups = [
-                (axis, number)
-                for number, group in enumerate(self.groups)
-                for path, axis in group.members
-                if path == parameter.path
-            ]
             dense = self.traced.costs.count_macs(parameter.path)
             masked = round(dense * density.get(parameter.path, 1))
             names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
-            row = tables.CostRow(
-                parameter, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
+            numbers = tuple(sorted(groups.get(parameter.path, ())))
+            rows.append(
+                tables.CostRow(parameter, names, tuple(sorted(axes)), dense, masked, numbers)
             )
-            rows.append(row)
         return rows
 
     # For pruners.
@@ -246,7 +242,7 @@ class Graph:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the leaves."""
-        return self.traced.removal.groups
+        return self.traced.removal.channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
@@ -255,7 +251,7 @@ class Graph:
         Windows of convolutions, and the positions of an image that is flattened with its channels,
         are no channels and are left out.
         """
-        return self.traced.removal.refused
+        return self.traced.removal.channels.refused
 
 
 class TracedModel:
@@ -304,7 +300,7 @@ def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
     for earlier, retraced in traced.retraced:
         if trees.are_alike(example, earlier):
             return retraced
-    retraced = traced.trace(traced.model.fn, *example)
+    retraced = traced.trace(traced.model.fn, example[0], *example[1])
     # A number that changes from call to call must not fill the memory.
     traced.retraced = [*traced.retraced[-_MOST_RETRACED:], (example, retraced)]
     return retraced
@@ -318,4 +314,4 @@ def trace_at_shapes(
     arrays, rebuild = trees.split_arrays(params)
     leaves = zip(arrays, graph.leaves, strict=True)
     structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
-    return graph.traced.trace(fn, rebuild(structs), args)
+    return graph.traced.trace(fn, rebuild(structs), *args)

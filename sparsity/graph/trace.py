@@ -14,14 +14,7 @@ from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
 from sparsity.graph.model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import (
-    ClosedJaxpr,
-    Equation,
-    Program,
-    Value,
-    read_jaxpr,
-    values_read,
-)
+from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr, values_read
 from sparsity.programs.walk import Flow
 
 _ON_VALUES = (
@@ -85,7 +78,7 @@ def trace(
     example = sharding.abstract((params, args))
     structure = jax.tree.structure(shapes)
     model = Model(program, parameters, carried, outputs, structure, fn, example)
-    return Graph(model, functools.partial(_trace_like, state))
+    return Graph(model, functools.partial(trace, state=state))
 
 
 def _make_jaxpr(
@@ -121,15 +114,6 @@ def _make_jaxpr(
         ) from error
 
 
-def _trace_like(
-    state: Mapping[Path | str, Path | str] | None,
-    fn: Callable[..., PyTree],
-    params: Params,
-    args: tuple[PyTree, ...],
-) -> Graph:
-    return trace(fn, params, *args, state=state)
-
-
 def _check_constants(
     program: Program, parameters: Sequence[Parameter], arrays: Sequence[jax.Array]
 ) -> None:
@@ -137,24 +121,22 @@ def _check_constants(
     read_values = values_read(program)
     constants = [value.constant for value in read_values if value.constant is not None]
     for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
-        if value in read_values or len(parameter.shape) < 2:
-            continue
-        for constant in constants:
-            if (
-                getattr(constant, "shape", None) != parameter.shape
-                or constant.dtype != parameter.dtype
-            ):
-                continue
-            is_abstract = isinstance(array, jax.ShapeDtypeStruct)
-            is_same = constant is array
-            if not is_abstract and not is_traced(constant) and not is_traced(array):
-                is_same = np.array_equal(constant, array)
-            if is_abstract or is_same:
-                raise ValueError(
-                    f"fn does not read params at {parameter.name!r}, but holds a constant of its "
-                    f"shape {parameter.shape}: it closes over its parameters. Let it take them as "
-                    "its first argument."
-                )
+        is_unread = value not in read_values and len(parameter.shape) > 1
+        if is_unread and any(_may_be(constant, array) for constant in constants):
+            raise ValueError(
+                f"fn does not read params at {parameter.name!r}, but holds a constant of its "
+                f"shape {parameter.shape}: it closes over its parameters. Let it take them as "
+                "its first argument."
+            )
+
+
+def _may_be(constant: PyTree, array: PyTree) -> bool:
+    """Returns whether a constant equals an array, or one of whose values nothing is known."""
+    if getattr(constant, "shape", None) != array.shape or constant.dtype != array.dtype:
+        return False
+    if constant is array or isinstance(array, jax.ShapeDtypeStruct):
+        return True
+    return not is_traced(constant) and not is_traced(array) and np.array_equal(constant, array)
 
 
 def _find_carried(
@@ -170,8 +152,10 @@ def _find_carried(
     sources = _Sources(program, program.inputs[: len(leaves)])
     carried: dict[int, int] = {}
     for i, path in enumerate(outputs):
-        ends = (numbers[end] for end in _ends(path) if end in numbers and _is_named(end))
-        leaf, value = next(ends, None), program.outputs[i]
+        ends = [path[start:] for start in range(len(path)) if path[start:] in numbers]
+        # A path of numbers alone is a place in a tuple.
+        named = (numbers[end] for end in ends if not all(name.isdecimal() for name in end))
+        leaf, value = next(named, None), program.outputs[i]
         if leaf is None or not _fits(value, leaves[leaf]):
             continue
         if leaf not in sources.multiplied or leaf in sources.fact(value):
@@ -252,19 +236,3 @@ class _Sources(Flow[frozenset[int]]):
         self, one: frozenset[int], other: frozenset[int], equation: Equation, target: Value
     ) -> frozenset[int]:
         return one | other
-
-    def layer(self, fact: frozenset[int], scan: Equation) -> frozenset[int]:
-        return fact
-
-    def stack(self, fact: frozenset[int], scan: Equation) -> frozenset[int]:
-        return fact
-
-
-def _is_named(path: Path) -> bool:
-    """Returns whether a path has a name, not only numbers of places in lists and tuples."""
-    return any(not name.isdecimal() for name in path)
-
-
-def _ends(path: Path) -> list[Path]:
-    """Returns the path and all its ends, the longest first."""
-    return [path[start:] for start in range(len(path))]

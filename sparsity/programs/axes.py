@@ -9,6 +9,7 @@ entries of a variable, or on their order, pins the variable, with a reason.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -48,6 +49,7 @@ class Reason(NamedTuple):
         return self._replace(text=f"{self.text}: {detail}")
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Axis:
     """An axis: a variable, a product of axes (row-major), or a sum of them (one after the other).
 
@@ -58,17 +60,11 @@ class Axis:
       pin: why a variable cannot lose entries, `None` if entries can go.
     """
 
-    __slots__ = ("_same", "kind", "parts", "pin", "size")
-
-    def __init__(
-        self,
-        size: int,
-        kind: Kind | None = None,
-        parts: Sequence[Axis] = (),
-        pin: Reason | None = None,
-    ) -> None:
-        self.size, self.kind, self.parts, self.pin = int(size), kind, tuple(parts), pin
-        self._same: Axis | None = None
+    size: int
+    kind: Kind | None = None
+    parts: Sequence[Axis] = ()
+    pin: Reason | None = None
+    _same: Axis | None = dataclasses.field(default=None, init=False)
 
     @property
     def root(self) -> Axis:
@@ -88,8 +84,12 @@ class Axis:
     def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
-        self.kind, self.parts, self.pin = kind, tuple(parts), None
+        self.kind, self.parts, self.pin = kind, parts, None
         return parts
+
+
+# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
+KeptIndices: TypeAlias = Mapping[Axis, np.ndarray]
 
 
 def list_variables(axis: Axis) -> list[Axis]:
@@ -156,16 +156,16 @@ def label_entries(
     involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
-    if not involved:
-        return np.full(math.prod(map(len, parts)), -1)
-    (at,) = involved
-    before = math.prod(len(x) for x in parts[:at])
-    after = math.prod(len(x) for x in parts[at + 1 :])
+    at, lengths = involved[0] if involved else 0, [len(x) for x in parts]
+    before, after = math.prod(lengths[:at]), math.prod(lengths[at + 1 :])
     return np.tile(np.repeat(parts[at], after), before)
 
 
-def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Returns the entries of an axis that stay, in order, `None` for all."""
+def find_kept(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
+    """Returns the entries of an axis that stay, in order, `None` for all.
+
+    [layers, entries] where the indices of a variable have a row for each layer.
+    """
     root = axis.root
     if root.kind is None:
         return kept_indices.get(root)
@@ -174,33 +174,18 @@ def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | 
         return None
     sizes = [part.root.size for part in root.parts]
     each = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
+    layers = max((x.shape[:-1] for x in each), key=len)
+    each = [x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in each]
     if root.kind == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
         moved = [x + start for x, start in zip(each, starts, strict=True)]
         # The row of a layer that runs is traced.
-        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved)
+        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved, axis=-1)
         return joined
-    index = np.zeros(1, int)
+    index = np.zeros((*layers, 1), int)
     for x, n in zip(each, sizes, strict=True):
-        index = (index[:, None] * n + x).reshape(-1)
+        index = (index[..., None] * n + x[..., None, :]).reshape(*layers, -1)
     return index
-
-
-def find_kept_by_layer(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Returns `find_kept`, as [layers, entries] where the indices have a row for each layer."""
-    kept_indices = {v: kept_indices[v] for v in list_variables(axis) if v in kept_indices}
-    layers = {len(index) for index in kept_indices.values() if index.ndim == 2}
-    if not layers:
-        return find_kept(axis, kept_indices)
-    rows = []
-    for layer in range(layers.pop()):
-        row = find_kept(
-            axis,
-            {v: index[layer] if index.ndim == 2 else index for v, index in kept_indices.items()},
-        )
-        assert row is not None  # one of its variables has indices
-        rows.append(row)
-    return np.stack(rows)
 
 
 def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:

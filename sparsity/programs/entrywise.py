@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -297,31 +297,25 @@ class Reduction:
     repeat: Callable[[float], float | None] = _only()
 
 
-class _Limits(NamedTuple):
-    """The smallest and the largest value of a dtype."""
-
-    min: float
-    max: float
-
-
-def _limits(dtype: DTypeLike) -> _Limits:
+def _limits(dtype: DTypeLike) -> tuple[float, float]:
+    """Returns the smallest and the largest value of a dtype."""
     if dtype == jnp.bool_:
-        return _Limits(0, 1)
+        return 0.0, 1.0
     if jnp.issubdtype(dtype, jnp.integer):
-        return _Limits(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    return _Limits(-math.inf, math.inf)
+        return float(jnp.iinfo(dtype).min), float(jnp.iinfo(dtype).max)
+    return -math.inf, math.inf
 
 
 def _all_bits(dtype: DTypeLike) -> float:
-    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else float(_limits(dtype).max)
+    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _limits(dtype)[1]
 
 
 REDUCTIONS: dict[str, Reduction] = {
     "argmax": Reduction("an argmax"),
     "argmin": Reduction("an argmin"),
     "reduce_and": Reduction("", _all_bits, _same),
-    "reduce_max": Reduction("a maximum", lambda dtype: float(_limits(dtype).min), _same),
-    "reduce_min": Reduction("a minimum", lambda dtype: float(_limits(dtype).max), _same),
+    "reduce_max": Reduction("a maximum", lambda dtype: _limits(dtype)[0], _same),
+    "reduce_min": Reduction("a minimum", lambda dtype: _limits(dtype)[1], _same),
     "reduce_or": Reduction("", lambda dtype: 0.0, _same),
     "reduce_prod": Reduction("a product", lambda dtype: 1.0, _only(0, 1)),
     "reduce_sum": Reduction("a sum", lambda dtype: 0.0, _only(0)),
@@ -343,5 +337,5 @@ def gather_fill(equation: Equation) -> float | None:
         return float(abs(value) if jnp.issubdtype(dtype, jnp.complexfloating) else value)
     if is_differentiable(equation.outputs[0]):
         return math.nan
-    limits = _limits(dtype)
-    return float(limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max)
+    smallest, largest = _limits(dtype)
+    return smallest if jnp.issubdtype(dtype, jnp.signedinteger) else largest

@@ -11,14 +11,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-import jax
-from jax import lax
-
 from sparsity.programs.entrywise import gather_fill
 from sparsity.programs.program import Equation, Value
 
 RelationKind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
-Arrays: TypeAlias = Sequence[jax.Array]
+Params: TypeAlias = dict[str, object]  # of an equation
 
 
 class Place(NamedTuple):
@@ -90,8 +87,8 @@ class AxisRule:
     Attributes:
       relate: returns the relations between the axes of an equation. Inputs and outputs without
         relations are indices and scalars.
-      resize: `resize(equation, arrays, sizes)` returns the outputs for smaller inputs; `None` if
-        the parameters of the equation hold no sizes.
+      resize: `resize(equation, sizes)` returns the parameters of the equation at smaller sizes, as
+        far as they differ; `None` if they hold no sizes.
       sources: `sources(equation, number)` returns the numbers of the inputs whose entries an
         output has: the first one by default.
       joins: the reduction that joins entries of mixed axes, `None` if there is none, 'unknown' if
@@ -103,7 +100,7 @@ class AxisRule:
     """
 
     relate: Callable[[Equation], list[Relation]]
-    resize: Callable[[Equation, Arrays, Sizes], list[jax.Array]] | None = None
+    resize: Callable[[Equation, Sizes], Params] | None = None
     sources: Callable[[Equation, int], Sequence[int]] = lambda equation, number: (0,)
     joins: Callable[[Equation], str | None] = lambda equation: None
     fill: Callable[[Equation], float | None] = lambda equation: None
@@ -270,19 +267,6 @@ def _list_windows(equation: Equation) -> list[int]:
     ]
 
 
-def _sort(equation: Equation) -> list[Relation]:
-    """Relates all inputs to all outputs along the sorted axis."""
-    count, shape = len(equation.inputs), equation.inputs[0].shape
-    pairs = [(source, target) for target in range(count) for source in {0, target}]
-    return [
-        Relation("mixed", (Place(source, axis),), (Place(target, axis),), _IN_ORDER)
-        if axis == equation.params["dimension"]
-        else same((source, axis), (target, axis), _IN_ORDER)
-        for source, target in pairs
-        for axis in range(len(shape))
-    ]
-
-
 def _update(equation: Equation) -> list[Relation]:
     shape, part = equation.inputs[0].shape, equation.inputs[1].shape
     computed = "an update at a place that is computed"
@@ -317,47 +301,42 @@ def _gather(equation: Equation) -> list[Relation]:
     ]
 
 
-# Smaller shapes.
+# Parameters at smaller sizes.
 
 
-def _resize_reshape(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
+def _resize_reshape(equation: Equation, sizes: Sizes) -> Params:
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
-    order = equation.params["dimensions"]
-    return [lax.reshape(arrays[0], shape, order, out_sharding=output.struct(shape).sharding)]
+    return {"new_sizes": shape, "sharding": output.struct(shape).sharding}
 
 
-def _resize_broadcast(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
+def _resize_broadcast(equation: Equation, sizes: Sizes) -> Params:
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
-    axes, sharding = equation.params["broadcast_dimensions"], output.struct(shape).sharding
-    return [lax.broadcast_in_dim(arrays[0], shape, axes, out_sharding=sharding)]
+    return {"shape": shape, "sharding": output.struct(shape).sharding}
 
 
-def _resize_split(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
+def _resize_split(equation: Equation, sizes: Sizes) -> Params:
     axis = equation.params["axis"]
-    return list(lax.split(arrays[0], [sizes.shape(x)[axis] for x in equation.outputs], axis))
+    return {"sizes": tuple(sizes.shape(x)[axis] for x in equation.outputs)}
 
 
-def _resize_slice(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
-    params, (value,) = equation.params, equation.inputs
-    starts, limits = (
-        [sizes.count_below(value, axis, end) for axis, end in enumerate(params[name])]
-        for name in ("start_indices", "limit_indices")
-    )
-    return [lax.slice(arrays[0], starts, limits, params["strides"])]
+def _resize_slice(equation: Equation, sizes: Sizes) -> Params:
+    (value,), names = equation.inputs, ("start_indices", "limit_indices")
+    return {
+        name: tuple(
+            sizes.count_below(value, axis, end) for axis, end in enumerate(equation.params[name])
+        )
+        for name in names
+    }
 
 
-def _resize_dynamic_slice(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
-    array, *starts = arrays
-    return [lax.dynamic_slice(array, starts, sizes.shape(equation.outputs[0]))]
+def _resize_dynamic_slice(equation: Equation, sizes: Sizes) -> Params:
+    return {"slice_sizes": sizes.shape(equation.outputs[0])}
 
 
-def _resize_gather(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
-    full = zip(equation.params["slice_sizes"], equation.inputs[0].shape, strict=True)
-    slices = [
-        smaller if size == before else size
-        for (size, before), smaller in zip(full, arrays[0].shape, strict=True)
-    ]
-    return equation.bind(arrays, slice_sizes=tuple(slices))
+def _resize_gather(equation: Equation, sizes: Sizes) -> Params:
+    shapes = equation.inputs[0].shape, sizes.shape(equation.inputs[0])
+    sliced = zip(equation.params["slice_sizes"], *shapes, strict=True)
+    return {"slice_sizes": tuple(small if size == full else size for size, full, small in sliced)}
 
 
 def _all_inputs(equation: Equation, number: int) -> Sequence[int]:
@@ -377,14 +356,14 @@ def _window_reduction(equation: Equation) -> str:
     return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
 
 
-def _cumulative(name: str, reduction: str) -> dict[str, AxisRule]:
-    relate = _along("mixed", lambda equation: [equation.params["axis"]])
-    return {name: AxisRule(relate, joins=lambda equation: reduction)}
+def _cumulative_reduction(equation: Equation) -> str:
+    return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
-def _windowed(name: str, joins: Callable[[Equation], str]) -> dict[str, AxisRule]:
-    return {name: AxisRule(_along("mixed", _list_windows), joins=joins, moves_window=True)}
-
+_along_axis = _along("mixed", lambda equation: [equation.params["axis"]])
+_along_windows = _along("mixed", _list_windows)
+_CUMULATIVE = AxisRule(_along_axis, joins=_cumulative_reduction)
+_WINDOWED = AxisRule(_along_windows, joins=_window_reduction, moves_window=True)
 
 LAYOUTS: dict[str, AxisRule] = {
     "transpose": AxisRule(_transpose, reads_quantized=True),
@@ -407,22 +386,19 @@ LAYOUTS: dict[str, AxisRule] = {
     "gather": AxisRule(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
     "pad": AxisRule(_along("cut", _list_padded), sources=_all_inputs),
     "rev": AxisRule(_along("reversed", lambda equation: equation.params["dimensions"])),
-    "sort": AxisRule(_sort, sources=lambda equation, number: (number,)),
+    "sort": AxisRule(
+        _along("mixed", lambda equation: [equation.params["dimension"]]),
+        sources=lambda equation, number: (number,),
+    ),
     "top_k": AxisRule(
-        _along("mixed", lambda equation: [equation.params["axis"]]),
+        _along_axis,
         sources=lambda equation, number: () if number else (0,),  # the others are indices
     ),
-    **_cumulative("cumsum", "reduce_sum"),
-    **_cumulative("cumprod", "reduce_prod"),
-    **_cumulative("cummax", "reduce_max"),
-    **_cumulative("cummin", "reduce_min"),
-    **_cumulative("cumlogsumexp", "unknown"),
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _CUMULATIVE),
     "reduce_window": AxisRule(  # by any function
-        _along("mixed", _list_windows), sources=lambda equation, number: (), moves_window=True
+        _along_windows, sources=lambda equation, number: (), moves_window=True
     ),
-    **_windowed("reduce_window_max", _window_reduction),
-    **_windowed("reduce_window_min", _window_reduction),
-    **_windowed("reduce_window_sum", _window_reduction),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _WINDOWED),
 }
 
 

@@ -14,30 +14,17 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # for other modules, too
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.typing import ArrayLike
 
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
-from sparsity.programs.derivatives import trace_rule
 
 T = TypeVar("T")
 Arrays: TypeAlias = list[jax.Array]
 Tracebacks: TypeAlias = tuple[Any, ...]  # of jax, the innermost first
-
-__all__ = [
-    "CALLS",
-    "CONTROL",
-    "ClosedJaxpr",
-    "Equation",
-    "Literal",
-    "Program",
-    "Value",
-    "is_differentiable",
-    "jaxpr_as_fun",
-    "read_jaxpr",
-    "values_read",
-]
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,14 +110,8 @@ class Equation:
     def _derivative(self) -> tuple[Program | None, Exception | None]:
         if self.name not in ("custom_jvp_call", "custom_vjp_call"):
             return None, None
-        types = [value.struct() for value in self.inputs]
-        inputs, outputs = (
-            [value.struct() if is_differentiable(value) else None for value in values]
-            for values in (self.inputs, self.outputs)
-        )
         try:
-            rule = trace_rule(self.bind, types, inputs, outputs, self.maps_tangents)
-            return read_jaxpr(rule), None
+            return _trace_rule(self), None
         except Exception as error:  # the rule is the user's code
             return None, error
 
@@ -310,7 +291,32 @@ def _shards(params: dict[str, Any]) -> int:
     return math.prod([int(params["mesh"].shape[name]) for name in names])
 
 
-def is_differentiable(value: Value) -> bool:
+def _trace_rule(call: Equation) -> Program:
+    """Returns the program of the rule for derivatives of a call: see `Equation.derivative`.
+
+    Raises:
+      Exception: whatever the rule raises, which is the user's code.
+    """
+
+    def map_derivatives(arrays: Arrays, derivatives: Arrays) -> PyTree:
+        def differentiable(*inputs: jax.Array) -> Arrays:
+            replaced = iter(inputs)
+            outputs = call.bind([next(replaced) if is_differentiable(x) else x for x in arrays])
+            return [x for x in outputs if is_differentiable(x)]
+
+        inputs = [x for x in arrays if is_differentiable(x)]
+        if call.maps_tangents:
+            return jax.jvp(differentiable, inputs, derivatives)
+        _, pull_back = jax.vjp(differentiable, *inputs)
+        return pull_back(derivatives)
+
+    inputs, outputs = call.differentiated
+    values = call.inputs, inputs if call.maps_tangents else outputs
+    structs = ([value.struct() for value in each] for each in values)
+    return read_jaxpr(jax.make_jaxpr(map_derivatives)(*structs))
+
+
+def is_differentiable(value: Value | jax.Array) -> bool:
     """Returns whether a value has a floating or complex dtype."""
     return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 

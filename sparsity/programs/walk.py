@@ -26,12 +26,10 @@ class Flow(Generic[Fact]):
 
     Attributes:
       facts: {value: fact}.
-      trips: number of runs of the visited program in a call; `None` within a `while`.
     """
 
     def __init__(self) -> None:
         self.facts: dict[Value, Fact] = {}
-        self.trips: int | None = 1
 
     # Hooks of subclasses.
 
@@ -58,11 +56,11 @@ class Flow(Generic[Fact]):
 
     def layer(self, fact: Fact, scan: Equation) -> Fact:
         """Returns the fact of the layer that a step of a scan reads of an array."""
-        raise NotImplementedError
+        return fact
 
     def stack(self, fact: Fact, scan: Equation) -> Fact:
         """Returns the fact of the array that stacks the outputs of all steps of a scan."""
-        raise NotImplementedError
+        return fact
 
     def shard(self, fact: Fact, value: Value, local: Value) -> Fact:
         """Returns the fact of the part of an array on one device of a `shard_map`."""
@@ -75,13 +73,6 @@ class Flow(Generic[Fact]):
     def enters(self, equation: Equation) -> bool:
         """Returns whether to follow the bodies of a loop, of branches or of a `shard_map`."""
         return True
-
-    def mark(self) -> int:
-        """Returns the length of the notes before a step of a loop."""
-        return 0
-
-    def rewind(self, mark: int) -> None:
-        """Drops the notes since the mark: the step is followed again with other facts."""
 
     # Shared by all subclasses.
 
@@ -100,9 +91,8 @@ class Flow(Generic[Fact]):
                 self.visit(equation)
 
     def _enter(self, equation: Equation) -> None:
-        trips, results = self.trips, dict[Value, Fact]()
+        results: dict[Value, Fact] = {}
         for body in equation.within():
-            self.trips = None if trips is None or body.trips is None else trips * body.trips
             self._hand_in(equation, body)
             self._repeat(equation, body)
             for number, output in enumerate(body.outputs):
@@ -112,7 +102,6 @@ class Flow(Generic[Fact]):
                         fact = self.join(results[output], fact, equation, output)
                     results[output] = fact
         self.facts.update(results)
-        self.trips = trips
 
     def _hand_in(self, equation: Equation, body: Body) -> None:
         for number, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
@@ -127,7 +116,7 @@ class Flow(Generic[Fact]):
         """Follows a body until the facts of its carry hold before and after every step."""
         is_stable = False
         while not is_stable:
-            is_stable, mark = True, self.mark()
+            is_stable = True
             self.run(body.program)
             for output, number in body.carries:
                 value = body.program.inputs[number]
@@ -135,8 +124,6 @@ class Flow(Generic[Fact]):
                 joined = self.join(self.facts[value], fact, equation, value)
                 is_stable = is_stable and joined == self.facts[value]
                 self.facts[value] = joined
-            if not is_stable:
-                self.rewind(mark)
 
     def _result(self, equation: Equation, body: Body, number: int) -> Fact:
         inner, carries = body.program.outputs[number], dict(body.carries)
@@ -251,11 +238,7 @@ class Interpreter(Generic[Array]):
 
     def _cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         index, *operands = inputs
-
-        def branch(program: Program, *operands: Array) -> list[Array]:
-            return self.run(program, operands)
-
-        branches = [functools.partial(branch, body) for body in equation.bodies]
+        branches = [lambda *x, body=body: self.run(body, x) for body in equation.bodies]
         outputs: list[Array] = switch(index, branches, operands)
         return outputs
 

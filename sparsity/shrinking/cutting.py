@@ -17,14 +17,7 @@ from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
-from sparsity.masks import (
-    apply_mask,
-    are_kept,
-    are_packed,
-    pack_masks,
-    place_masks,
-    unpack_masks,
-)
+from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.shrinking.smaller import take
@@ -64,8 +57,7 @@ class Cutter:
         likes = trees.leaves_by_path(small_params)
 
         def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-            path = self._path(key, leaf)
-            mask = None if path is None else masks.get(path)
+            mask = masks.get(self._path(key, leaf))
             if mask is None:
                 return None
             kept = are_kept(_cut(mask, self._axes(key, leaf)))
@@ -74,7 +66,7 @@ class Cutter:
             return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
 
         with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
-            return trees.map_matched(cut, params)
+            return trees.map_matched(cut, trees.only_arrays(params))
 
     def state(self, params: Params, small_params: Params, state: PyTree) -> PyTree:
         """Cuts the leaves of an optimizer's state that belong to cut parameters.
@@ -143,24 +135,20 @@ class Cutter:
         """Returns the arrays of `params` under their masks; the plan masks those that have none."""
 
         def mask(key: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-            path = self._path(key, leaf)
-            leaf_mask = None if path is None else masks.get(path)
+            leaf_mask = masks.get(self._path(key, leaf))
             if leaf_mask is not None:
                 return apply_mask(leaf, leaf_mask)
             return _mask(leaf, self._axes(key, leaf))
 
         return trees.map_matched(mask, trees.only_arrays(params))
 
-    def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path | None:
-        """Returns the path in the graph of a leaf of params, `None` for a leaf that is no array."""
-        if not hasattr(leaf, "shape"):
-            return None
+    def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path:
+        """Returns the path in the graph of an array of params."""
         return self.graph.traced.parameters.find(trees.path_names(key), leaf).path
 
     def _axes(self, key: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
         """Returns the indices that stay along each axis of a leaf that loses some."""
-        path = self._path(key, leaf)
-        return {} if path is None else self.plan.kept.get(path, {})
+        return self.plan.kept.get(self._path(key, leaf), {}) if trees.is_array(leaf) else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +252,7 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
+    axes = dict(axes)  # of which jax knows the arrays
     placed = None if is_traced(array) else getattr(array, "sharding", None)
     shape = shrink_shape(jnp.shape(array), axes)
     small: jax.Array
@@ -285,16 +274,9 @@ def _take_all_on_host(
 
 
 @host.instead(_take_all_on_host)
-def _take_all(
-    array: jax.Array, axes: Mapping[int, np.ndarray], target: Sharding | None = None
-) -> jax.Array:
-    small: jax.Array = _take_all_compiled(array, jax.tree.map(jnp.asarray, dict(axes)), target)
-    return small
-
-
 @functools.partial(jax.jit, static_argnames="target")
-def _take_all_compiled(
-    array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None
+def _take_all(
+    array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None = None
 ) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)
@@ -306,8 +288,6 @@ def _mask(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     for axis, index in axes.items():
         stays = stays_at(index, array.shape[axis])
         shape = [1] * array.ndim
-        shape[axis] = array.shape[axis]
-        if index.ndim == 2:
-            shape[0] = len(stays)
+        shape[0], shape[axis] = len(stays), array.shape[axis]
         array = jnp.where(stays.reshape(shape), array, 0)
     return array

@@ -16,7 +16,8 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.programs.axes import Axis
+from sparsity.graph.channels.cuts import AxisArrays
+from sparsity.programs.axes import Axis, KeptIndices
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
@@ -75,11 +76,7 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
     return Dead(kept, evidence)
 
 
-def find_undead(
-    graph: Graph,
-    kept: Mapping[Axis, np.ndarray],
-    masked: Mapping[Path, Mapping[int, np.ndarray]],
-) -> ChannelGroup | None:
+def find_undead(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
     """Returns a group that still needs removed channels, or `None`.
 
     Args:
@@ -162,11 +159,10 @@ class _Proofs:
         """
         verdicts = self._verdicts.setdefault(group, {frozenset(): False})
         refused = [members for members, is_proven in verdicts.items() if not is_proven]
-        undecided = [members for members in cases if members not in verdicts]
-        for members in undecided:
+        for members in cases:
             if any(members < larger for larger in refused):
-                verdicts[members] = False
-        undecided = [members for members in undecided if members not in verdicts]
+                verdicts.setdefault(members, False)
+        undecided = [members for members in cases if members not in verdicts]
         return max(undecided, key=len, default=frozenset())
 
 

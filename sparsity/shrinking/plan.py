@@ -14,9 +14,9 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.channels.cuts import solve_kept, spread_kept
+from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
 from sparsity.graph.graph import retrace, trace_at_shapes
-from sparsity.programs.axes import Axis, list_variables
+from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.smaller import Smaller
 from sparsity.training.base_updater import BaseUpdater
@@ -46,11 +46,9 @@ class Plan:
       array([0, 2])
     """
 
-    kept: Mapping[Path, Mapping[int, np.ndarray]]
+    kept: AxisArrays
     shapes: Mapping[Path, tuple[int, ...]]
-    masked: Mapping[Path, Mapping[int, np.ndarray]] | None = dataclasses.field(
-        default=None, repr=False
-    )
+    masked: AxisArrays | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("kept", "shapes"):
@@ -265,27 +263,18 @@ def shrink_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tupl
 
 
 def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
-    composed: np.ndarray
-    if first.ndim == then.ndim == 1:
-        composed = first[then]
-        return composed
-    layers = max(len(x) for x in (first, then) if x.ndim == 2)
-    first, then = (np.broadcast_to(x, (layers, x.shape[-1])) for x in (first, then))
-    composed = np.take_along_axis(first, then, axis=1)
-    return composed
+    layers = np.broadcast_shapes(first.shape[:-1], then.shape[:-1])
+    first, then = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, then))
+    return np.take_along_axis(first, then, axis=-1)
 
 
-def plan_cut(
-    graph: Graph,
-    chosen: Mapping[Axis, np.ndarray],
-    masked: Mapping[Path, Mapping[int, np.ndarray]] | None = None,
-) -> Plan:
+def plan_cut(graph: Graph, chosen: KeptIndices, masked: AxisArrays | None = None) -> Plan:
     """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
     kept = spread_kept(graph.traced.removal.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
-def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
+def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
     for leaf, axes in graph.traced.removal.list_axes():

@@ -18,15 +18,13 @@ from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.alike import Alike
-from sparsity.programs.axes import Axis, count_entries, find_kept, find_kept_by_layer
+from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
 
-# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
-KeptIndices = Mapping[Axis, np.ndarray]
 Arrays: TypeAlias = Sequence[jax.Array]
 Function: TypeAlias = Callable[..., Any]  # of arrays
 
@@ -38,20 +36,12 @@ class Smaller(Interpreter[jax.Array]):
       coupling: the axes of the values.
       plan: the indices that stay of each variable.
       alike: {sum along channels: the entry that removed channels share}, as `Removal.alike`.
-      keeps_rules: whether calls keep custom rules for derivatives.
-      layer: the rows of the plan for the current layer of a scan.
     """
 
-    def __init__(
-        self,
-        coupling: Coupling,
-        plan: KeptIndices,
-        alike: Mapping[Equation, Alike],
-        keeps_rules: bool = True,
-        layer: Mapping[Axis, jax.Array] | None = None,
-    ) -> None:
-        self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
-        self._layer, self._alike = dict(layer or {}), alike
+    def __init__(self, coupling: Coupling, plan: KeptIndices, alike: Mapping[Equation, Alike]):
+        self._coupling, self._plan, self._alike = coupling, dict(plan), alike
+        self._keeps_rules = True  # of calls, for derivatives
+        self._layer: dict[Axis, jax.Array] = {}  # rows of the plan, in a step of a scan
         self._needed = {value for entry in alike.values() for value in entry.list_values()}
         self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
         self._sizes = {variable: index.shape[-1] for variable, index in plan.items()}
@@ -62,7 +52,7 @@ class Smaller(Interpreter[jax.Array]):
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the entries that are left of the first `end` ones along an axis."""
-        index = find_kept_by_layer(self._coupling.axes(value)[axis], self._plan)
+        index = find_kept(self._coupling.axes(value)[axis], self._plan)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
@@ -71,9 +61,7 @@ class Smaller(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
-            index = find_kept_by_layer(axis, self._plan)
-            if index is not None and index.ndim == 2 and self._layer:
-                index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
+            index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
         return array
@@ -105,18 +93,23 @@ class Smaller(Interpreter[jax.Array]):
         if name in SOURCES:  # at full size, so that kept entries do not change
             outputs = zip(equation.outputs, equation.bind(inputs), strict=True)
             return [self.cut(value, array) for value, array in outputs]
-        if name in LAYOUTS and (resize := LAYOUTS[name].resize) is not None:
-            return resize(equation, inputs, self)
-        if name in PRODUCTS and read_product(equation).groups > 1:
-            groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
-            return equation.bind(inputs, feature_group_count=groups)
-        bound = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
+        bound = equation.bind(inputs, **self._resize(equation))
         if (entry := self._alike.get(equation)) is not None:
             axis = self._coupling.axes(entry.value)[entry.axis].root
             # The entries that the sum has lost are all alike.
             if lost := axis.size - self._sizes.get(axis, axis.size):
                 bound[0] += lost * equation.bind([self._compute_entry(entry)])[0]
         return bound
+
+    def _resize(self, equation: Equation) -> dict[str, object]:
+        """Returns the parameters of an equation that differ at the smaller sizes."""
+        name = equation.name
+        if name in LAYOUTS and (resize := LAYOUTS[name].resize) is not None:
+            return resize(equation, self)
+        if name in PRODUCTS and read_product(equation).groups > 1:
+            groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
+            return {"feature_group_count": groups}
+        return _shardings(equation, self.shape(equation.outputs[0]))
 
     def _compute_entry(self, entry: Alike) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
@@ -157,40 +150,36 @@ class Smaller(Interpreter[jax.Array]):
 
     def _layered(self, scan: Equation) -> list[Axis]:
         """Returns the variables of which layers of a scan keep different entries."""
-        layered = {v: index for v, index in self._plan.items() if index.ndim == 2}
-        return [v for v, index in layered.items() if len(index) == scan.length]
+        rows = {v: len(index) for v, index in self._plan.items() if index.ndim == 2}
+        return [v for v, length in rows.items() if length == scan.length]
 
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))
 
     def _with_rule(self, equation: Equation, function: Function) -> Function:
         """Returns a call with its custom rule for derivatives, at the smaller sizes."""
-        rule, (floating, _) = equation.derivative, equation.differentiated
+        rule = equation.derivative
         assert rule is not None  # the caller checks it
-        plain = Smaller(self._coupling, self._plan, self._alike, False, self._layer)
-        has = [value in floating for value in equation.inputs]
+        plain = copy.copy(self)
+        plain._keeps_rules = False
 
         if equation.maps_tangents:
 
             def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
-                used = [x for x, use in zip(tangents, has, strict=True) if use]
+                used = _pick_differentiable(tangents, equation.inputs)
                 computed = plain.run(rule, [*primals, *used])
                 half, values = len(computed) // 2, equation.outputs
                 outputs = _insert_others(computed[:half], values, function(*primals))
-                zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
-                return outputs, _insert_others(computed[half:], values, zeros)
+                return outputs, _insert_others(computed[half:], values, _no_tangents(outputs))
 
             with_jvp = jax.custom_jvp(function)
             with_jvp.defjvp(forward)
             return with_jvp
 
         def backward(inputs: Arrays, cotangents: Arrays) -> PyTree:
-            outputs = zip(cotangents, equation.outputs, strict=True)
-            used = [x for x, value in outputs if is_differentiable(value)]
-            computed = iter(plain.run(rule, [*inputs, *used]))
-            none = jax.dtypes.float0
-            pairs = zip(inputs, has, strict=True)
-            return tuple(next(computed) if use else np.zeros(np.shape(x), none) for x, use in pairs)
+            used = _pick_differentiable(cotangents, equation.outputs)
+            computed = plain.run(rule, [*inputs, *used])
+            return _insert_others(computed, equation.inputs, _no_tangents(inputs))
 
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
@@ -208,13 +197,20 @@ def _forward_only(function: Function, error: Exception) -> Function:
     return wrapped
 
 
+def _pick_differentiable(arrays: Arrays, values: Sequence[Value]) -> list[jax.Array]:
+    """Returns the arrays of values that have derivatives."""
+    return [x for x, value in zip(arrays, values, strict=True) if is_differentiable(value)]
+
+
+def _no_tangents(arrays: Arrays) -> list[np.ndarray]:
+    """Returns the zeros that jax takes for tangents of integers."""
+    return [np.zeros(np.shape(x), jax.dtypes.float0) for x in arrays]
+
+
 def _insert_others(computed: Arrays, values: Sequence[Value], others: Sequence[PyTree]) -> PyTree:
     """Returns the arrays that a rule computes, and others for values without derivatives."""
-    arrays = iter(computed)
-    return tuple(
-        next(arrays) if is_differentiable(value) else other
-        for value, other in zip(values, others, strict=True)
-    )
+    arrays, pairs = iter(computed), zip(values, others, strict=True)
+    return tuple(next(arrays) if is_differentiable(value) else other for value, other in pairs)
 
 
 def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
@@ -235,7 +231,7 @@ def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Arra
     return selected
 
 
-def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:
+def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, object]:
     """Returns the shardings of an equation, without axes that do not divide the new sizes."""
     params = {key: equation.params.get(key) for key in ("sharding", "out_sharding")}
     return {key: fit(x, shape) for key, x in params.items() if isinstance(x, NamedSharding)}

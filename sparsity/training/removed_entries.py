@@ -83,12 +83,6 @@ class RemovedEntries(Flow[Fact]):
         owner = self._join_owners([one, other], name)
         return Fact(owner, removed, one.is_nonnegative and other.is_nonnegative)
 
-    def layer(self, fact: Fact, scan: Equation) -> Fact:
-        return fact
-
-    def stack(self, fact: Fact, scan: Equation) -> Fact:
-        return fact
-
     def refuse(self, reason: str) -> None:
         """Notes a reason, if it is the first."""
         self.reason = self.reason or reason

@@ -518,3 +518,22 @@ def test_channels_that_meet_others_are_cut_exactly(fn, shapes):
     small = shrink(trace(fn, params, x), params, masks)
     assert small.params["a"].shape == (*shapes["a"][:-1], shapes["a"][-1] - 1)
     np.testing.assert_array_equal(small.apply(small.params, x), fn(masked, x))
+
+
+@pytest.mark.parametrize("place", [1, -2, -9])
+def test_a_slice_at_a_computed_place_is_that_of_the_masked_model(place):
+    def model(params, x, place):
+        rows = jax.lax.dynamic_slice(params["scale"], (place, 0), (2, 6))
+        return (x @ params["up"] * rows.sum(0)) @ params["down"]
+
+    rng = np.random.default_rng(0)
+    shapes = {"up": (3, 6), "scale": (5, 6), "down": (6, 2)}
+    params = {name: jnp.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+    stays = np.array([1, 0, 1, 1, 0, 1])
+    params = {"down": params["down"] * stays[:, None]} | {
+        k: params[k] * stays for k in ("up", "scale")
+    }
+    x, place = jnp.float32(rng.normal(size=(4, 3))), jnp.int32(place)
+    small = shrink(trace(model, params, x, place), params, jax.tree.map(lambda w: w != 0, params))
+    assert small.params["scale"].shape == (5, 4)
+    np.testing.assert_allclose(small.apply(small.params, x, place), model(params, x, place), 1e-6)

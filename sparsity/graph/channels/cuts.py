@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -13,13 +14,15 @@ from sparsity.graph.channels.groups import ParameterAxes
 from sparsity.graph.model import Parameter
 from sparsity.programs.axes import (
     Axis,
+    KeptIndices,
     count_entries,
-    find_kept_by_layer,
+    find_kept,
     label_entries,
     list_variables,
 )
 
-Sizes = dict[Axis, int]
+Sizes: TypeAlias = dict[Axis, int]
+AxisArrays: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # {path: {axis: array}}
 
 
 @runtime_checkable
@@ -32,20 +35,20 @@ class Cut(Protocol):
     """
 
     @property
-    def kept(self) -> Mapping[Path, Mapping[int, np.ndarray]]: ...
+    def kept(self) -> AxisArrays: ...
 
     @property
     def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
 
 
 def spread_kept(
-    parameters: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
+    parameters: ParameterAxes, chosen: KeptIndices
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
-            index = find_kept_by_layer(axis, dict(chosen))
+            index = find_kept(axis, chosen)
             if index is not None:
                 kept.setdefault(parameter.path, {})[number] = index
     return kept
@@ -93,9 +96,7 @@ def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Axis, np.ndarray]:
     return kept
 
 
-def _check_implied(
-    kept: Mapping[Path, Mapping[int, np.ndarray]], implied: Mapping[Path, Mapping[int, np.ndarray]]
-) -> None:
+def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
     """Raises a ValueError unless a plan keeps the indices that the kept channels imply."""
     for path in {**kept, **implied}:
         one, other = kept.get(path, {}), implied.get(path, {})
@@ -199,9 +200,7 @@ def _solve_equations(equations: Sequence[_Equation]) -> Sizes:
 
 def _solve(axis: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
     """Returns the size of a variable at which an axis has this size, or the nearest one."""
-    low, high = 1, variable.size
-    while low < high:
-        middle = (low + high) // 2
-        longer = count_entries(axis, {**sizes, variable: middle}) < size
-        low, high = (middle + 1, high) if longer else (low, middle)
-    return low
+    candidates = range(1, variable.size)
+    return 1 + bisect.bisect_left(
+        candidates, size, key=lambda n: count_entries(axis, sizes | {variable: n})
+    )

@@ -120,9 +120,7 @@ def find_positions(
 
 
 def resize_groups(
-    groups: list[ChannelGroup],
-    parameters: ParameterAxes,
-    sizes: Mapping[Axis, int],
+    groups: list[ChannelGroup], parameters: ParameterAxes, sizes: Mapping[Axis, int]
 ) -> list[ChannelGroup]:
     """Returns the groups of channels in a smaller model, at these sizes of some axes.
 

@@ -40,10 +40,8 @@ class Scale(NamedTuple):
     def expand(self, array: jax.Array, ndim: int) -> jax.Array:
         """Returns the value's array with the axes of the bias, or axes of one entry."""
         axes = [axis for axis in self.axes if axis is not None]
-        sizes = [
-            size for size, axis in zip(array.shape, self.axes, strict=True) if axis is not None
-        ]
-        ordered = array.reshape(sizes).transpose(sorted(range(len(axes)), key=axes.__getitem__))
+        squeezed = array.squeeze(tuple(i for i, axis in enumerate(self.axes) if axis is None))
+        ordered = squeezed.transpose(sorted(range(len(axes)), key=axes.__getitem__))
         return jnp.expand_dims(ordered, [axis for axis in range(ndim) if axis not in axes])
 
 

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import chex
 
+from sparsity.core import trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path
 from sparsity.graph.model import Parameters
@@ -47,12 +48,7 @@ class Weights:
 
     def __call__(self, path: Path, param: chex.Array) -> bool:
         """Returns whether a product has enough inputs for each output, before the model was cut."""
-        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
-        uses = [
-            use
-            for use in self.graph.traced.tracker.find_products(parameter.path)
-            if use.contracting
-        ]
+        uses = _find_contractions(self.graph, path, param)
         return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
@@ -76,15 +72,11 @@ class _Patterns(abc.ABC):
 
     def __call__(self, path: Path, param: chex.Array) -> SparsityType | None:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
-        parameter = self.graph.traced.parameters.find(path, param, may_be_smaller=True)
-        uses = [
-            use
-            for use in self.graph.traced.tracker.find_products(parameter.path)
-            if use.contracting
-        ]
+        uses = _find_contractions(self.graph, path, param)
         if not uses:
             return None if self.otherwise == "dense" else Unstructured()
-        pattern = self._fit(uses, f"{parameter.name!r} of shape {param.shape}", param.shape)
+        shown = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
+        pattern = self._fit(uses, shown, param.shape)
         if not isinstance(pattern, str):
             return pattern
         if self.otherwise == "dense":
@@ -160,6 +152,12 @@ class SharedInputs(_Patterns):
                 )
         # From the end: they are the same axes of a slice, whatever the batch axes.
         return FanIn(self.group, tuple(axis - len(shape) for axis in inputs))
+
+
+def _find_contractions(graph: _Graph, path: Path, param: chex.Array) -> list[Use]:
+    """Returns the products that contract a parameter of this model, or of a smaller one."""
+    parameter = graph.traced.parameters.find(path, param, may_be_smaller=True)
+    return [use for use in graph.traced.tracker.find_products(parameter.path) if use.contracting]
 
 
 def _name_axes(axes: set[tuple[int, ...]], shown: str, failure: str) -> str:

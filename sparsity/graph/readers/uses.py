@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sparsity.core.trees import Path
 from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
@@ -105,7 +105,6 @@ class Tracker(Flow[Views]):
     ) -> None:
         super().__init__()
         self.paths = paths
-        self.uses: list[Use] = []
         for value in program.inputs:
             if value in leaves:
                 by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
@@ -113,6 +112,7 @@ class Tracker(Flow[Views]):
             else:
                 self.facts[value] = Views(is_data=True)
         self.run(program)
+        self.uses = list(self._find_uses(program, 1))
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
@@ -150,9 +150,6 @@ class Tracker(Flow[Views]):
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
-    def stack(self, fact: Views, scan: Equation) -> Views:
-        return fact
-
     def shard(self, fact: Views, value: Value, local: Value) -> Views:
         views = []
         for view in fact.views:
@@ -164,24 +161,13 @@ class Tracker(Flow[Views]):
         is_chosen = equation.is_choice and self.fact(equation.inputs[0]).is_data
         return Views(is_data=fact.is_data or is_chosen)
 
-    def mark(self) -> int:
-        return len(self.uses)
-
-    def rewind(self, mark: int) -> None:
-        del self.uses[mark:]
-
     def visit(self, equation: Equation) -> None:
         name, inputs = equation.name, [self.fact(value) for value in equation.inputs]
         is_data = any(x.is_data for x in inputs)
         self.facts.update(dict.fromkeys(equation.outputs, Views(is_data=is_data)))
-        if name in PRODUCTS:
-            for operand, x in enumerate(inputs[:2]):
-                for view in merge(x.views):
-                    self._use(equation, operand, view)
-        elif is_lookup(equation) and is_data:
-            for view in inputs[0].views:
-                self._look_up(equation, view)
-        elif name in ENTRYWISE:
+        if is_lookup(equation) and is_data:
+            return
+        if name in ENTRYWISE:
             self._entrywise(equation, inputs)
         elif name in LAYOUTS and any(x.views or x.constant is not None for x in inputs):
             self._layout(equation, inputs)
@@ -214,11 +200,11 @@ class Tracker(Flow[Views]):
             for view in full
             if view.covered == largest
         ]
-        is_data = inputs[0].is_data and not full
-        constant = (
-            None if full or is_data else fold_constant(equation, [x.constant for x in inputs])
-        )
-        self.facts[output] = Views(tuple(views), is_data, constant)
+        if full:
+            self.facts[output] = Views(tuple(views))
+        elif not inputs[0].is_data:
+            constants = [x.constant for x in inputs]
+            self.facts[output] = Views(constant=fold_constant(equation, constants))
 
     def _layout(self, equation: Equation, inputs: Sequence[Views]) -> None:
         layout = LAYOUTS[equation.name]
@@ -242,53 +228,46 @@ class Tracker(Flow[Views]):
                 views = [dataclasses.replace(view, keeps_zeros=False) for view in views]
             self.facts[output] = Views(tuple(views), is_data, constant)
 
-    def _use(self, equation: Equation, operand: int, view: View) -> None:
-        product, trips = read_product(equation), self.trips
-        axes = product.operands[operand]
-        self._add(
-            equation,
-            operand,
-            view,
+    # Uses, once all facts are final.
+
+    def _find_uses(self, program: Program, trips: int | None) -> Iterator[Use]:
+        for equation in program.flat():
+            inputs = [self.fact(value) for value in equation.inputs]
+            if equation.name in PRODUCTS:
+                for operand, x in enumerate(inputs[:2]):
+                    for view in merge(x.views):
+                        yield self._make_use(equation, operand, view, trips)
+            elif is_lookup(equation) and any(x.is_data for x in inputs):
+                for view in inputs[0].views:
+                    yield self._make_use(equation, 0, view, trips)
+            for body in equation.within():
+                runs = None if trips is None or body.trips is None else trips * body.trips
+                yield from self._find_uses(body.program, runs)
+
+    def _make_use(self, equation: Equation, operand: int, view: View, trips: int | None) -> Use:
+        """Returns the use of a view by a product or a lookup, with the axes of the parameter."""
+        groups, macs = 1, 0
+        if equation.name in PRODUCTS:
+            product = read_product(equation)
+            axes = product.operands[operand]
+            groups = product.groups if operand else 1
+            macs = round(product.macs * view.share) * (1 if trips is None else trips)
+        else:
+            sizes = zip(equation.params["slice_sizes"], equation.inputs[0].shape, strict=True)
+            axes = Operand((), tuple(i for i, (size, full) in enumerate(sizes) if size == full))
+        return Use(
+            path=self.paths[view.leaf],
+            primitive=equation.name,
             contracting=tuple(sorted(view.axes(axes.contracted))),
             output=view.axes(axes.free),
             batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
-            groups=product.groups if operand else 1,
-            macs=round(product.macs * view.share) * (1 if trips is None else trips),
-        )
-
-    def _look_up(self, equation: Equation, view: View) -> None:
-        shape, slices = equation.inputs[0].shape, equation.params["slice_sizes"]
-        complete = [i for i, size in enumerate(slices) if size == shape[i]]
-        self._add(equation, 0, view, output=view.axes(complete), batch=view.stacked)
-
-    def _add(
-        self,
-        equation: Equation,
-        operand: int,
-        view: View,
-        *,
-        contracting: tuple[int, ...] = (),
-        output: tuple[int, ...],
-        batch: tuple[int, ...],
-        groups: int = 1,
-        macs: int = 0,
-    ) -> None:
-        """Adds a use of a view by an equation, with the roles of the axes of the parameter."""
-        self.uses.append(
-            Use(
-                path=self.paths[view.leaf],
-                primitive=equation.name,
-                contracting=contracting,
-                output=output,
-                batch=batch,
-                groups=groups,
-                macs=macs,
-                trips=self.trips,
-                source=equation.source,
-                view=view,
-                equation=equation,
-                operand=operand,
-            )
+            groups=groups,
+            macs=macs,
+            trips=trips,
+            source=equation.source,
+            view=view,
+            equation=equation,
+            operand=operand,
         )
 
 

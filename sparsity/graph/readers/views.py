@@ -92,11 +92,7 @@ class Views:
 
 
 def follow(
-    view: View,
-    equation: Equation,
-    relations: Sequence[Relation],
-    operand: int = 0,
-    number: int = 0,
+    view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, number: int = 0
 ) -> View | None:
     """Returns an output of a layout primitive as a view, `None` if it is no view.
 
@@ -141,13 +137,14 @@ def follow(
                 share *= Fraction(size, new)
             elif new == 1 < size:
                 layers += view.factors[axis]
-    moved = dataclasses.replace(
-        index(view, indexed),
+    read = index(view, indexed)
+    return dataclasses.replace(
+        read,
         factors=tuple(map(tuple, by_axis)),
         share=view.share * share,
         changed_at=(*view.changed_at, output) if is_changed or indexed else view.changed_at,
+        layers=(*read.layers, *layers),
     )
-    return dataclasses.replace(moved, layers=(*moved.layers, *layers))
 
 
 def _factors(view: View, relation: Relation) -> list[Factor]:

@@ -48,24 +48,21 @@ class Alike:
         return [value for entry in self.inputs for value in entry.list_values()]
 
 
+@dataclasses.dataclass(frozen=True)
 class Search:
     """Searches for entries that removed channels share.
 
-    Args:
+    Attributes:
       at_hand: the values from which an entry may be computed.
       constant: returns the constant of a value at removed entries along an axis, or everywhere for
         the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
     """
 
-    def __init__(
-        self,
-        at_hand: AtHand,
-        constant: Callable[[Value, int], float | None],
-        may_be_nan: Callable[[Value], bool],
-    ):
-        self._at_hand, self._constant, self._may_be_nan = at_hand, constant, may_be_nan
-        self._results: dict[tuple[Value, int], Alike | None] = {}
+    at_hand: AtHand
+    constant: Callable[[Value, int], float | None]
+    may_be_nan: Callable[[Value], bool]
+    _results: dict[tuple[Value, int], Alike | None] = dataclasses.field(default_factory=dict)
 
     def find(self, value: Value, axis: int) -> Alike | None:
         """Returns the entry of all removed channels along an axis, `None` if they may differ."""
@@ -76,20 +73,20 @@ class Search:
         return self._results[key]
 
     def _find(self, value: Value, axis: int) -> Alike | None:
-        constant = self._constant(value, axis)
+        constant = self.constant(value, axis)
         if constant is not None:
             return None if math.isnan(constant) else Alike(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
-            is_at_hand = value in self._at_hand or value.constant is not None
+            is_at_hand = value in self.at_hand or value.constant is not None
             return Alike(value, axis) if is_at_hand else None
-        maker = self._at_hand.get(value)
+        maker = self.at_hand.get(value)
         if maker is None:
             return None
         if maker.name == "broadcast_in_dim":
             (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
             places = [(source, axes.index(axis) if axis in axes else -1)]
         elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
-            if any(map(self._may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
+            if any(map(self.may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
                 return None
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:

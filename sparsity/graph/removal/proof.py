@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.alike import Alike, AtHand, Search, find_values_at_hand
@@ -74,8 +73,13 @@ class Constants:
         return self.everywhere, self.may_be_nan, at
 
 
-class Proven(NamedTuple):
-    """The result of a proof.
+class Proof(Flow[Constants]):
+    """Decides which variables can lose the entries that are masked.
+
+    Args:
+      program: the program.
+      coupling: the axes of the program.
+      masked: {input of the program: removed entries at which the input is 0}.
 
     Attributes:
       refused: variables that cannot lose entries, and why.
@@ -83,32 +87,8 @@ class Proven(NamedTuple):
         adds for each of them.
     """
 
-    refused: dict[Axis, Reason]
-    alike: dict[Equation, Alike]
-
-
-def prove(
-    program: Program, coupling: Coupling, masked: Mapping[Value, Collection[RemovedEntry]]
-) -> Proven:
-    """Decides which variables can lose the entries that are masked.
-
-    Args:
-      program: the program.
-      coupling: the axes of the program.
-      masked: {input of the program: removed entries at which the input is 0}.
-    """
-    proof = _Proof(program, coupling, masked)
-    return Proven(proof.refused, proof.alike)
-
-
-class _Proof(Flow[Constants]):
-    """Follows removed entries through a program; the attributes are those of `Proven`."""
-
     def __init__(
-        self,
-        program: Program,
-        coupling: Coupling,
-        masked: Mapping[Value, Collection[RemovedEntry]],
+        self, program: Program, coupling: Coupling, masked: Mapping[Value, Collection[RemovedEntry]]
     ):
         super().__init__()
         self._coupling = coupling

@@ -18,7 +18,7 @@ def describe_reduction(reduction: Equation, program: Program) -> str:
     before = _find_maker(reduction.inputs[0], program)
     after = _list_readers(reduction.outputs[0], program)
     text, layer = REDUCTIONS[reduction.name].text or name, ""
-    if name == "sum" and any(_divides_by_constant(equation) for equation in after):
+    if name == "sum" and any(_has_constant(equation, "div", "mul") for equation in after):
         text, layer = "a mean", ": LayerNorm"
     if before is not None and _is_square(before):
         centred = _find_maker(before.inputs[0], program)
@@ -51,13 +51,9 @@ def _list_readers(value: Value, program: Program) -> list[Equation]:
     return readers
 
 
-def _has_constant(equation: Equation, name: str) -> bool:
-    return equation.name == name and any(x.constant is not None for x in equation.inputs)
-
-
-def _divides_by_constant(equation: Equation) -> bool:
-    """Returns whether an equation scales by a number that the program holds."""
-    return _has_constant(equation, "div") or _has_constant(equation, "mul")
+def _has_constant(equation: Equation, *names: str) -> bool:
+    """Returns whether an equation of these names reads a number that the program holds."""
+    return equation.name in names and any(x.constant is not None for x in equation.inputs)
 
 
 def _is_square(equation: Equation) -> bool:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.channels.groups import ChannelGroup, Channels, Refusal, find_channels
+from sparsity.graph.channels.groups import Channels, find_channels
 from sparsity.graph.channels.layers import find_layered
 from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.alike import Alike
-from sparsity.graph.removal.proof import Proven, prove
+from sparsity.graph.removal.proof import Proof
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, values_read
+
+
+class Proven(NamedTuple):
+    """The result of a proof, without the facts from which the result follows."""
+
+    refused: dict[Axis, Reason]
+    alike: dict[Equation, Alike]
 
 
 class Removal:
@@ -32,25 +40,14 @@ class Removal:
         self._model, self._uses = model, uses
         self._proofs: dict[frozenset[tuple[object, ...]], Proven] = {}
 
-    @property
-    def groups(self) -> list[ChannelGroup]:
-        """The channels that can be removed, in the order of the parameters."""
-        return self._channels.groups
-
-    @property
-    def refused(self) -> list[Refusal]:
-        """The axes that cannot lose channels, in the order of the parameters."""
-        return self._channels.refused
-
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
-        return {member for group in self.groups for member in group.members}
+        return {member for group in self.channels.groups for member in group.members}
 
     def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
-        return [
-            (self._model.leaves[i], self.coupling.axes(v)) for v, i in self._model.values.items()
-        ]
+        axes = map(self.coupling.axes, self._model.values)
+        return list(zip(self._model.leaves, axes, strict=True))
 
     @functools.cached_property
     def coupling(self) -> Coupling:
@@ -85,7 +82,8 @@ class Removal:
         if key not in self._proofs:
             paths = {value: self._model.leaves[i].path for value, i in self._model.values.items()}
             entries = {value: masked[path] for value, path in paths.items() if path in masked}
-            self._proofs[key] = prove(self._model.program, self.coupling, entries)
+            proof = Proof(self._model.program, self.coupling, entries)
+            self._proofs[key] = Proven(proof.refused, proof.alike)
         return self._proofs[key]
 
     @functools.cached_property
@@ -106,7 +104,8 @@ class Removal:
         }
 
     @functools.cached_property
-    def _channels(self) -> Channels:
+    def channels(self) -> Channels:
+        """The channels that can be removed, and the axes that have none."""
         made: dict[Path, set[int]] = {}
         windows: dict[Path, set[int]] = {}
         for use in self._uses:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import chex
 import jax
@@ -22,6 +22,7 @@ from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope import counts
 from sparsity.graph.scope.placed import (
+    Leaves,
     PlacedGroup,
     find_active,
     keep_best,
@@ -35,6 +36,8 @@ from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
 from sparsity.selection import compute_array
+
+Numbers: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +143,7 @@ class Coupled(DataclassBase):
         groups = self._groups(scores, sparsities)
         cost = self._count_cost(groups, scores) if self.across else None
 
-        def select(
-            leaves: Mapping[KeyPath, jax.Array],
-            limits: tuple[Sequence[chex.Numeric], Sequence[chex.Numeric]],
-        ) -> list[jax.Array]:
+        def select(leaves: Leaves, limits: tuple[Numbers, Numbers]) -> list[jax.Array]:
             importance, (numbers, least) = self._importance(groups, leaves), limits
             if cost is not None:
                 numbers = self._compete(groups, importance, cost, numbers, least)
@@ -165,10 +165,7 @@ class Coupled(DataclassBase):
         ]
 
         def move(
-            masks: Mapping[KeyPath, jax.Array],
-            drop: Mapping[KeyPath, jax.Array],
-            grow: Mapping[KeyPath, jax.Array],
-            fraction: chex.Numeric,
+            masks: Leaves, drop: Leaves, grow: Leaves, fraction: chex.Numeric
         ) -> list[jax.Array]:
             active = [find_active(group, masks) for group in groups]
             drops = zip(self._importance(groups, drop), active, strict=True)
@@ -282,21 +279,18 @@ class Coupled(DataclassBase):
         masks_by_path = dict(zip(paths, masks, strict=True))
         return trees.map_matched(lambda path, _: masks_by_path.get(path), member_trees[0])
 
-    def _importance(
-        self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]
-    ) -> list[jax.Array]:
+    def _importance(self, groups: Sequence[PlacedGroup], leaves: Leaves) -> list[jax.Array]:
         return sum_importance(groups, leaves, self.order, self.normalize)
 
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
+        costs, parameters = self.graph.traced.costs, self.graph.traced.parameters
         if self.across == "nbytes":
-            leaves = self.graph.traced.parameters.match(tree).values()
-            cost = self.graph.traced.costs.count_small_bytes(
-                sizes, {parameter.path for parameter in leaves}
-            )
+            paths = {parameter.path for parameter in parameters.match(tree).values()}
+            cost = costs.count_small_bytes(sizes, paths)
         else:
-            cost = self.graph.traced.costs.count_small_macs(sizes)
+            cost = costs.count_small_macs(sizes)
         return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
 
     def _compete(
@@ -304,8 +298,8 @@ class Coupled(DataclassBase):
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         cost: Cost,
-        allowed: Sequence[chex.Numeric],
-        least: Sequence[chex.Numeric],
+        allowed: Numbers,
+        least: Numbers,
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
         ranks = self._ranks(importance, cost.each)

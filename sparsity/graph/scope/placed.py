@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import chex
 import jax
@@ -18,6 +19,8 @@ from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, Scores, topk_masks
+
+Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class PlacedGroup:
 
 
 def sum_importance(
-    groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array], order: int, normalize: bool
+    groups: Sequence[PlacedGroup], leaves: Leaves, order: int, normalize: bool
 ) -> list[jax.Array]:
     """Returns the importance of each group: [channels], or [layers, channels].
 
@@ -74,9 +77,7 @@ def keep_best(
 
 
 def spread_masks(
-    groups: Sequence[PlacedGroup],
-    masks: Sequence[jax.Array],
-    leaves: Mapping[KeyPath, jax.Array],
+    groups: Sequence[PlacedGroup], masks: Sequence[jax.Array], leaves: Leaves
 ) -> list[jax.Array]:
     """Returns the masks of leaves from masks of channels."""
     xp = host.namespace(leaves.values())
@@ -96,7 +97,7 @@ def spread_masks(
     return list(spread.values())
 
 
-def find_active(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
+def find_active(group: PlacedGroup, masks: Leaves) -> jax.Array:
     """Returns uint8[channels]: 1 where entries stay in the first member of a group."""
     path, axis, positions = group.members[0]
     mask = masks[path]
@@ -110,26 +111,20 @@ def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Ran
     return Ranked(Scores.wrap(importance), active, importance.ndim - 1)
 
 
-def _sum_members(
-    group: PlacedGroup, powers: Mapping[KeyPath, jax.Array], order: int, normalize: bool
-) -> jax.Array:
+def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool) -> jax.Array:
     parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
     add = functools.partial(host.call, ordered_sum) if xp is np else ordered_sum
     for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
         score = powers[path]
         summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
         part = add(score, summed) if summed else score
-        if not _is_full_axis(positions, score.shape[axis]):
+        is_full_axis = np.array_equal(positions, np.arange(score.shape[axis])[:, None])
+        if not is_full_axis:
             part = add(part[..., positions], (part.ndim,))
         parts.append(part / entries if normalize else part)
     total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
     importance: jax.Array = xp.abs(total) if order == 1 else xp.sqrt(total)
     return importance
-
-
-def _is_full_axis(positions: np.ndarray, size: int) -> bool:
-    """Returns whether the channels are all entries of an axis, in order."""
-    return np.array_equal(positions, np.arange(size)[:, None])
 
 
 def _at_least_float32(x: jax.Array) -> jax.Array:
