@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
-from sparsity.calibration.statistics import Statistic, Statistics, look_up_statistic
+from sparsity.calibration.statistics.checks import look_up_statistic
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, keeps_targets

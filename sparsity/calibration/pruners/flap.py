@@ -12,9 +12,10 @@ import numpy as np
 from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.refits import loses_imaginary, shift_bias
-from sparsity.calibration.statistics import Statistic, Statistics, num_rows
+from sparsity.calibration.refits.means import loses_imaginary, shift_bias
+from sparsity.calibration.statistics.errors import num_rows
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.dtypes import promote

@@ -16,8 +16,9 @@ from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
-from sparsity.calibration.refits import LeastSquares
-from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
+from sparsity.calibration.refits.least_squares import LeastSquares
+from sparsity.calibration.statistics.checks import check_solvable, is_finite
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote

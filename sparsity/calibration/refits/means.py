@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.refits.base import Select
-from sparsity.calibration.statistics import Statistic, mean_outputs
+from sparsity.calibration.statistics.errors import mean_outputs
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
 from sparsity.graph import Bias
 from sparsity.programs.program import Value

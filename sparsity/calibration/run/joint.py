@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
 from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.run.weights import ModelWeights
-from sparsity.calibration.statistics import Statistic
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
 from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps
 from sparsity.core import sharding
 from sparsity.core.trees import Path, PyTree

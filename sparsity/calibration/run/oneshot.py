@@ -18,8 +18,8 @@ import chex
 import jax
 import numpy as np
 
-from sparsity.calibration.pruners import StatisticsPruning
-from sparsity.calibration.refits import Refit
+from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep

@@ -9,15 +9,11 @@ import jax
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity.calibration.pruners import SplitScope
-from sparsity.calibration.refits import Refit, Select, shifts_biases
-from sparsity.calibration.statistics import (
-    Statistic,
-    Statistics,
-    check_solvable,
-    look_up_statistic,
-    output_error,
-)
+from sparsity.calibration.pruners.scored import SplitScope
+from sparsity.calibration.refits.base import Refit, Select, shifts_biases
+from sparsity.calibration.statistics.checks import check_solvable, look_up_statistic
+from sparsity.calibration.statistics.errors import output_error
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree

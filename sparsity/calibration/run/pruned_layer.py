@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.statistics import Statistic, output_error, ratio, squared_means
+from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import host
 
 

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.run.frames import Frame, Layers
-from sparsity.calibration.statistics import Statistic, is_finite, not_finite
 from sparsity.calibration.statistics.capture import Calibration
+from sparsity.calibration.statistics.checks import is_finite, not_finite
 from sparsity.calibration.statistics.losses import make_rerun
 from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
 from sparsity.core import host, sharding
 from sparsity.core.dtypes import promote

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparsity.calibration.refits import Refit
+from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees

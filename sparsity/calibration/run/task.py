@@ -10,14 +10,16 @@ import chex
 import jax
 import numpy as np
 
-from sparsity.calibration.pruners import statistics_kind
-from sparsity.calibration.refits import Refit, shift_bias, shifts_biases
+from sparsity.calibration.pruners.base import statistics_kind
+from sparsity.calibration.refits.base import Refit, shifts_biases
+from sparsity.calibration.refits.means import shift_bias
 from sparsity.calibration.run.biases import find_run_biases
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
-from sparsity.calibration.statistics import Statistic, warn_of_zeros
+from sparsity.calibration.statistics.checks import warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Bias, Graph, trace
