@@ -118,7 +118,9 @@ class ReachedWeight:
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return SummingInterpreter(uses, sum_layer).sum_equation(self.equation, inputs)
+            interpreter = SummingInterpreter(uses, sum_layer)
+            interpreter.evaluate(self.equation, inputs)
+            return interpreter.sums
 
         program = share_at_call(jax.jit(run))
         for batch in batches:

@@ -186,8 +186,9 @@ class Collector:
         interpreter = SummingInterpreter(
             self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
         )
-        sums = interpreter.run_with_sums(self.graph.traced.model.program, [*leaves, *inputs])[1]
-        return sums, {number: are_sums_finite(each) for number, each in sums.items()}
+        interpreter.run(self.graph.traced.model.program, [*leaves, *inputs])
+        sums = interpreter.sums
+        return sums, {number: _are_finite(each) for number, each in sums.items()}
 
 
 class Calibration(Collector):
@@ -269,9 +270,6 @@ def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 
 
-def are_sums_finite(sums: PyTree) -> jax.Array:
+def _are_finite(sums: PyTree) -> jax.Array:
     """Returns whether all arrays of some sums are finite."""
-    finite: jax.Array = jnp.all(
-        jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)])
-    )
-    return finite
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)]).all()

@@ -39,6 +39,9 @@ class SummingInterpreter(Interpreter[jax.Array]):
       uses: uses by number.
       sum_up: `sum_up(number, x, steps)` returns the sums of a use, a tree of arrays and counts.
       stacks: keep the sums of each layer of a stacked weight apart, in leading axes.
+
+    Attributes:
+      sums: the sums of what has run so far.
     """
 
     def __init__(self, uses: Mapping[int, Use], sum_up: SumUp, stacks: bool = False) -> None:
@@ -61,19 +64,6 @@ class SummingInterpreter(Interpreter[jax.Array]):
             for inner in body.flat()
             for number in (*self.at(inner), *self.within(inner))
         ]
-
-    def run_with_sums(
-        self, program: Program, inputs: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], Sums]:
-        """Runs a program, and returns its outputs and sums."""
-        inside = self._without_sums()
-        return inside.run(program, inputs), inside.sums
-
-    def sum_equation(self, equation: Equation, inputs: list[jax.Array]) -> Sums:
-        """Runs an equation, and returns the sums of its uses."""
-        inside = self._without_sums()
-        inside.evaluate(equation, inputs)
-        return inside.sums
 
     def bind(self, equation: Equation, inputs: list[jax.Array]) -> list[jax.Array]:
         for number in self.at(equation):
