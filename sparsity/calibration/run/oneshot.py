@@ -236,19 +236,17 @@ class _Run:
     def _prune_at(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
         """Prunes a parameter, or one layer of it, where the program reaches it."""
 
-        def solve() -> tuple[PrunedLayer, Errors]:
+        def solve() -> PrunedLayer:
             name = self._task.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
             statistic = reached.statistic(name)
             layer = self._task.solve(self.weights, path, index, name, statistic)
             if self._task.kind == "gram":
-                return layer, layer.errors()
-            return layer, layer.errors(reached.losses(*layer.matrices()))
+                return layer
+            return layer._replace(losses=reached.losses(*layer.matrices()))
 
         self._prune(path, index, solve)
 
-    def _prune(
-        self, path: Path, index: LayerIndex, solve: Callable[[], tuple[PrunedLayer, Errors]]
-    ) -> None:
+    def _prune(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
         """Prunes a parameter, or one layer of it, or takes it from the folder."""
         weights, task = self.weights, self._task
         number = sum(map(len, self._layers.values()))
@@ -258,7 +256,8 @@ class _Run:
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
             started = time.perf_counter()
-            layer, errors = solve()
+            layer = solve()
+            errors = layer.errors()
             report = _report(layer, errors, time.perf_counter() - started)
             new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
             shifted = None if bias is None else task.shift_bias(path, bias, layer, weights)

@@ -36,6 +36,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
+      losses: sums of squares of the lost and the dense outputs; `None` if the Gram matrices of the
+        statistic have them.
     """
 
     statistic: Statistic
@@ -44,16 +46,12 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
+    losses: jax.Array | None = None
 
-    def errors(self, losses: jax.Array | None = None) -> Errors:
-        """Returns the shares of the outputs that are lost.
-
-        Args:
-          losses: sums of squares of the lost and the dense outputs; `None` reads them from the Gram
-            matrices.
-        """
+    def errors(self) -> Errors:
+        """Returns the shares of the outputs that are lost."""
         leaves = self.dense, self.refitted, self.pruned
-        shares = jax.device_get(_lost_shares(self.statistic, losses, *leaves))
+        shares = jax.device_get(_lost_shares(self.statistic, self.losses, *leaves))
         error, without_means, unrefitted, centred = map(float, shares)
         return Errors(without_means if self.keeps_means else error, unrefitted, centred)
 
