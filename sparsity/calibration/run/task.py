@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,7 @@ import numpy as np
 
 from sparsity.calibration.pruners.base import statistics_kind
 from sparsity.calibration.refits.base import Refit, shifts_biases
-from sparsity.calibration.refits.means import shift_bias
-from sparsity.calibration.run.biases import find_run_biases
+from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
@@ -170,8 +170,22 @@ def make_task(
         targets={path: targets[site.path] for path, site in sites.items()},
         # The means of the inputs, which centred errors need, cost a vector more.
         kind="moments" if kind == "squares" else kind,
-        biases=find_run_biases(graph, sites) if shifts_biases(refit) else {},
+        biases=_find_biases(graph, sites) if shifts_biases(refit) else {},
     )
+
+
+def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
+    """Returns the biases of the parameters to prune, and warns of parameters without one."""
+    biases = {path: graph.traced.biases[path] for path in sites if path in graph.traced.biases}
+    places = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
+    if missing := [site.name for path, site in sites.items() if path not in places]:
+        warnings.warn(
+            f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
+            "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
+            "its running mean or its shift is among the params.",
+            stacklevel=4,
+        )
+    return places
 
 
 def count_rows(statistic: Statistic) -> int:
