@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from sparsity.calibration.refits.base import Refit
-from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
+from sparsity.calibration.run.fingerprint import fingerprint
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
 from sparsity.core.files import reading, writing
@@ -131,7 +131,6 @@ def identify(
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
     shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
-    programs = [trace(fn, params, batch).traced.model.program for batch in shapes.values()]
     values: dict[str, object] = {
         "pruner": (type(pruner), fields),
         "refit": refit,
@@ -139,12 +138,11 @@ def identify(
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],
         "jax": jax.__version__,
-        "fn": programs,
+        "fn": [trace(fn, params, batch).traced.model.program for batch in shapes.values()],
     }
     identity = {}
     for name, value in values.items():
         try:
-            value = [*map(fingerprint_program, programs)] if name == "fn" else value
             identity[name] = fingerprint(value)
         except ValueError as error:
             raise ValueError(
