@@ -9,6 +9,7 @@ every device of a mesh holds all of a weight, each device solves some of the out
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,6 @@ from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
-from sparsity.calibration.run.progress import show_progress
 from sparsity.calibration.run.prune import check_pruner_and_refit
 from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
 from sparsity.calibration.run.reached import ReachedWeight
@@ -34,7 +34,7 @@ from sparsity.calibration.run.task import PruningTask, count_rows, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.core import sharding
+from sparsity.core import extras, sharding
 from sparsity.core.checks import (
     check_bool,
     check_function,
@@ -131,7 +131,7 @@ def oneshot(
     more = {"sequential": sequential, "sparsities": task.list_targets()}
     identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
     store = None if folder is None else LayerStore(folder, identity())
-    run = _Run(task, params, batches, store, show_progress(task, batches) if progress else None)
+    run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.prune(fn, sequential)
     pruned, report = run.weights.tree(), run.report
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
@@ -181,6 +181,27 @@ def _count_grams(task: PruningTask) -> int:
         return 0
     methods: list[object] = [task.refit, task.pruner]
     return max(getattr(method, "gram_copies", StatisticsPruning.gram_copies) for method in methods)
+
+
+def _show_progress(
+    task: PruningTask, batches: Sequence[PyTree]
+) -> Callable[[Path, LayerIndex], None]:
+    """Shows a bar of the layers, and returns the function that advances it by a layer."""
+    traced = task.graph.traced
+    scanned, shapes = traced.tracker.find_scanned_axes(), traced.parameters.find_shape
+    sizes = {
+        path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
+    }
+    tqdm = extras.load("tqdm.auto", "progress").tqdm
+    bar = tqdm(total=sum(sizes.values()), desc="oneshot", unit="layer")
+
+    def on_layer_done(path: Path, index: LayerIndex) -> None:
+        bar.set_postfix_str(f"{task.sites[path].name}, {len(batches)} batches")
+        bar.update(1 if index else sizes[path])
+        if bar.n >= bar.total:
+            bar.close()
+
+    return on_layer_done
 
 
 class _Run:
