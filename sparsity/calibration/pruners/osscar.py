@@ -122,13 +122,13 @@ def _choose(
     damping: float,
     groups: Sequence[PlacedGroup],
     leaves: Mapping[KeyPath, jax.Array],
-    kept: Sequence[chex.Numeric],
-    statistics: Sequence[Statistic],
+    counts_and_statistics: tuple[Sequence[chex.Numeric], Sequence[Statistic]],
 ) -> list[jax.Array]:
     """Returns the masks of the channels of each group, from the statistics of parameters."""
+    counts, statistics = counts_and_statistics
     seen = dict(zip(paths, statistics, strict=True))
     masks = []
-    for group, count in zip(groups, kept, strict=True):
+    for group, count in zip(groups, counts, strict=True):
         readers = [_reader(group, place, leaves, seen) for place in group.scored]
         count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunk
         mask = choose(readers, count, swap, damping).astype(jnp.uint8)
