@@ -12,10 +12,8 @@ from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
-from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps
-from sparsity.core import sharding
 from sparsity.core.trees import Path, PyTree
 
 
@@ -75,7 +73,6 @@ class _Losses(Collector):
     stacks = False
 
     def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
-        use, alignment = self.uses[number], self.alignments[number]
+        use = self.uses[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
-        matrices = [each[layer] for each in arguments[use.path]]
-        return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *matrices)
+        return self.sum_outputs(number, x, steps, [each[layer] for each in arguments[use.path]])

@@ -15,10 +15,9 @@ from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.checks import is_finite, not_finite
-from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
-from sparsity.core import host, sharding
+from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
@@ -62,14 +61,8 @@ class ReachedWeight:
         rerun_losses = self._rerun(matrices)
         if rerun_losses is not None:
             return rerun_losses
-
-        def sum_use(number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
-            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            return sharding.replicated(
-                functools.partial(sum_outputs, use, alignment), x, *arguments
-            )
-
-        sums = [total for each in self._sums(sum_use, matrices) for total in each.values()]
+        batches = self._sums(self.calibration.sum_outputs, matrices)
+        sums = [total for each in batches for total in each.values()]
         total: jax.Array = functools.reduce(jnp.add, sums)
         return total
 

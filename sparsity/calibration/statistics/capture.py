@@ -15,7 +15,7 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.checks import not_finite
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
+from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_outputs, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
 from sparsity.core import extras, sharding, trees
@@ -178,6 +178,13 @@ class Collector:
     def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> PyTree:
         """Returns the sums of a use over the rows of its inputs."""
         raise NotImplementedError
+
+    def sum_outputs(
+        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
+        sum_up = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
+        return sharding.replicated(sum_up, x, *matrices)
 
     def run(
         self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
