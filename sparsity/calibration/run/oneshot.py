@@ -8,6 +8,7 @@ every device of a mesh holds all of a weight, each device solves some of the out
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -16,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, overload
 
 import chex
-import jax
-import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.refits.base import Refit
@@ -26,11 +25,11 @@ from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_pruner_and_refit
-from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
+from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
-from sparsity.calibration.run.task import PruningTask, count_rows, make_task
+from sparsity.calibration.run.task import PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
@@ -278,8 +277,8 @@ class _Run:
         if stored is None:
             started = time.perf_counter()
             layer = solve()
-            errors = layer.errors()
-            report = _report(layer, errors, time.perf_counter() - started)
+            report = layer.report()
+            report = dataclasses.replace(report, seconds=time.perf_counter() - started)
             new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
             shifted = None if bias is None else task.shift_bias(path, bias, layer, weights)
             stored = StoredLayer(new, mask, report, shifted)
@@ -299,13 +298,3 @@ class _Run:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
         layers = self._layers.get(path, {})
         return index in layers or () in layers or (not index and bool(layers))
-
-
-def _report(layer: PrunedLayer, errors: Errors, seconds: float) -> LayerReport:
-    mask = np.asarray(jax.device_get(layer.mask))
-    return LayerReport(
-        sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
-        **errors._asdict(),
-        count=count_rows(layer.statistic),
-        seconds=seconds,
-    )

@@ -6,24 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import host
-
-
-class Errors(NamedTuple):
-    """Lost shares of the outputs of a parameter.
-
-    Attributes:
-      error: the share after the refit.
-      unrefitted: the share before the refit.
-      centred: the share after the refit, without the means of the outputs.
-    """
-
-    error: float
-    unrefitted: float
-    centred: float
 
 
 class PrunedLayer(NamedTuple):
@@ -48,12 +36,20 @@ class PrunedLayer(NamedTuple):
     keeps_means: bool = False
     losses: jax.Array | None = None
 
-    def errors(self) -> Errors:
-        """Returns the shares of the outputs that are lost."""
+    def report(self) -> LayerReport:
+        """Returns the report of the parameter, of 0 seconds."""
         leaves = self.dense, self.refitted, self.pruned
         shares = jax.device_get(_lost_shares(self.statistic, self.losses, *leaves))
         error, without_means, unrefitted, centred = map(float, shares)
-        return Errors(without_means if self.keeps_means else error, unrefitted, centred)
+        mask = np.asarray(jax.device_get(self.mask))
+        return LayerReport(
+            sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
+            error=without_means if self.keeps_means else error,
+            unrefitted=unrefitted,
+            count=count_rows(self.statistic),
+            seconds=0.0,
+            centred=centred,
+        )
 
     def matrices(self) -> list[jax.Array]:
         """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
@@ -88,3 +84,8 @@ def _compute_shares(
 
 
 _lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
+
+
+def count_rows(statistic: Statistic) -> int:
+    """Returns the largest number of rows of a slice."""
+    return int(np.max(np.asarray(statistic.count)))

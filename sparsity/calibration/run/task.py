@@ -9,13 +9,12 @@ from typing import Any
 
 import chex
 import jax
-import numpy as np
 
 from sparsity.calibration.pruners.base import statistics_kind
 from sparsity.calibration.refits.base import Refit, shifts_biases
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.run.pruned_layer import PrunedLayer
+from sparsity.calibration.run.pruned_layer import PrunedLayer, count_rows
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.checks import warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
@@ -186,11 +185,6 @@ def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
             stacklevel=4,
         )
     return places
-
-
-def count_rows(statistic: Statistic) -> int:
-    """Returns the largest number of rows of a slice."""
-    return int(np.max(np.asarray(statistic.count)))
 
 
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:
