@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
@@ -21,6 +20,7 @@ from sparsity.core.checks import check_bool
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Bias
+from sparsity.masks import Sites, apply_masks
 from sparsity.training.state import SparseState
 
 
@@ -94,7 +94,7 @@ class FLAPPruning(ChannelPruning):
         sparsities: PyTree,
         target_sparsities: PyTree | None = None,
         *,
-        sites: masks_lib.Sites | None = None,
+        sites: Sites | None = None,
     ) -> PyTree:
         return self.readers.select_tree(scores, sparsities)
 
@@ -108,7 +108,7 @@ class FLAPPruning(ChannelPruning):
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
         masks = self.create_masks(scores, targets)
-        pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
+        pruned = trees.leaves_by_path(apply_masks(params, masks))
 
         def compensate(path: KeyPath, bias: jax.Array) -> jax.Array:
             for reader, place in biases.get(path, ()):

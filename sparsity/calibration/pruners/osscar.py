@@ -12,19 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
 from sparsity.calibration.refits.least_squares import LeastSquares
 from sparsity.calibration.statistics.checks import check_solvable, is_finite
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
-from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.scope.placed import PlacedGroup
+from sparsity.masks import apply_masks
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -93,9 +92,11 @@ class OSSCARPruning(ChannelPruning):
             if path not in problems:
                 return pruned
             _, dense, statistic, _ = problems[path]
-            return place_like(dense, LeastSquares()(dense, pruned, mask, statistic, None)[0])
+            return sharding.place_like(
+                dense, LeastSquares()(dense, pruned, mask, statistic, None)[0]
+            )
 
-        return trees.map_matched(refit, masks_lib.apply_masks(params, masks), masks), masks
+        return trees.map_matched(refit, apply_masks(params, masks), masks), masks
 
     def _check(self, reader: Problem) -> None:
         """Raises a ValueError for a parameter that least squares cannot refit."""
