@@ -47,15 +47,16 @@ class LayerStore:
         self._checkpoints = extras.load("orbax.checkpoint", "resume")
         if jax.process_count() > 1:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
-        about = self._folder / "run.json"
+        about, new = self._folder / "run.json", self._folder / "run.new"
         if not about.exists():
             if self._folder.exists() and not self._folder.is_dir():
                 raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
-            if self._folder.exists() and any(x != _new(about) for x in self._folder.iterdir()):
+            if self._folder.exists() and any(x != new for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _write(about, json.dumps(identity, indent=2))
+                new.write_text(json.dumps(identity, indent=2), encoding="utf-8")
+                new.replace(about)  # atomic
         with reading(about, "delete the folder to start afresh"):
             before: dict[str, str] = dict(json.loads(about.read_text(encoding="utf-8")))
         names = {**before, **identity}
@@ -92,17 +93,6 @@ class LayerStore:
 def _tree(layer: StoredLayer) -> dict[str, PyTree]:
     arrays = {name: value for name, value in layer._asdict().items() if value is not None}
     return arrays | {"report": dataclasses.asdict(layer.report)}
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically."""
-    _new(path).write_text(text, encoding="utf-8")
-    _new(path).replace(path)
-
-
-def _new(path: pathlib.Path) -> pathlib.Path:
-    """Returns the temporary path that a file is written to."""
-    return path.with_suffix(".new")
 
 
 def identify(
