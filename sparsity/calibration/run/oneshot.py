@@ -18,7 +18,6 @@ from typing import Literal, overload
 
 import chex
 
-from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.joint import JointSolver
@@ -31,7 +30,6 @@ from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
 from sparsity.calibration.run.task import PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
-from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.core import extras, sharding
 from sparsity.core.checks import (
@@ -126,7 +124,7 @@ def oneshot(
     batches = _read_batches(batches, held, metric, folder)
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
-        return _estimate(task, batches)
+        return Meter(task, batches).estimate()
     more = {"sequential": sequential, "sparsities": task.list_targets()}
     identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
     store = None if folder is None else LayerStore(folder, identity())
@@ -165,21 +163,6 @@ def _read_batches(
     if not (seen := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
     return seen
-
-
-def _estimate(task: PruningTask, batches: Sequence[PyTree]) -> Estimate:
-    """Returns the bytes of a sequential run, from shapes alone."""
-    calibration = Calibration(task.graph, task.kind, task.is_pruned)
-    solving = getattr(task.refit, "count_bytes", None)
-    return Meter(calibration, batches, _count_grams(task), solving).estimate()
-
-
-def _count_grams(task: PruningTask) -> int:
-    """Returns the number of arrays of the size of a Gram matrix that a layer needs at once."""
-    if task.kind != "gram":
-        return 0
-    methods: list[object] = [task.refit, task.pruner]
-    return max(getattr(method, "gram_copies", StatisticsPruning.gram_copies) for method in methods)
 
 
 def _show_progress(
@@ -246,11 +229,10 @@ class _Run:
 
     def _run_in_lockstep(self) -> None:
         """Runs the model on all batches, and prunes each parameter when the run reaches it."""
-        task = self._task
-        calibration = Calibration(task.graph, task.kind, task.is_pruned)
-        if task.kind == "gram":
+        calibration = self._task.make_calibration()
+        if self._task.kind == "gram":
             for name, gram in calibration.grams(one_layer=True).items():
-                check_memory({name: gram}, copies=_count_grams(task))  # one is held at a time
+                check_memory({name: gram}, self._task.gram_copies)  # one is held at a time
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, self._prune_at).run()
 
     def _prune_at(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import chex
 import jax
 
-from sparsity.calibration.pruners.base import statistics_kind
+from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
 from sparsity.calibration.refits.base import Refit, shifts_biases
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.pruned_layer import PrunedLayer, count_rows
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.checks import warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic
@@ -49,9 +50,17 @@ class PruningTask:
     kind: Kind
     biases: Mapping[Path, Bias]
 
-    def is_pruned(self, path: Path, _: object) -> bool:
-        """Returns whether a parameter is to be pruned."""
-        return path in self.sites
+    @property
+    def gram_copies(self) -> int:
+        """Number of arrays of the size of a Gram matrix that a layer needs at once."""
+        if self.kind != "gram":
+            return 0
+        least = StatisticsPruning.gram_copies
+        return max(getattr(method, "gram_copies", least) for method in (self.refit, self.pruner))
+
+    def make_calibration(self) -> Calibration:
+        """Returns the sums of the inputs of all parameters to prune."""
+        return Calibration(self.graph, self.kind, lambda path, _: path in self.sites)
 
     def list_targets(self) -> list[tuple[object, ...]]:
         """Returns path, pattern, batch axes and sparsity of each parameter."""
