@@ -125,9 +125,10 @@ def oneshot(
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
         return Meter(task, batches).estimate()
-    more = {"sequential": sequential, "sparsities": task.list_targets()}
-    identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
-    store = None if folder is None else LayerStore(folder, identity())
+    store = None
+    if folder is not None:
+        more = {"sequential": sequential, "sparsities": task.list_targets()}
+        store = LayerStore(folder, identify(pruner, refit, fn, params, batches, **more))
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.prune(fn, sequential)
     pruned, report = run.weights.tree(), run.report
@@ -239,9 +240,8 @@ class _Run:
         """Prunes a parameter, or one layer of it, where the program reaches it."""
 
         def solve() -> PrunedLayer:
-            name = self._task.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
-            statistic = reached.statistic(name)
-            layer = self._task.solve(self.weights, path, index, name, statistic)
+            statistic = reached.statistic(self._task.name(path, index))
+            layer = self._task.solve(self.weights, path, index, statistic)
             if self._task.kind == "gram":
                 return layer
             return layer._replace(losses=reached.losses(*layer.matrices()))
