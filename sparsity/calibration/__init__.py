@@ -6,26 +6,26 @@
 - `run`: `oneshot`, which prunes and refits layer by layer, and its report.
 """
 
-from sparsity.calibration.pruners import (
-    FLAPPruning,
-    OSSCARPruning,
-    RIAPruning,
-    ScoredPruning,
-    SparseGPTPruning,
-    StatisticsPruning,
-    WandaPruning,
-)
+from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.pruners.flap import FLAPPruning
+from sparsity.calibration.pruners.osscar import OSSCARPruning
+from sparsity.calibration.pruners.scored import RIAPruning, ScoredPruning, WandaPruning
+from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning
 from sparsity.calibration.rates import Rates, owl
-from sparsity.calibration.refits import ADMM, LeastSquares, Means, Refit
-from sparsity.calibration.run import Estimate, LayerReport, Report, Sensitivity, oneshot, prune
-from sparsity.calibration.statistics import (
-    Count,
-    Statistic,
-    calibrate,
-    check_memory,
-    output_error,
-    relative_error,
-)
+from sparsity.calibration.refits.admm import ADMM
+from sparsity.calibration.refits.base import Refit
+from sparsity.calibration.refits.least_squares import LeastSquares
+from sparsity.calibration.refits.means import Means
+from sparsity.calibration.run.estimate import Estimate
+from sparsity.calibration.run.oneshot import oneshot
+from sparsity.calibration.run.prune import prune
+from sparsity.calibration.run.report import LayerReport, Report
+from sparsity.calibration.run.sensitivity import Sensitivity
+from sparsity.calibration.statistics.capture import calibrate
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.errors import output_error, relative_error
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.statistic import Statistic
 
 __all__ = [
     "ADMM",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.statistics import dot
+from sparsity.calibration.statistics.errors import dot
 from sparsity.core import host
 
 _BLOCK = 128  # fewer rows make slow products, and for more LAPACK starts threads

@@ -140,15 +140,10 @@ def _differs(leaf: JsonObject) -> bool:
 
 
 def _cells(leaf: JsonObject) -> list[str]:
-    return [_change(leaf), *(f"{leaf[key]:,}" if key in leaf else "" for key in COUNTS)]
-
-
-def _change(leaf: JsonObject) -> str:
-    """Returns the shape and dtype of an array, or those of both if they differ."""
-    if "old" not in leaf:
-        return ""
+    """Returns the shape and dtype of an array, or those of both if they differ, and the counts."""
     kinds = [
         f"{trees.shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"
-        for kind in (leaf["old"], leaf["new"])
+        for kind in (leaf[key] for key in ("old", "new") if key in leaf)
     ]
-    return kinds[0] if kinds[0] == kinds[1] else " -> ".join(kinds)
+    change = " -> ".join(dict.fromkeys(kinds))
+    return [change, *(f"{leaf[key]:,}" if key in leaf else "" for key in COUNTS)]

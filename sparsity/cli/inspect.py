@@ -91,18 +91,13 @@ def describe(leaf: StoredArray, zstd: ModuleType | None) -> JsonObject:
 
 def _total(leaves: list[JsonObject]) -> JsonObject:
     size, nonzeros = (sum(leaf[key] for leaf in leaves) for key in ("size", "nonzeros"))
+    counts = {kind: [leaf["bytes"][kind] for leaf in leaves] for kind in BYTES}
     return {
         "size": size,
         "nonzeros": nonzeros,
         "sparsity": _sparsity(nonzeros, size),
-        "bytes": {kind: _sum([leaf["bytes"][kind] for leaf in leaves]) for kind in BYTES},
+        "bytes": {kind: None if None in each else sum(each) for kind, each in counts.items()},
     }
-
-
-def _sum(counts: list[int | None]) -> int | None:
-    """Returns the sum of numbers of bytes, `None` if one is unknown."""
-    numbers = [count for count in counts if count is not None]
-    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 def _sparsity(nonzeros: int, size: int) -> float:

@@ -64,9 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )
     if not any(map(trees.is_prunable, jax.tree.leaves(params))):
+        dtypes = trees.listed(sorted({array.dtype.name for array in jax.tree.leaves(params)}))
         raise ValueError(
-            f"{arguments.source} has no weights to prune: its selected leaves are "
-            f"{_list_dtypes(params)}. Only floating and complex arrays can be pruned."
+            f"{arguments.source} has no weights to prune: its selected leaves are {dtypes}. Only "
+            "floating and complex arrays can be pruned."
         )
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
@@ -87,21 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
         path: np.asarray(values[path]).astype(leaves[path].dtype)  # the byte order, nothing else
         for path in trees.leaves_by_path(masks)
     }
-    checkpoints.write(
-        arguments.source,
-        arguments.target,
-        [(leaves[path], changed[path]) for path in changed],
-        overwrite=arguments.overwrite,
-    )
+    pairs = [(leaves[path], array) for path, array in changed.items()]
+    checkpoints.write(arguments.source, arguments.target, pairs, overwrite=arguments.overwrite)
     for reason in fitting.reasons:
         print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
     _print({trees.path_string(path): array for path, array in changed.items()})
     return 0
-
-
-def _list_dtypes(params: trees.Params) -> str:
-    """Returns the dtypes of arrays as text."""
-    return trees.listed(sorted({array.dtype.name for array in jax.tree.leaves(params)}))
 
 
 class _Fitting:

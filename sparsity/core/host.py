@@ -167,14 +167,6 @@ def copy(x: np.ndarray) -> np.ndarray:
     return array
 
 
-def add_to(total: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Adds an array of real floats to another one in place, with the bits of XLA:CPU."""
-    flat, terms = total.reshape(-1), x.reshape(-1)
-    for at in chunks(len(flat)):
-        flat[at] = flushed(flushed(flat[at]) + flushed(terms[at]))
-    return total
-
-
 def flushed(x: np.ndarray) -> np.ndarray:
     """Returns an array with 0 for subnormal numbers, as XLA:CPU reads them."""
     is_small = np.abs(x) < np.finfo(x.dtype).tiny

@@ -114,58 +114,49 @@ class Cost:
                 f"The model costs {float(full):.3g}, more than can be counted exactly. Trace it "
                 "with smaller inputs, or let no groups or leaves compete."
             )
-        self._node = _Node.build(variable_part, self.unit, len(sizes))
+        self._table = _Table.build(variable_part, self.unit, len(sizes))
 
     def at(self, sizes: jax.Array) -> Words:
         """Returns the cost of uint32[sizes]."""
-        return self._node.evaluate(functools.partial(_exact, jnp.append(sizes, jnp.uint32(1))))
+        return self._table.evaluate(functools.partial(_exact, jnp.append(sizes, jnp.uint32(1))))
 
     def limit(self, sizes: jax.Array) -> Words:
         """Returns the cost of float32[sizes], rounded down; exact for integers."""
         one = jnp.float32(1)
         most, base = jnp.append(sizes, one), jnp.append(jnp.floor(sizes), one)
-        return self._node.evaluate(functools.partial(_least, most, base))
+        return self._table.evaluate(functools.partial(_least, most, base))
 
 
 class _Table(NamedTuple):
-    """Terms of a polynomial.
+    """A polynomial as tables.
 
     Attributes:
       high: uint32[terms], the high words of the coefficients.
       low: their low words.
       numbers: int32[terms, most], the sizes that multiply each term, filled up with the number
         after all sizes, which stands for the factor 1.
+      largest: lists of polynomials; the largest of each list is added.
     """
 
     high: np.ndarray
     low: np.ndarray
     numbers: np.ndarray
+    largest: list[list[_Table]]
 
     @classmethod
-    def build(cls, terms: Terms, unit: int, count: int) -> _Table:
-        terms = terms or {(): Fraction(0)}
+    def build(cls, polynomial: Polynomial, unit: int, count: int) -> _Table:
+        terms = polynomial.terms or {(): Fraction(0)}
         most = max(map(len, terms))
-        numbers = [[*x, *[count] * (most - len(x))] for x in terms]
+        numbers = np.array([[*x, *[count] * (most - len(x))] for x in terms], np.int32)
         words = [exact.split(int(a * unit)) for a in terms.values()]
         high, low = (np.array(word, np.uint32) for word in zip(*words, strict=True))
-        return cls(high, low, np.array(numbers, np.int32).reshape(len(terms), most))
-
-
-class _Node(NamedTuple):
-    """A polynomial as tables."""
-
-    table: _Table
-    largest: list[list[_Node]]
-
-    @classmethod
-    def build(cls, polynomial: Polynomial, unit: int, count: int) -> _Node:
-        nodes = [[cls.build(x, unit, count) for x in each] for each in polynomial.largest]
-        return cls(_Table.build(polynomial.terms, unit, count), nodes)
+        largest = [[cls.build(x, unit, count) for x in each] for each in polynomial.largest]
+        return cls(high, low, numbers.reshape(len(terms), most), largest)
 
     def evaluate(self, sum_terms: Callable[[_Table], Words]) -> Words:
-        total = sum_terms(self.table)
+        total = sum_terms(self)
         for each in self.largest:
-            values = [node.evaluate(sum_terms) for node in each]
+            values = [table.evaluate(sum_terms) for table in each]
             total = exact.plus(total, functools.reduce(_larger, values))
         return total
 

@@ -203,14 +203,9 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
       tree: any tree.
       like: tree of the same paths whose leaves decide; by default `tree` itself.
     """
-    if like is None:
-        if all(map(is_prunable, jax.tree.leaves(tree))):
-            return tree
-        return jax.tree.map(lambda leaf: leaf if is_prunable(leaf) else None, tree)
-    odd = {path for path, leaf in leaves_by_path(like).items() if not is_prunable(leaf)}
-    if not odd:
-        return tree
-    return map_matched(lambda path, leaf: None if path in odd else leaf, tree)
+    deciding = leaves_by_path(tree if like is None else like)
+    odd = {path for path, leaf in deciding.items() if not is_prunable(leaf)}
+    return map_matched(lambda path, leaf: None if path in odd else leaf, tree) if odd else tree
 
 
 def is_array(leaf: object) -> bool:

@@ -46,7 +46,9 @@ def refuse(*_):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_lost_outputs_run_through_the_program_of_the_product(name, monkeypatch):
-    monkeypatch.setattr(sys.modules["sparsity.calibration.run.reached"], "sum_outputs", refuse)
+    monkeypatch.setattr(
+        sys.modules["sparsity.calibration.statistics.capture"], "sum_outputs", refuse
+    )
     product, shape, inputs = PRODUCTS[name]
     params, batches = {"w": draw(*shape)}, [draw(*inputs), 3 * draw(*inputs)]
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=HALF)
@@ -73,7 +75,9 @@ def test_outputs_of_few_digits_are_summed_by_a_program_of_their_own(monkeypatch)
     w, new, rows = (np.float64(each) for each in (params["w"], pruned["w"], x))
     error = np.sum((rows @ (w - new)) ** 2) / np.sum((rows @ w) ** 2)
     assert report["w",].error == pytest.approx(error, rel=1e-5)  # three digits of bfloat16
-    monkeypatch.setattr(sys.modules["sparsity.calibration.run.reached"], "sum_outputs", refuse)
+    monkeypatch.setattr(
+        sys.modules["sparsity.calibration.statistics.capture"], "sum_outputs", refuse
+    )
     with pytest.raises(AssertionError, match="another program"):
         prune()
 

@@ -58,16 +58,13 @@ def gradients_agree_and_lie_where_values_and_inputs_lie(devices):
                     assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
 
 
-def matrices_and_values_convert_where_they_lie(devices):
+def matrices_lie_where_their_values_lie(devices):
     with jax.set_mesh(devices.mesh):
         values, indices = devices.put(VALUES, "b"), devices.put(INDICES, "b")
         dense = jax.jit(grouped.densify, static_argnums=(2, 3))(values, indices, INPUTS, 32)
-        back = jax.jit(grouped.gather, static_argnums=2)(dense, indices, GROUP)
     np.testing.assert_array_equal(dense, DENSE)
-    np.testing.assert_array_equal(back, VALUES)
     if devices.is_explicit:
         assert dense.sharding.spec == P(None, "b")
-        assert back.sharding.is_equivalent_to(values.sharding, 3)
 
 
 def products_run_within_shard_map(devices):
@@ -90,7 +87,7 @@ def products_run_within_shard_map(devices):
 
 _BOTH = [
     gradients_agree_and_lie_where_values_and_inputs_lie,
-    matrices_and_values_convert_where_they_lie,
+    matrices_lie_where_their_values_lie,
     products_run_within_shard_map,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}

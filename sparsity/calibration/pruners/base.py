@@ -16,12 +16,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity import masks as masks_lib
-from sparsity.calibration.statistics import Statistic, Statistics, look_up_statistic
+from sparsity.calibration.statistics.checks import look_up_statistic
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, keeps_targets
+from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg
@@ -153,9 +153,9 @@ class StatisticsPruning(BaseUpdater):
             statistic = self.statistic(statistics, site, param.shape)
             problems[path] = Problem(site, param, statistic, sparsities.get(path))
         weights, masks = self.solve_tree(params, targets, problems)
-        masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
-        pruned = masks_lib.apply_masks(weights, masks)
-        return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
+        masks = read_masks(masks, params, self.use_packed_masks)
+        pruned = apply_masks(weights, masks)
+        return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
     def statistic(
         self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import TypeAlias
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,16 +20,8 @@ from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.scope import counts
-from sparsity.graph.scope.placed import PlacedGroup
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
-
-
-# From groups, the leaves of their members, numbers of channels that stay, and more, to masks.
-Choose: TypeAlias = Callable[
-    [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
-    list[jax.Array],
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,25 +59,25 @@ class ReaderChannels(Coupled):
         return {path for group in groups for path, _, _ in group.scored}
 
     def choose_masks(
-        self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
+        self,
+        choose: Callable[..., list[jax.Array]],
+        tree: PyTree,
+        sparsities: Sparsities,
+        extra: PyTree,
     ) -> Masks:
         """Returns masks of all members, of the channels that a function chooses.
 
         Args:
-          choose: `choose(groups, leaves, counts, extra)` returns uint8[channels] for each group,
-            or [layers, channels], from the leaves of all members and the numbers of channels that
-            stay by group.
+          choose: `choose(groups, leaves, (counts, extra))` returns uint8[channels] for each group,
+            or [layers, channels], from {path: leaf} of all members and the numbers of channels
+            that stay by group.
           tree: tree of these leaves.
           sparsities: tree of sparsities, `None` for leaves without one.
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
         numbers = [counts.count_by_sparsity(self, group) for group in groups]
-
-        def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
-            return choose(groups, leaves, *arrays)
-
-        return self._masks(groups, select, [tree], (numbers, extra))
+        return self._masks(groups, functools.partial(choose, groups), [tree], (numbers, extra))
 
     def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""

@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import masks as masks_lib
-from sparsity.calibration.pruners.base import Problem, Problems
+from sparsity.calibration.pruners.base import Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.refits import loses_imaginary, shift_bias
-from sparsity.calibration.statistics import Statistic, Statistics, num_rows
+from sparsity.calibration.refits.means import holds_outputs, shift_bias
+from sparsity.calibration.statistics.errors import num_rows
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Bias
+from sparsity.masks import Sites, apply_masks
 from sparsity.training.state import SparseState
 
 
@@ -93,7 +94,7 @@ class FLAPPruning(ChannelPruning):
         sparsities: PyTree,
         target_sparsities: PyTree | None = None,
         *,
-        sites: masks_lib.Sites | None = None,
+        sites: Sites | None = None,
     ) -> PyTree:
         return self.readers.select_tree(scores, sparsities)
 
@@ -107,7 +108,7 @@ class FLAPPruning(ChannelPruning):
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
         masks = self.create_masks(scores, targets)
-        pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
+        pruned = trees.leaves_by_path(apply_masks(params, masks))
 
         def compensate(path: KeyPath, bias: jax.Array) -> jax.Array:
             for reader, place in biases.get(path, ()):
@@ -141,18 +142,14 @@ class FLAPPruning(ChannelPruning):
         for reader, place in places.items():
             assert place is not None
             bias = paths[place.path]
-            _check_holds(bias, arrays[bias], problems[reader])
+            if not holds_outputs(graph, leaves[reader].path, place):
+                raise ValueError(
+                    f"{leaves[reader].name!r} has complex outputs, whose means "
+                    f"{trees.path_string(bias)!r}, {arrays[bias].dtype}, cannot hold. Give the "
+                    "model a complex bias, or compensate=False."
+                )
             biases.setdefault(bias, []).append((reader, place))
         return biases
-
-
-def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
-    """Raises a ValueError if a real bias would lose the imaginary parts of the means."""
-    if loses_imaginary(bias, reader.param, reader.statistic):
-        raise ValueError(
-            f"{reader.site.name!r} has complex outputs, whose means {trees.path_string(path)!r}, "
-            f"{bias.dtype}, cannot hold. Give the model a complex bias, or compensate=False."
-        )
 
 
 def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
-from sparsity.calibration.refits import LeastSquares
-from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
-from sparsity.core import trees
+from sparsity.calibration.refits.least_squares import LeastSquares
+from sparsity.calibration.statistics.checks import check_solvable, is_finite
+from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
-from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.scope.placed import PlacedGroup
+from sparsity.masks import apply_masks
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -92,9 +92,11 @@ class OSSCARPruning(ChannelPruning):
             if path not in problems:
                 return pruned
             _, dense, statistic, _ = problems[path]
-            return place_like(dense, LeastSquares()(dense, pruned, mask, statistic, None)[0])
+            return sharding.place_like(
+                dense, LeastSquares()(dense, pruned, mask, statistic, None)[0]
+            )
 
-        return trees.map_matched(refit, masks_lib.apply_masks(params, masks), masks), masks
+        return trees.map_matched(refit, apply_masks(params, masks), masks), masks
 
     def _check(self, reader: Problem) -> None:
         """Raises a ValueError for a parameter that least squares cannot refit."""
@@ -121,13 +123,13 @@ def _choose(
     damping: float,
     groups: Sequence[PlacedGroup],
     leaves: Mapping[KeyPath, jax.Array],
-    kept: Sequence[chex.Numeric],
-    statistics: Sequence[Statistic],
+    counts_and_statistics: tuple[Sequence[chex.Numeric], Sequence[Statistic]],
 ) -> list[jax.Array]:
     """Returns the masks of the channels of each group, from the statistics of parameters."""
+    counts, statistics = counts_and_statistics
     seen = dict(zip(paths, statistics, strict=True))
     masks = []
-    for group, count in zip(groups, kept, strict=True):
+    for group, count in zip(groups, counts, strict=True):
         readers = [_reader(group, place, leaves, seen) for place in group.scored]
         count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunk
         mask = choose(readers, count, swap, damping).astype(jnp.uint8)

@@ -18,7 +18,8 @@ from jax import lax
 
 from sparsity.calibration.inverses import invert, pad, shift_diagonals
 from sparsity.calibration.refits.base import Select
-from sparsity.calibration.statistics import Statistic, dot
+from sparsity.calibration.statistics.errors import dot
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import host, sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import jax
 
-from sparsity.calibration.statistics import Statistic
+from sparsity.calibration.statistics.statistic import Statistic
 
 # From scores of the parameter and a share of its target sparsity to a mask.
 Select: TypeAlias = Callable[[jax.Array, float], jax.Array]

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.refits.base import Select
-from sparsity.calibration.statistics import Statistic, mean_outputs
+from sparsity.calibration.statistics.errors import mean_outputs
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
-from sparsity.graph import Bias
+from sparsity.core.trees import Path
+from sparsity.graph import Bias, Graph
 from sparsity.programs.program import Value
 
 
@@ -85,7 +87,9 @@ def shift_bias(
     )
 
 
-def loses_imaginary(bias: jax.Array, weight: jax.Array, statistic: Statistic) -> bool:
-    """Returns whether a real bias would lose the imaginary parts of the means of outputs."""
-    is_complex = jnp.iscomplexobj(weight) or jnp.iscomplexobj(statistic.sums)
-    return is_complex and not jnp.iscomplexobj(bias)
+def holds_outputs(graph: Graph, path: Path, bias: Bias) -> bool:
+    """Returns whether a bias can hold outputs: a real one would lose their imaginary parts."""
+    outputs = [use.equation.outputs[0].dtype for use in graph.traced.tracker.find_products(path)]
+    (dtype,) = (param.dtype for param in graph.leaves if param.path == bias.path)
+    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, *outputs)]
+    return is_complex[0] or not any(is_complex)

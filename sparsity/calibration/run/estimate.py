@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.run.frames import last_uses
-from sparsity.calibration.statistics.capture import Calibration
+from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -58,21 +58,15 @@ class Meter:
     """Follows the bytes of a run.
 
     Args:
-      calibration: the uses of the weights that are pruned.
+      task: what the run prunes.
       batches: the batches, arrays or shapes.
-      grams: arrays of the size of a Gram matrix that a layer needs at once, 0 without one.
-      solving: `solving(outputs, inputs)` returns the bytes of a solution beside one Gram matrix.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        batches: Sequence[PyTree],
-        grams: int,
-        solving: Callable[[int, int], int] | None = None,
-    ) -> None:
-        self._graph, self._uses = calibration.graph, calibration.uses
-        self._copies, self._solving, self._batches = grams, solving, len(batches)
+    def __init__(self, task: PruningTask, batches: Sequence[PyTree]) -> None:
+        calibration = task.make_calibration()
+        self._graph, self._uses = task.graph, calibration.uses
+        self._copies, self._batches = task.gram_copies, len(batches)
+        self._count_bytes = getattr(task.refit, "count_bytes", None)
         self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
         paths = {use.path for use in self._uses.values()}
@@ -157,8 +151,8 @@ class Meter:
             is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
             solution = self._copies * gram
-            if self._solving is not None:
-                solution = max(solution, gram + self._solving(outputs, inputs))
+            if self._count_bytes is not None:
+                solution = max(solution, gram + self._count_bytes(outputs, inputs))
             work = max(rows + 2 * gram, solution + _WEIGHTS * part)
         else:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part

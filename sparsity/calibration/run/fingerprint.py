@@ -33,10 +33,12 @@ def fingerprint(value: object) -> str:
     """Returns a hash of a value: its type, its state, and the code of its functions.
 
     Args:
-      value: numbers, text, arrays, containers, functions, classes, and objects of these.
+      value: numbers, text, arrays, containers, functions, classes, and objects of these; and
+        traced programs, with their equations, inputs and constants.
 
     Raises:
-      ValueError: a part of the value has no description that another process would share.
+      ValueError: a part of the value has no description that another process would share; of a
+        program, the error names the line in the model.
 
     Example:
       >>> scale = lambda factor: lambda x: factor * x
@@ -44,16 +46,6 @@ def fingerprint(value: object) -> str:
       True
     """
     return _Describer().describe(value)
-
-
-def fingerprint_program(program: Program) -> str:
-    """Returns a hash of a traced program: its equations, their inputs, and its constants.
-
-    Raises:
-      ValueError: a parameter of an equation cannot be described; the error names the line in the
-        model.
-    """
-    return _hash(_describe_program(program, {}))
 
 
 def _hash(parts: Iterable[str]) -> str:
@@ -102,9 +94,9 @@ class _Describer:
     """Describes values: each object once, an object within itself by its depth."""
 
     def __init__(self) -> None:
-        self._hashes: dict[int, str] = {}
+        # By identity: the value, or its identity would be used again, and its hash.
+        self._hashes: dict[int, tuple[object, str]] = {}
         self._open: dict[int, int] = {}
-        self._alive: list[object] = []  # or an identity would be used again
 
     def describe(self, value: object) -> str:
         """Returns a plain value as text, and a hash of any other."""
@@ -114,11 +106,10 @@ class _Describer:
         if key in self._open:
             return f"around {self._open[key]}"
         if key not in self._hashes:
-            self._alive.append(value)
             self._open[key] = len(self._open)
-            self._hashes[key] = _hash(map(self.describe, self._parts(value)))
+            self._hashes[key] = value, _hash(map(self.describe, self._parts(value)))
             del self._open[key]
-        return self._hashes[key]
+        return self._hashes[key][1]
 
     def _parts(self, value: object) -> Iterable[object]:
         """Returns the name of a kind of values, and all that a value of this kind consists of."""
@@ -129,10 +120,12 @@ class _Describer:
                 return "masked", np.ma.getdata(value), np.ma.getmaskarray(value)
             case jax.Array() | np.ndarray() | np.generic():
                 return "array", *_array(value)
-            case np.dtype() | pathlib.PurePath():
+            case pathlib.PurePath():
                 return "text", *_text(value)
             case ClosedJaxpr():
-                return "program", fingerprint_program(read_jaxpr(value))
+                return "program", *_describe_program(read_jaxpr(value), {})
+            case Program():
+                return "program", *_describe_program(value, {})
             case Set():
                 return "set", _name(type(value)), sorted(map(self.describe, value))
             case Mapping():
@@ -157,8 +150,10 @@ class _Describer:
                 return "module", value.__name__, _version(value.__name__)
             case type():
                 return "class", *_class(value)
-            case property() | classmethod() | staticmethod() | functools.cached_property():
-                return "property", _name(type(value)), *(getattr(value, x, None) for x in _WRAPPED)
+            case property():
+                return "property", type(value), value.fget, value.fset, value.fdel
+            case functools.cached_property():
+                return "cached property", type(value), value.func
             case _:
                 return _object(value)
 
@@ -167,7 +162,6 @@ _CODE = (
     "co_code", "co_exceptiontable", "co_consts", "co_names", "co_varnames", "co_freevars",
     "co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags",
 )  # fmt: skip
-_WRAPPED = ("fget", "fset", "fdel", "__func__", "func")
 # Attributes of a class that do not change the behaviour of its objects.
 _IGNORED_IN_CLASSES = {
     "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -21,6 +21,9 @@ class Frame:
         parts at some indices of their first axes.
       data: the values of the other inputs, for each batch.
       layers: the layer of each scan around the program.
+
+    Attributes:
+      last: the last equation that needs each value.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Frame:
     ) -> None:
         self.program, self.param_inputs = program, param_inputs
         self.data, self.layers = data, layers
+        self.last = last_uses(program)
         self._from_params: dict[Value, jax.Array] = {}
         self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 
@@ -67,6 +71,17 @@ class Frame:
         """Returns the inputs of an equation, for a batch."""
         return [self.read(batch, value) for value in equation.inputs]
 
+    def write(self, batch: int, equation: Equation, outputs: Sequence[jax.Array]) -> None:
+        """Stores the outputs of an equation for a batch, and drops values as `drop_unneeded`."""
+        self.data[batch].update(zip(equation.outputs, outputs, strict=True))
+        self.drop_unneeded(batch, equation)
+
+    def drop_unneeded(self, batch: int, equation: Equation) -> None:
+        """Drops the values of a batch that no equation after this one needs."""
+        for value in {*equation.inputs, *equation.outputs}:
+            if self.last.get(value, equation) is equation:
+                self.data[batch].pop(value, None)
+
 
 def last_uses(program: Program) -> dict[Value, Equation | None]:
     """Returns the last equation that needs each value, `None` for outputs."""
@@ -75,12 +90,3 @@ def last_uses(program: Program) -> dict[Value, Equation | None]:
         last.update(dict.fromkeys(equation.inputs, equation))
     last.update(dict.fromkeys(program.outputs))
     return last
-
-
-def drop_unneeded(
-    values: dict[Value, jax.Array], equation: Equation, last: Mapping[Value, Equation | None]
-) -> None:
-    """Drops the values of a batch that no equation after this one needs."""
-    for value in {*equation.inputs, *equation.outputs}:
-        if last.get(value, equation) is equation:
-            values.pop(value, None)

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
+from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.run.weights import ModelWeights
-from sparsity.calibration.statistics import Statistic
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
-from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps
-from sparsity.core import sharding
 from sparsity.core.trees import Path, PyTree
 
 
@@ -39,36 +37,33 @@ class JointSolver:
         paths: Sequence[Path],
     ) -> None:
         self._task, self._weights, self._paths = task, weights, paths
-        self._fn, self._params, self._batches = fn, weights.tree(), batches
+        self._run = fn, weights.tree(), batches
 
-    def solve(self, path: Path) -> tuple[PrunedLayer, Errors]:
-        """Returns a parameter and its errors."""
-        if self._task.kind == "gram":
-            layer = self._solve(path)
-            return layer, layer.errors()
-        layer, losses = self._losses[path]
-        return layer, layer.errors(losses)
+    def solve(self, path: Path) -> PrunedLayer:
+        """Returns a pruned parameter."""
+        return self._solve(path) if self._task.kind == "gram" else self._with_losses[path]
 
     def _solve(self, path: Path) -> PrunedLayer:
-        name, statistic = self._task.sites[path].name, self._statistics.get(path)
-        return self._task.solve(self._weights, path, (), name, statistic)
+        return self._task.solve(self._weights, path, (), self._statistics.get(path))
+
+    def _is_solved(self, path: Path, _: object) -> bool:
+        return path in self._paths
 
     @functools.cached_property
     def _statistics(self) -> dict[Path, Statistic]:
-        run = self._fn, self._params, self._batches
-        return calibrate(*run, self._task.kind, lambda path, _: path in self._paths)
+        return calibrate(*self._run, self._task.kind, self._is_solved)
 
     @functools.cached_property
-    def _losses(self) -> dict[Path, tuple[PrunedLayer, jax.Array]]:
+    def _with_losses(self) -> dict[Path, PrunedLayer]:
         """All parameters, with their losses from one run of the model."""
         layers = {path: self._solve(path) for path in self._paths}
         matrices = {path: each.matrices() for path, each in layers.items()}
-        make = functools.partial(_Losses, filter_fn=lambda path, _: path in self._paths)
-        losses, sums = collect(self._fn, self._params, self._batches, make, matrices)
+        make = functools.partial(_Losses, filter_fn=self._is_solved)
+        losses, sums = collect(*self._run, make, matrices)
         total = dict.fromkeys(self._paths, jnp.zeros(2))
         for number, each in sums.items():
             total[losses.uses[number].path] += each
-        return {path: (each, total[path]) for path, each in layers.items()}
+        return {path: each._replace(losses=total[path]) for path, each in layers.items()}
 
 
 class _Losses(Collector):
@@ -77,7 +72,6 @@ class _Losses(Collector):
     stacks = False
 
     def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
-        use, alignment = self.uses[number], self.alignments[number]
+        use = self.uses[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
-        matrices = [each[layer] for each in arguments[use.path]]
-        return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *matrices)
+        return self.sum_outputs(number, x, steps, [each[layer] for each in arguments[use.path]])

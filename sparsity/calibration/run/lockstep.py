@@ -9,13 +9,13 @@ all of its weights are pruned.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.calibration.run.frames import Frame, Layers, drop_unneeded, last_uses
+from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
@@ -25,7 +25,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Equation, Program
 from sparsity.programs.share import share_at_call
 
 
@@ -79,14 +79,11 @@ class Lockstep:
 
     def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
-        last = last_uses(frame.program)
         for equations in self._stretches(frame):
             if len(equations) > 1:
-                self._run_stretch(frame, equations, last)
+                self._run_stretch(frame, equations)
             else:
-                self._step(frame, equations[0], last)
-                for values in frame.data:
-                    drop_unneeded(values, equations[0], last)
+                self._step(frame, equations[0])
         self._frames.pop()
 
     def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
@@ -105,14 +102,12 @@ class Lockstep:
             stretch = []
         yield from [stretch] if stretch else []
 
-    def _run_stretch(
-        self, frame: Frame, equations: list[Equation], last: Mapping[Value, Equation | None]
-    ) -> None:
+    def _run_stretch(self, frame: Frame, equations: list[Equation]) -> None:
         """Runs equations in a row as one program, with the bits of one program each."""
         made = dict.fromkeys(value for equation in equations for value in equation.outputs)
         read = dict.fromkeys(value for equation in equations for value in equation.inputs)
         inputs, inside = [value for value in read if value not in made], {*equations}
-        needed = [value for value in made if last.get(value, equations[0]) not in inside]
+        needed = [value for value in made if frame.last.get(value, equations[0]) not in inside]
 
         def run(arrays: list[jax.Array]) -> list[jax.Array]:
             values = dict(zip(inputs, arrays, strict=True))
@@ -127,11 +122,9 @@ class Lockstep:
             arrays = [frame.read(batch, value) for value in inputs]
             values.update(zip(needed, compiled(arrays), strict=True))
             for equation in equations:
-                drop_unneeded(values, equation, last)  # before the next batch needs memory
+                frame.drop_unneeded(batch, equation)  # before the next batch needs memory
 
-    def _step(
-        self, frame: Frame, equation: Equation, last: Mapping[Value, Equation | None]
-    ) -> None:
+    def _step(self, frame: Frame, equation: Equation) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
         for number in self._uses.at(equation):
             self._reach(frame, equation, number, frame.layers)
@@ -142,10 +135,8 @@ class Lockstep:
             self._reach(frame, equation, number, layers)
         # Of loops, JAX would keep a program for each trace.
         run = share_at_call(equation.bind) if equation.bodies else equation.bind
-        for batch, values in enumerate(frame.data):
-            outputs = run(frame.inputs(batch, equation))
-            values.update(zip(equation.outputs, outputs, strict=True))
-            drop_unneeded(values, equation, last)  # before the next batch needs memory
+        for batch in range(len(frame.data)):
+            frame.write(batch, equation, run(frame.inputs(batch, equation)))
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
@@ -194,10 +185,10 @@ class Lockstep:
                 outputs = [inside.read(b, value) for value in body.program.outputs]
                 carry[b] = outputs[: end - fixed]
                 stacked[b].append(outputs[end - fixed :])
-        for b, values in enumerate(frame.data):
+        for b in batches:
             layers = stacked[b][::-1] if equation.params["reverse"] else stacked[b]
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
-            values.update(zip(equation.outputs, [*carry[b], *joined], strict=True))
+            frame.write(b, equation, [*carry[b], *joined])
 
     def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""

@@ -8,33 +8,30 @@ every device of a mesh holds all of a weight, each device solves some of the out
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, overload
 
 import chex
-import jax
-import numpy as np
 
-from sparsity.calibration.pruners import StatisticsPruning
-from sparsity.calibration.refits import Refit
+from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
-from sparsity.calibration.run.progress import show_progress
 from sparsity.calibration.run.prune import check_pruner_and_refit
-from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
+from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
-from sparsity.calibration.run.task import PruningTask, count_rows, make_task
+from sparsity.calibration.run.task import PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
-from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.core import sharding
+from sparsity.core import extras, sharding
 from sparsity.core.checks import (
     check_bool,
     check_function,
@@ -127,11 +124,12 @@ def oneshot(
     batches = _read_batches(batches, held, metric, folder)
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
-        return _estimate(task, batches)
-    more = {"sequential": sequential, "sparsities": task.list_targets()}
-    identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
-    store = None if folder is None else LayerStore(folder, identity())
-    run = _Run(task, params, batches, store, show_progress(task, batches) if progress else None)
+        return Meter(task, batches).estimate()
+    store = None
+    if folder is not None:
+        more = {"sequential": sequential, "sparsities": task.list_targets()}
+        store = LayerStore(folder, identify(pruner, refit, fn, params, batches, **more))
+    run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.prune(fn, sequential)
     pruned, report = run.weights.tree(), run.report
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
@@ -168,19 +166,25 @@ def _read_batches(
     return seen
 
 
-def _estimate(task: PruningTask, batches: Sequence[PyTree]) -> Estimate:
-    """Returns the bytes of a sequential run, from shapes alone."""
-    calibration = Calibration(task.graph, task.kind, task.is_pruned)
-    solving = getattr(task.refit, "count_bytes", None)
-    return Meter(calibration, batches, _count_grams(task), solving).estimate()
+def _show_progress(
+    task: PruningTask, batches: Sequence[PyTree]
+) -> Callable[[Path, LayerIndex], None]:
+    """Shows a bar of the layers, and returns the function that advances it by a layer."""
+    traced = task.graph.traced
+    scanned, shapes = traced.tracker.find_scanned_axes(), traced.parameters.find_shape
+    sizes = {
+        path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
+    }
+    tqdm = extras.load("tqdm.auto", "progress").tqdm
+    bar = tqdm(total=sum(sizes.values()), desc="oneshot", unit="layer")
 
+    def on_layer_done(path: Path, index: LayerIndex) -> None:
+        bar.set_postfix_str(f"{task.sites[path].name}, {len(batches)} batches")
+        bar.update(1 if index else sizes[path])
+        if bar.n >= bar.total:
+            bar.close()
 
-def _count_grams(task: PruningTask) -> int:
-    """Returns the number of arrays of the size of a Gram matrix that a layer needs at once."""
-    if task.kind != "gram":
-        return 0
-    methods: list[object] = [task.refit, task.pruner]
-    return max(getattr(method, "gram_copies", StatisticsPruning.gram_copies) for method in methods)
+    return on_layer_done
 
 
 class _Run:
@@ -226,29 +230,25 @@ class _Run:
 
     def _run_in_lockstep(self) -> None:
         """Runs the model on all batches, and prunes each parameter when the run reaches it."""
-        task = self._task
-        calibration = Calibration(task.graph, task.kind, task.is_pruned)
-        if task.kind == "gram":
+        calibration = self._task.make_calibration()
+        if self._task.kind == "gram":
             for name, gram in calibration.grams(one_layer=True).items():
-                check_memory({name: gram}, copies=_count_grams(task))  # one is held at a time
+                check_memory({name: gram}, self._task.gram_copies)  # one is held at a time
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, self._prune_at).run()
 
     def _prune_at(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
         """Prunes a parameter, or one layer of it, where the program reaches it."""
 
-        def solve() -> tuple[PrunedLayer, Errors]:
-            name = self._task.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
-            statistic = reached.statistic(name)
-            layer = self._task.solve(self.weights, path, index, name, statistic)
+        def solve() -> PrunedLayer:
+            statistic = reached.statistic(self._task.name(path, index))
+            layer = self._task.solve(self.weights, path, index, statistic)
             if self._task.kind == "gram":
-                return layer, layer.errors()
-            return layer, layer.errors(reached.losses(*layer.matrices()))
+                return layer
+            return layer._replace(losses=reached.losses(*layer.matrices()))
 
         self._prune(path, index, solve)
 
-    def _prune(
-        self, path: Path, index: LayerIndex, solve: Callable[[], tuple[PrunedLayer, Errors]]
-    ) -> None:
+    def _prune(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
         """Prunes a parameter, or one layer of it, or takes it from the folder."""
         weights, task = self.weights, self._task
         number = sum(map(len, self._layers.values()))
@@ -258,8 +258,9 @@ class _Run:
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
             started = time.perf_counter()
-            layer, errors = solve()
-            report = _report(layer, errors, time.perf_counter() - started)
+            layer = solve()
+            report = layer.report()
+            report = dataclasses.replace(report, seconds=time.perf_counter() - started)
             new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
             shifted = None if bias is None else task.shift_bias(path, bias, layer, weights)
             stored = StoredLayer(new, mask, report, shifted)
@@ -279,13 +280,3 @@ class _Run:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
         layers = self._layers.get(path, {})
         return index in layers or () in layers or (not index and bool(layers))
-
-
-def _report(layer: PrunedLayer, errors: Errors, seconds: float) -> LayerReport:
-    mask = np.asarray(jax.device_get(layer.mask))
-    return LayerReport(
-        sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
-        **errors._asdict(),
-        count=count_rows(layer.statistic),
-        seconds=seconds,
-    )

@@ -8,20 +8,14 @@ import chex
 import jax
 import numpy as np
 
-from sparsity import masks as masks_lib
-from sparsity.calibration.pruners import SplitScope
-from sparsity.calibration.refits import Refit, Select, shifts_biases
-from sparsity.calibration.statistics import (
-    Statistic,
-    Statistics,
-    check_solvable,
-    look_up_statistic,
-    output_error,
-)
+from sparsity.calibration.pruners.scored import SplitScope
+from sparsity.calibration.refits.base import Refit, Select, shifts_biases
+from sparsity.calibration.statistics.checks import check_solvable, look_up_statistic
+from sparsity.calibration.statistics.errors import output_error
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
-from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import ScoredLeaf, Site, is_per_slice
+from sparsity.masks import ScoredLeaf, Site, is_per_slice, pack_masks, read_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
@@ -113,7 +107,7 @@ def reconstruct(
     Raises:
       ValueError: a statistic is missing, does not fit its parameter, or has no Gram matrix.
     """
-    masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
+    masks = read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
@@ -133,10 +127,10 @@ def reconstruct(
         like = (dense, dense)
         better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
         new = host.instead(_choose_better)(better)(dense, new, before, statistic)
-        refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
+        refitted[path] = sharding.place_like(dense, new[0]), sharding.place_like(dense, new[1])
     pruned = trees.map_matched(lambda path, param: refitted.get(path, (param,))[0], pruned)
     masks = trees.map_matched(lambda path, _: refitted[path][1], masks)
-    return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks
+    return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
 
 
 def _check_refitted(refit: Refit, new: object, name: str, shape: tuple[int, ...]) -> None:

@@ -6,23 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsity.calibration.statistics import Statistic, output_error, ratio, squared_means
+from sparsity.calibration.run.report import LayerReport
+from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import host
-
-
-class Errors(NamedTuple):
-    """Lost shares of the outputs of a parameter.
-
-    Attributes:
-      error: the share after the refit.
-      unrefitted: the share before the refit.
-      centred: the share after the refit, without the means of the outputs.
-    """
-
-    error: float
-    unrefitted: float
-    centred: float
 
 
 class PrunedLayer(NamedTuple):
@@ -35,6 +24,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
+      losses: sums of squares of the lost and the dense outputs; `None` if the Gram matrices of the
+        statistic have them.
     """
 
     statistic: Statistic
@@ -43,18 +34,22 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
+    losses: jax.Array | None = None
 
-    def errors(self, losses: jax.Array | None = None) -> Errors:
-        """Returns the shares of the outputs that are lost.
-
-        Args:
-          losses: sums of squares of the lost and the dense outputs; `None` reads them from the Gram
-            matrices.
-        """
+    def report(self) -> LayerReport:
+        """Returns the report of the parameter, of 0 seconds."""
         leaves = self.dense, self.refitted, self.pruned
-        shares = jax.device_get(_lost_shares(self.statistic, losses, *leaves))
+        shares = jax.device_get(_lost_shares(self.statistic, self.losses, *leaves))
         error, without_means, unrefitted, centred = map(float, shares)
-        return Errors(without_means if self.keeps_means else error, unrefitted, centred)
+        mask = np.asarray(jax.device_get(self.mask))
+        return LayerReport(
+            sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
+            error=without_means if self.keeps_means else error,
+            unrefitted=unrefitted,
+            count=count_rows(self.statistic),
+            seconds=0.0,
+            centred=centred,
+        )
 
     def matrices(self) -> list[jax.Array]:
         """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
@@ -89,3 +84,8 @@ def _compute_shares(
 
 
 _lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
+
+
+def count_rows(statistic: Statistic) -> int:
+    """Returns the largest number of rows of a slice."""
+    return int(np.max(np.asarray(statistic.count)))

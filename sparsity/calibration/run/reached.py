@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsity.calibration.run.frames import Frame, Layers
-from sparsity.calibration.statistics import Statistic, is_finite, not_finite
+from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.losses import make_rerun
-from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.checks import is_finite, not_finite
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
-from sparsity.core import host, sharding
+from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
+from sparsity.graph import Use
+from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
 from sparsity.programs.share import share_at_call
 
@@ -58,14 +61,8 @@ class ReachedWeight:
         rerun_losses = self._rerun(matrices)
         if rerun_losses is not None:
             return rerun_losses
-
-        def sum_use(number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
-            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            return sharding.replicated(
-                functools.partial(sum_outputs, use, alignment), x, *arguments
-            )
-
-        sums = [total for each in self._sums(sum_use, matrices) for total in each.values()]
+        batches = self._sums(self.calibration.sum_outputs, matrices)
+        sums = [total for each in batches for total in each.values()]
         total: jax.Array = functools.reduce(jnp.add, sums)
         return total
 
@@ -80,7 +77,7 @@ class ReachedWeight:
         total = np.zeros(len(matrices))
         for number, inputs in xs.items():
             use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            rerun = make_rerun(use, alignment, matrices, place)
+            rerun = _make_rerun(use, alignment, matrices, place)
             if rerun is None:
                 return None
             total += sum(map(rerun, inputs))
@@ -117,11 +114,62 @@ class ReachedWeight:
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return SummingInterpreter(uses, sum_layer).sum_equation(self.equation, inputs)
+            interpreter = SummingInterpreter(uses, sum_layer)
+            interpreter.evaluate(self.equation, inputs)
+            return interpreter.sums
 
         program = share_at_call(jax.jit(run))
         for batch in batches:
             yield program(self.frame.inputs(batch, self.equation), indices, arguments)
+
+
+def _make_rerun(
+    use: Use, alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
+) -> Callable[[jax.Array], np.ndarray] | None:
+    """Returns a function from the operand beside a weight to the sums of |y|^2 with each matrix.
+
+    A run outside of `jit` compiles each product by itself, and keeps the program. The product of
+    the same inputs with lost weights is this program again: sums of its outputs compile nothing.
+
+    Args:
+      use: the product; `None` is returned if its outputs lose digits.
+      alignment: alignment of the use, without the axes that scans took apart.
+      matrices: [*batch, outputs, inputs] each, in the order of the parameter.
+      place: the place of matrices and inputs.
+    """
+    value = use.equation.inputs[use.operand]
+    if not _is_wide(use, matrices) or matrices[0].size != value.size:
+        return None
+    roles = read_product(use.equation).operands[use.operand]
+    axes = (*roles.batch, *roles.free, *roles.contracted)
+    sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
+    weights = [np.asarray(alignment.operand(each)) for each in host.to_numpy(list(matrices))]
+    operands = [each.astype(value.dtype).reshape(sizes).transpose(order) for each in weights]
+    operands = place.put([host.copy(each) for each in operands])
+
+    def sum_batch(x: jax.Array) -> np.ndarray:
+        pairs = [[x, w] if use.operand else [w, x] for w in operands]
+        outputs = (use.equation.bind(pair)[0] for pair in pairs)
+        with np.errstate(all="ignore"):
+            return np.array([_sum_squares(np.asarray(y).reshape(-1)) for y in outputs])
+
+    return sum_batch
+
+
+def _sum_squares(x: np.ndarray) -> float:
+    """Returns the sum of x^2 over real numbers, by parts that stay in the caches."""
+    return sum(float(np.square(x[at]).sum()) for at in host.chunks(len(x)))
+
+
+def _is_wide(use: Use, matrices: Sequence[jax.Array]) -> bool:
+    """Returns whether a product on a CPU has the precision of sums: real, in float32 at least."""
+    equation = use.equation
+    dtypes = {value.dtype for value in (*equation.inputs, *equation.outputs)}
+    dtypes.update(promote(x.dtype, jnp.float32) for x in matrices)
+    precision = equation.params["precision"]
+    each = precision if isinstance(precision, tuple) else (precision,)
+    is_plain = all(x is None or isinstance(x, lax.Precision) for x in each)
+    return is_plain and len(dtypes) == 1 and dtypes <= {np.dtype("float32"), np.dtype("float64")}
 
 
 def _add_up(batches: Iterable[Sums], name: str) -> Sums:
@@ -146,7 +194,13 @@ def _add_up(batches: Iterable[Sums], name: str) -> Sums:
 
 
 def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
-    return total + sums if is_count(total) else host.add_to(total, sums)
+    """Adds a count, or an array of real floats in place, with the bits of XLA:CPU."""
+    if is_count(total):
+        return total + sums
+    flat, terms = total.reshape(-1), sums.reshape(-1)
+    for at in host.chunks(len(flat)):
+        flat[at] = host.flushed(host.flushed(flat[at]) + host.flushed(terms[at]))
+    return total
 
 
 _add = jax.jit(add, donate_argnums=0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparsity.calibration.refits import Refit
-from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
+from sparsity.calibration.refits.base import Refit
+from sparsity.calibration.run.fingerprint import fingerprint
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
 from sparsity.core.files import reading, writing
@@ -47,15 +47,16 @@ class LayerStore:
         self._checkpoints = extras.load("orbax.checkpoint", "resume")
         if jax.process_count() > 1:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
-        about = self._folder / "run.json"
+        about, new = self._folder / "run.json", self._folder / "run.new"
         if not about.exists():
             if self._folder.exists() and not self._folder.is_dir():
                 raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
-            if self._folder.exists() and any(x != _new(about) for x in self._folder.iterdir()):
+            if self._folder.exists() and any(x != new for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _write(about, json.dumps(identity, indent=2))
+                new.write_text(json.dumps(identity, indent=2), encoding="utf-8")
+                new.replace(about)  # atomic
         with reading(about, "delete the folder to start afresh"):
             before: dict[str, str] = dict(json.loads(about.read_text(encoding="utf-8")))
         names = {**before, **identity}
@@ -94,17 +95,6 @@ def _tree(layer: StoredLayer) -> dict[str, PyTree]:
     return arrays | {"report": dataclasses.asdict(layer.report)}
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically."""
-    _new(path).write_text(text, encoding="utf-8")
-    _new(path).replace(path)
-
-
-def _new(path: pathlib.Path) -> pathlib.Path:
-    """Returns the temporary path that a file is written to."""
-    return path.with_suffix(".new")
-
-
 def identify(
     pruner: BaseUpdater,
     refit: Refit | None,
@@ -131,7 +121,6 @@ def identify(
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
     shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
-    programs = [trace(fn, params, batch).traced.model.program for batch in shapes.values()]
     values: dict[str, object] = {
         "pruner": (type(pruner), fields),
         "refit": refit,
@@ -139,12 +128,11 @@ def identify(
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],
         "jax": jax.__version__,
-        "fn": programs,
+        "fn": [trace(fn, params, batch).traced.model.program for batch in shapes.values()],
     }
     identity = {}
     for name, value in values.items():
         try:
-            value = [*map(fingerprint_program, programs)] if name == "fn" else value
             identity[name] = fingerprint(value)
         except ValueError as error:
             raise ValueError(

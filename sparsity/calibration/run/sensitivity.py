@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sparsity.calibration.pruners import statistics_kind
+from sparsity.calibration.pruners.base import statistics_kind
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
 from sparsity.calibration.run.prune import check_pruner_and_refit, prune

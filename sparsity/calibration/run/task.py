@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import chex
 import jax
-import numpy as np
 
-from sparsity.calibration.pruners import statistics_kind
-from sparsity.calibration.refits import Refit, shift_bias, shifts_biases
-from sparsity.calibration.run.biases import find_run_biases
+from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
+from sparsity.calibration.rates import Rates
+from sparsity.calibration.refits.base import Refit, shifts_biases
+from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.run.pruned_layer import PrunedLayer
+from sparsity.calibration.run.pruned_layer import PrunedLayer, count_rows
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
-from sparsity.calibration.statistics import Statistic, warn_of_zeros
+from sparsity.calibration.statistics.capture import Calibration
+from sparsity.calibration.statistics.checks import warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Bias, Graph, trace
@@ -44,13 +46,21 @@ class PruningTask:
     refit: Refit | None
     graph: Graph
     sites: Mapping[Path, Site]
-    targets: Mapping[Path, chex.Numeric]
+    targets: Mapping[Path, float]
     kind: Kind
     biases: Mapping[Path, Bias]
 
-    def is_pruned(self, path: Path, _: object) -> bool:
-        """Returns whether a parameter is to be pruned."""
-        return path in self.sites
+    @property
+    def gram_copies(self) -> int:
+        """Number of arrays of the size of a Gram matrix that a layer needs at once."""
+        if self.kind != "gram":
+            return 0
+        least = StatisticsPruning.gram_copies
+        return max(getattr(method, "gram_copies", least) for method in (self.refit, self.pruner))
+
+    def make_calibration(self) -> Calibration:
+        """Returns the sums of the inputs of all parameters to prune."""
+        return Calibration(self.graph, self.kind, lambda path, _: path in self.sites)
 
     def list_targets(self) -> list[tuple[object, ...]]:
         """Returns path, pattern, batch axes and sparsity of each parameter."""
@@ -59,13 +69,12 @@ class PruningTask:
             for path, site in self.sites.items()
         ]
 
+    def name(self, path: Path, index: LayerIndex) -> str:
+        """Returns the name of a parameter, or of one of its layers."""
+        return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
+
     def solve(
-        self,
-        weights: ModelWeights,
-        path: Path,
-        index: LayerIndex,
-        name: str,
-        statistic: Statistic | None,
+        self, weights: ModelWeights, path: Path, index: LayerIndex, statistic: Statistic | None
     ) -> PrunedLayer:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
 
@@ -77,15 +86,15 @@ class PruningTask:
             raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
         if not count_rows(statistic):
             raise ValueError(
-                f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
-                "branches. Give batches that reach it, or keep it dense with filter_fn."
+                f"No row of the batches reaches {self.name(path, index)!r}: they are empty, or the "
+                "model takes other branches. Give batches that reach it, or keep it dense with "
+                "filter_fn."
             )
         site, dense = self.sites[path], weights.before(path, index)
         warn_of_zeros(statistic, site.name)
         pruner = self._make_pruner(path, index, dense.ndim + len(index))
-        dense = sharding.shard_along(
-            dense, (*statistic.batch, *statistic.output)
-        )  # a part on each device
+        # Each device solves a part of the outputs.
+        dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
         first, masks = prune(pruner, alone, {path: statistic})
         last = first
@@ -116,10 +125,7 @@ class PruningTask:
         Raises:
           ValueError: units of the pattern lie along an axis of layers.
         """
-        site, target = self.sites[path], self.targets[path]
-
-        def distribution(params: PyTree) -> PyTree:
-            return trees.map_matched(lambda x, _: target if x == site.path else None, params)
+        site = self.sites[path]
 
         def without(axis: int) -> int:
             return axis - sum(removed < axis for removed, _ in index)
@@ -139,7 +145,7 @@ class PruningTask:
             pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
         return dataclasses.replace(
             self.pruner,
-            sparsity_distribution_fn=distribution,
+            sparsity_distribution_fn=Rates({path: self.targets[path]}),
             sparsity_type=pattern,
             batch_axes=batch_axes,
             use_packed_masks=False,
@@ -168,13 +174,22 @@ def make_task(
         targets={path: targets[site.path] for path, site in sites.items()},
         # The means of the inputs, which centred errors need, cost a vector more.
         kind="moments" if kind == "squares" else kind,
-        biases=find_run_biases(graph, sites) if shifts_biases(refit) else {},
+        biases=_find_biases(graph, sites) if shifts_biases(refit) else {},
     )
 
 
-def count_rows(statistic: Statistic) -> int:
-    """Returns the largest number of rows of a slice."""
-    return int(np.max(np.asarray(statistic.count)))
+def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
+    """Returns the biases of the parameters to prune, and warns of parameters without one."""
+    biases = {path: graph.traced.biases[path] for path in sites if path in graph.traced.biases}
+    places = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
+    if missing := [site.name for path, site in sites.items() if path not in places]:
+        warnings.warn(
+            f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
+            "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
+            "its running mean or its shift is among the params.",
+            stacklevel=4,
+        )
+    return places
 
 
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:

@@ -195,8 +195,7 @@ def _places(factors: Sequence[Factor], axes: Sequence[int], sizes: Mapping[int, 
     places = np.zeros(1, int)
     for axis, size, step in factors:
         index = np.arange(size) if step > 0 else np.arange(size)[::-1]
-        after = axes[axes.index(axis) + 1 :] if axis is not None else ()
-        inner = math.prod(sizes[inner_axis] for inner_axis in after) if axis is not None else 0
+        inner = 0 if axis is None else math.prod(sizes[x] for x in axes[axes.index(axis) + 1 :])
         places = (places[:, None] + index * abs(step) * inner).reshape(-1)
     return places
 

@@ -15,7 +15,7 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.checks import not_finite
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
+from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_outputs, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
 from sparsity.core import extras, sharding, trees
@@ -179,6 +179,13 @@ class Collector:
         """Returns the sums of a use over the rows of its inputs."""
         raise NotImplementedError
 
+    def sum_outputs(
+        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
+        sum_up = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
+        return sharding.replicated(sum_up, x, *matrices)
+
     def run(
         self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
     ) -> tuple[Sums, dict[int, jax.Array]]:
@@ -186,8 +193,9 @@ class Collector:
         interpreter = SummingInterpreter(
             self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
         )
-        sums = interpreter.run_with_sums(self.graph.traced.model.program, [*leaves, *inputs])[1]
-        return sums, {number: are_sums_finite(each) for number, each in sums.items()}
+        interpreter.run(self.graph.traced.model.program, [*leaves, *inputs])
+        sums = interpreter.sums
+        return sums, {number: _are_finite(each) for number, each in sums.items()}
 
 
 class Calibration(Collector):
@@ -253,10 +261,8 @@ class Calibration(Collector):
 
 def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     """Returns whether the sums of two products of a parameter may be added up."""
-    axes = [
-        dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
-    ]
-    return axes[0] == axes[1]
+    axes = "contracting", "output", "batch", "groups"
+    return all(getattr(one, name) == getattr(other, name) for name in axes)
 
 
 def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
@@ -269,9 +275,6 @@ def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 
 
-def are_sums_finite(sums: PyTree) -> jax.Array:
+def _are_finite(sums: PyTree) -> jax.Array:
     """Returns whether all arrays of some sums are finite."""
-    finite: jax.Array = jnp.all(
-        jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)])
-    )
-    return finite
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)]).all()

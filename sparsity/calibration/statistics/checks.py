@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
-        if field == "squares" and (jnp.iscomplexobj(value) or not _is_nonnegative(value)):
+        if field == "squares" and (jnp.iscomplexobj(value) or not _all(lambda x: x >= 0, value)):
             raise ValueError(
                 f"The squares of the inputs of {name!r} must be real and >= 0, sums of |x|^2, got "
                 f"squares = {value!r}. Take the real part of sums of x conj(x)."
@@ -131,19 +131,15 @@ def not_finite(name: str, batch: int) -> ValueError:
 
 def is_finite(value: jax.Array) -> bool:
     """Returns whether all entries are finite; traced ones pass."""
+    return _all(lambda x: host.namespace([x]).isfinite(x), value)
+
+
+def _all(condition: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
+    """Returns whether a condition holds for all entries; traced ones pass."""
     if is_traced(value):
         return True
     with jax.ensure_compile_time_eval():  # a constant within a function that is traced
-        value = host.read(value)
-        return bool(host.namespace([value]).isfinite(value).all())
-
-
-def _is_nonnegative(value: jax.Array) -> bool:
-    """Returns whether no entry is below 0 or NaN; traced ones pass."""
-    if is_traced(value):
-        return True
-    with jax.ensure_compile_time_eval():
-        return bool((host.read(value) >= 0).all())
+        return bool(condition(host.read(value)).all())
 
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:

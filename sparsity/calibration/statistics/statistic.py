@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,31 +149,28 @@ class Statistic:
                 f"inputs or groups: its product contracts axes {self.contracting} with groups = "
                 f"{self.groups}. Give the number of leading axes that index separate matrices."
             )
-        batch = (*self.batch, *new)
-        num_batch = len(self.batch)
+        sizes = [shape[axis] for axis in new]
 
-        def repeat(x: Any, axes: int) -> Any:
-            """Repeats x[*batch, ...] for each of the new slices."""
-            if x is None or (axes == 0 and jnp.ndim(x) == 0):
-                return x
-            sizes = [shape[axis] for axis in new]
-            wide = jnp.expand_dims(x, range(num_batch, num_batch + len(new)))
-            return jnp.broadcast_to(wide, (*x.shape[:num_batch], *sizes, *x.shape[num_batch:]))
+        def repeat(x: chex.Array, lead: int = 0) -> jax.Array:
+            """Repeats x[*lead, *batch, ...] for each of the new slices."""
+            at = lead + len(self.batch)
+            wide = jnp.expand_dims(x, range(at, at + len(new)))
+            return jnp.broadcast_to(wide, (*x.shape[:at], *sizes, *x.shape[at:]))
 
-        count: Any = self.count
+        squares, sums, gram = jax.tree.map(repeat, (self.squares, self.sums, self.gram))
+        count = self.count
         if isinstance(count, Count):
-            digits = jnp.moveaxis(jnp.asarray(count.digits), 0, -1)
-            count = Count(jnp.moveaxis(repeat(digits, 1), -1, 0)) if digits.ndim > 1 else count
-        else:
-            count = repeat(count, 0)
+            count = Count(repeat(count.digits, 1)) if count.digits.ndim > 1 else count
+        elif not isinstance(count, int) and jnp.ndim(count):
+            count = repeat(count)
         return dataclasses.replace(
             self,
-            squares=repeat(self.squares, 1),
-            sums=repeat(self.sums, 1),
-            gram=repeat(self.gram, 2),
+            squares=squares,
+            sums=sums,
+            gram=gram,
             count=count,
             output=tuple(axis for axis in self.output if axis not in new),
-            batch=batch,
+            batch=(*self.batch, *new),
         )
 
     def with_squares(

@@ -137,43 +137,13 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
         matrix = places.set(waiting, mode="drop", wrap_negative_indices=False)
         return matrix.reshape(inputs, groups * group)[:, :outputs]
 
-    axes = None, *_split_axes(values)[:1]
-    return _call_sharded(fill, axes, (inputs, outputs), values, indices)
-
-
-def gather(matrix: jax.Array, indices: jax.Array, group: int) -> jax.Array:
-    """Returns the entries of a matrix [inputs, outputs] at `indices`: [groups, k, group].
-
-    Inverse of `densify` on the kept entries; padding and columns beyond the outputs become 0.
-
-    Args:
-      matrix: an array [inputs, outputs].
-      indices: integers [groups, k]; `inputs` where padding stands.
-      group: number of neighbouring outputs that share their inputs.
-
-    Raises:
-      ValueError: shapes or dtypes do not fit; the error names the argument.
-
-    Example:
-      >>> gather(jnp.array([[1, 2], [0, 0], [3, 4]]), jnp.array([[0, 2]]), group=2)
-      Array([[[1, 2], [3, 4]]], dtype=int32)
-    """
-    if matrix.ndim != 2:
-        raise ValueError(
-            f"matrix must have shape [inputs, outputs], got matrix.shape = {matrix.shape}."
-        )
-    inputs, outputs = matrix.shape
-    groups, k = indices.shape
-    _check(jax.ShapeDtypeStruct((groups, k, group), matrix.dtype), indices, outputs)
-
-    def read(matrix: jax.Array, indices: jax.Array) -> jax.Array:
-        columns = jnp.pad(matrix, ((0, 0), (0, groups * group - outputs)))
-        rows = columns.reshape(inputs, groups, group)
-        places = rows.at[_widen(indices), jnp.arange(groups)[:, None]]
-        return places.get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-    axes = _split_axes(matrix)[1:]
-    return _call_sharded(read, axes, (groups, k, group), matrix, indices)
+    placed = explicit_sharding(jax.typeof(values))
+    if placed is None:
+        return fill(values, indices)
+    columns = NamedSharding(placed.mesh, PartitionSpec(None, *_split_axes(values)[:1]))
+    sharded = auto_axes(fill, out_sharding=fit(columns, (inputs, outputs)))
+    matrix: jax.Array = sharded(values, indices)
+    return matrix
 
 
 def _multiply_varying(
@@ -225,21 +195,6 @@ def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
     spec = () if sharding is None else sharding.spec
     entries = [*spec, *[None] * (array.ndim - len(spec))]
     return [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in entries]
-
-
-def _call_sharded(
-    fn: Callable[..., jax.Array],
-    axes: Sequence[tuple[str, ...] | None],
-    shape: tuple[int, ...],
-    *arrays: jax.Array,
-) -> jax.Array:
-    """Calls a function; under Explicit axes the result is sharded by those that divide it."""
-    sharding = explicit_sharding(jax.typeof(arrays[0]))
-    if sharding is None:
-        return fn(*arrays)
-    fitting = fit(NamedSharding(sharding.mesh, PartitionSpec(*axes)), shape)
-    result: jax.Array = auto_axes(fn, out_sharding=fitting)(*arrays)
-    return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -383,7 +338,7 @@ def _describe(value: PyTree) -> str:
     return f"{value.dtype}{list(value.shape)}" if is_array(value) else repr(value)
 
 
-def _check(values: jax.Array | jax.ShapeDtypeStruct, indices: jax.Array, outputs: int) -> None:
+def _check(values: jax.Array, indices: jax.Array, outputs: int) -> None:
     """Raises a ValueError unless shapes and dtypes fit each other."""
     if not is_array(values) or len(values.shape) != 3:
         raise ValueError(f"values must have shape [groups, k, group], got {_describe(values)}.")
