@@ -66,13 +66,8 @@ def sparsify_linen(
     """
     linen = extras.load("flax.linen", "flax")
     in_filter = extras.load("flax.core.scope", "flax").in_filter
-    if callable(apply) and hasattr(getattr(apply, "func", apply), "lower"):
-        raise ValueError(
-            "apply is compiled by jax.jit: its layers run once, while it is traced, and the sparse "
-            "program would stay in its cache. Pass model.apply itself, and jit the result."
-        )
     rules = _rules(layers, batch_axes, straight_through)
-    check_function("apply", apply, "the variables and the inputs, such as model.apply")
+    _check_apply(apply, linen.Module)
 
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -141,6 +136,18 @@ def sparsify_nnx(
         if (key := names.best_key(rules, name)) is not None:
             module.__class__ = sparse_class(type(module), rules[key], name)
     return copy
+
+
+def _check_apply(apply: object, module: type) -> None:
+    """Raises a ValueError unless a function runs the layers of a linen model at each call."""
+    if isinstance(apply, module):
+        raise ValueError(f"apply is the model: give model.apply, got apply = {apply!r}.")
+    if callable(apply) and hasattr(getattr(apply, "func", apply), "lower"):
+        raise ValueError(
+            "apply is compiled by jax.jit: its layers run once, while it is traced, and the sparse "
+            "program would stay in its cache. Pass model.apply itself, and jit the result."
+        )
+    check_function("apply", apply, "the variables and the inputs, such as model.apply")
 
 
 def _rules(

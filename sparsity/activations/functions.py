@@ -101,7 +101,11 @@ def prune_act_struct(
 def _keep(x: chex.Array, create: Callable[[jax.Array], jax.Array], everywhere: bool) -> jax.Array:
     check_bool("straight_through", everywhere)
     check_kind("x", x, jax.Array | np.ndarray | np.generic | list | tuple | float, "an array")
-    x = jnp.asarray(x)
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:  # of text, objects, and rows of different lengths
+        expected = "x must be an array of floating or complex numbers"
+        raise ValueError(f"{expected}, got x = {x!r}.") from error
     if not trees.is_prunable(x):
         raise ValueError(f"x must be an array of floating or complex numbers, got {x.dtype}.")
     mask = create(jnp.abs(jax.lax.stop_gradient(x)))

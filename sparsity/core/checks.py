@@ -152,14 +152,20 @@ def check_real_array(name: str, value: object, shape: tuple[int, ...] | None = N
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Raises a ValueError that names the argument unless it is a number in [0, 1]; tracers pass."""
-    if not is_traced(value) and not 0 <= _as_float(value) <= 1:
+    """Raises a ValueError that names the argument unless it is a number in [0, 1].
+
+    A traced real scalar passes.
+    """
+    if not _is_traced_scalar(value) and not 0 <= _as_float(value) <= 1:
         raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
 
 
 def check_density(name: str, value: object) -> None:
-    """Raises a ValueError that names the argument unless it is a number in (0, 1]; tracers pass."""
-    if not is_traced(value) and not 0 < _as_float(value) <= 1:
+    """Raises a ValueError that names the argument unless it is a number in (0, 1].
+
+    A traced real scalar passes.
+    """
+    if not _is_traced_scalar(value) and not 0 < _as_float(value) <= 1:
         raise ValueError(
             f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
         )
@@ -184,10 +190,20 @@ def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
     return unique
 
 
+def _is_traced_scalar(value: object) -> bool:
+    return isinstance(value, jax.core.Tracer) and _is_real_scalar(value)
+
+
+def _is_real_scalar(value: np.generic | np.ndarray | jax.Array) -> bool:
+    return value.shape == () and value.dtype != np.bool_ and is_real(value.dtype)
+
+
 def _as_float(value: Any) -> float:
     """Returns the value of a real scalar, NaN for anything else."""
+    if is_traced(value):
+        return math.nan
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        is_number = value.shape == () and value.dtype != np.bool_ and is_real(value.dtype)
+        is_number = _is_real_scalar(value)
     else:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return float(value) if is_number and _is_finite(value) else math.nan

@@ -177,6 +177,18 @@ def test_a_density_outside_of_0_to_1_is_an_error(density):
         prune_act_unstruct(jnp.ones(4), density)
 
 
+@pytest.mark.parametrize("density", [[0.5, 0.5], 0.5j, True])
+def test_a_traced_density_is_a_real_scalar(density):
+    with pytest.raises(ValueError, match=r"density .* must be in \(0, 1\], got density = .*Tracer"):
+        jax.eval_shape(lambda density: prune_act_unstruct(np.ones(4), density), jnp.array(density))
+
+
+@pytest.mark.parametrize("x", [[[1.0], [1.0, 2.0]], ["two"], np.array([1.0, None])])
+def test_lists_and_objects_that_are_no_numbers_are_errors(x):
+    with pytest.raises(ValueError, match="x must be an array of floating or complex numbers, got"):
+        prune_act_unstruct(x, 0.5)
+
+
 @pytest.mark.parametrize(
     "pattern", [(5, 4), (0, 4), (-1, 4), (1.5, 4), (2,), (1, 2, 3), "2-4", 0.5]
 )
@@ -376,6 +388,11 @@ def test_linen_compiled_functions_are_refused_as_they_call_no_layers(variables):
 
 
 @pytest.mark.slow
+def test_a_linen_model_in_place_of_its_apply_is_refused():
+    with pytest.raises(ValueError, match=r"give model.apply, got apply = Dense"):
+        sparsity.sparsify_linen(nn.Dense(2), {"a": 0.5})
+
+
 def test_a_layer_that_returns_no_array_is_an_error():
     model = nn.RNN(nn.LSTMCell(4))
     variables = model.init(jax.random.key(0), helpers.normal(1, 3, 4))

@@ -78,6 +78,15 @@ def test_values_train_on_a_base_of_any_dtype_behind_a_cast(dtype):
     assert merged.dtype == values["w"].dtype
 
 
+def test_complex_entries_are_frozen_and_come_back():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(3, 4)) + 1j * rng.normal(size=(3, 4)))}
+    x, masks = jnp.ones((2, 3), params["w"].dtype), {"w": np.eye(3, 4, dtype=np.uint8)}
+    model = compact(trace(lambda p, x: x @ p["w"], params, x), params, masks, outside="frozen")
+    np.testing.assert_array_equal(model.apply(model.params, x), x @ params["w"])
+    np.testing.assert_array_equal(model.dense(model.params)["w"], params["w"])
+
+
 def test_quantized_parameters_that_are_read_without_a_cast_are_refused():
     params, masks, x = draw("int8")
 
