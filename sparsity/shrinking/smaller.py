@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from sparsity.programs.program import Equation, Program, Value, is_differentiabl
 from sparsity.programs.walk import Interpreter
 
 Arrays: TypeAlias = Sequence[jax.Array]
-Function: TypeAlias = Callable[..., Any]  # of arrays
+Function: TypeAlias = Callable[..., Arrays]
 
 
 class Smaller(Interpreter[jax.Array]):
