@@ -92,8 +92,10 @@ class Budget:
         leaves = self.graph.traced.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)
+            fewest = "the fewest channels that may stay"
         else:
             count = self._mask_counter(params, leaves, sites)
+            fewest = "the sparsest masks of this distribution and its patterns"
         dense = self._count(leaves, {})
         allowed = Fraction(self.share) * dense
 
@@ -103,9 +105,6 @@ class Budget:
 
         if (cost := count(spread(1.0))) > allowed:
             least = float(cost / dense)
-            fewest = "the sparsest masks of this distribution and its patterns"
-            if isinstance(scope, Coupled):
-                fewest = "the fewest channels that may stay"
             raise ValueError(
                 f"budget({self.quantity}={self.share}) cannot be met: {fewest} leave "
                 f"{math.ceil(least * 1e4) / 1e4} of the cost. Select more leaves, or allow more."

@@ -54,10 +54,8 @@ def show_leaves(
 
     for row in rows:
         shape = trees.shape_text(row.parameter.shape)
-        by = (
-            ", ".join("lookup" if name == "gather" else name for name in row.readers)
-            or "no product"
-        )
+        readers = ["lookup" if name == "gather" else name for name in row.readers]
+        by = ", ".join(readers) or "no product"
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
         add(row.parameter.name, (shape, by, axes), row.dense, row.masked, groups)

@@ -64,9 +64,8 @@ def trace(
       >>> [(group.name, group.size) for group in graph.groups]
       [('up:1', 8)]
     """
-    leaves = trees.split_arrays(params)[0]
-    by_path = trees.leaves_by_path(params).items()
-    paths = [trees.path_names(path) for path, leaf in by_path if trees.is_array(leaf)]
+    arrays = trees.leaves_by_path(trees.only_arrays(params))
+    paths, leaves = [trees.path_names(path) for path in arrays], [*arrays.values()]
     closed, shapes = _make_jaxpr(fn, params, args, paths)
     program = read_jaxpr(closed)
     pairs = zip(paths, leaves, strict=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from sparsity.core.checks import is_traced
 from sparsity.programs.program import Equation, is_differentiable
@@ -185,7 +185,7 @@ def is_copy(equation: Equation) -> bool:
     return entry is not None and entry.is_copy and len(equation.outputs) == 1
 
 
-def constant_in(array: Any) -> float | None:
+def constant_in(array: ArrayLike | None) -> float | None:
     """Returns the one value of all entries of an array, `None` if they differ or are unknown."""
     if array is None or is_traced(array):
         return None

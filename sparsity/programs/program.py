@@ -271,11 +271,7 @@ CALLS = frozenset((
     "jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
     "custom_vjp_call", "composite", "eval_jaxpr",
 ))  # fmt: skip
-_BODIES = {
-    "scan": ["jaxpr"],
-    "while": ["cond_jaxpr", "body_jaxpr"],
-    "shard_map": ["jaxpr"],
-}
+_BODIES = {"scan": ["jaxpr"], "while": ["cond_jaxpr", "body_jaxpr"], "shard_map": ["jaxpr"]}
 # Their bodies run in loops or as branches.
 CONTROL = frozenset(("scan", "while", "cond"))
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep

@@ -191,8 +191,7 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
     Raises:
       ValueError: the parameters are not those of the smaller model.
     """
-    leaves = trees.leaves_by_names(params)
-    arrays = {path: leaf for path, leaf in leaves.items() if trees.is_array(leaf)}
+    arrays = trees.leaves_by_names(trees.only_arrays(params))
     shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
     if differing := shapes.keys() ^ arrays.keys():
         raise ValueError(

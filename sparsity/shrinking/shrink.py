@@ -284,8 +284,7 @@ def _find_replicated(
         placed = getattr(leaf, "sharding", None)
         if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
             path = graph.traced.parameters.find(trees.path_names(key), leaf).path
-            counts = sharding.num_devices(placed, leaf.ndim)
-            for axis, count in enumerate(counts):
+            for axis, count in enumerate(sharding.num_devices(placed, leaf.ndim)):
                 if small[key].shape[axis] % count:
                     replicated[path, axis] = count
     return replicated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from sparsity.programs.program import Equation, Program, Value, is_differentiabl
 from sparsity.programs.walk import Interpreter
 
 Arrays: TypeAlias = Sequence[jax.Array]
-Function: TypeAlias = Callable[..., Any]  # of arrays
+Function: TypeAlias = Callable[..., Arrays]
 
 
 class Smaller(Interpreter[jax.Array]):
@@ -213,22 +213,19 @@ def _insert_others(computed: Arrays, values: Sequence[Value], others: Sequence[P
     return tuple(next(arrays) if is_differentiable(value) else other for value, other in pairs)
 
 
-def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
-    """Takes entries along an axis; indices of [layers, entries] have a row for each layer."""
+def take(array: PyTree, index: np.ndarray | jax.Array, axis: int) -> PyTree:
+    """Takes entries of an array of numpy or jax; [layers, entries] index each layer by itself."""
     xp = host.namespace([array, index])
-    selected: jax.Array
-    if index.ndim == 1 and xp is np:  # into memory that jax need not copy
-        sizes = (*array.shape[:axis], len(index), *array.shape[axis + 1 :])
-        out = host.empty(sizes, array.dtype)
-        selected = xp.take(array, index, axis=axis, out=out, mode="clip")  # else numpy copies `out`
-    elif index.ndim == 1:
-        selected = xp.take(array, index, axis=axis)
-    else:
+    if index.ndim == 2:
         shape = [1] * array.ndim
         shape[0], shape[axis] = index.shape
         rows = xp.asarray(index).reshape(shape)
-        selected = xp.take_along_axis(xp.asarray(array), rows, axis=axis)
-    return selected
+        return xp.take_along_axis(xp.asarray(array), rows, axis=axis)
+    if xp is not np:
+        return xp.take(array, index, axis=axis)
+    sizes = (*array.shape[:axis], len(index), *array.shape[axis + 1 :])
+    out = host.empty(sizes, array.dtype)  # memory that jax need not copy
+    return xp.take(array, index, axis=axis, out=out, mode="clip")  # else numpy copies `out`
 
 
 def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, object]:

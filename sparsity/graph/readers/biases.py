@@ -136,12 +136,11 @@ class _Search:
         axes = _match_axes(use, shift.outputs, shift.bias)
         if axes is None or len(self._readers[self._values[shift.bias.leaf]]) > 1:
             return None
-        weight, scales = self._values[use.view.leaf], list[Scale]()
-        for factor in shift.factors:
-            scale = self._make_scale(factor, axes, weight)
-            if scale is None:
-                return None
-            scales.append(scale)
+        weight = self._values[use.view.leaf]
+        made = [self._make_scale(factor, axes, weight) for factor in shift.factors]
+        scales = [scale for scale in made if scale is not None]
+        if len(scales) < len(made):
+            return None
         return Bias(self._tracker.paths[shift.bias.leaf], shift.is_subtracted, tuple(scales))
 
     def _read(self, equation: Equation) -> None:

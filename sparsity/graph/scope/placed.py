@@ -56,7 +56,7 @@ def sum_importance(
       normalize: as in `Coupled`.
     """
     scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
-    powers = [_at_least_float32(x) for x in scores.values()]
+    powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
         powers = [jnp.square(x) for x in scaled(powers)]
     by_path = dict(zip(scores, powers, strict=True))
@@ -125,8 +125,3 @@ def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool
     total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
     importance: jax.Array = xp.abs(total) if order == 1 else xp.sqrt(total)
     return importance
-
-
-def _at_least_float32(x: jax.Array) -> jax.Array:
-    dtype = promote(x.dtype, jnp.float32)
-    return x if x.dtype == dtype else x.astype(dtype)
