@@ -44,8 +44,7 @@ class JointSolver:
         return self._solve(path) if self._task.kind == "gram" else self._with_losses[path]
 
     def _solve(self, path: Path) -> PrunedLayer:
-        name, statistic = self._task.sites[path].name, self._statistics.get(path)
-        return self._task.solve(self._weights, path, (), name, statistic)
+        return self._task.solve(self._weights, path, (), self._statistics.get(path))
 
     def _is_solved(self, path: Path, _: object) -> bool:
         return path in self._paths

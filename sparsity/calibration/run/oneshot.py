@@ -239,9 +239,8 @@ class _Run:
         """Prunes a parameter, or one layer of it, where the program reaches it."""
 
         def solve() -> PrunedLayer:
-            name = self._task.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
-            statistic = reached.statistic(name)
-            layer = self._task.solve(self.weights, path, index, name, statistic)
+            statistic = reached.statistic(self._task.name(path, index))
+            layer = self._task.solve(self.weights, path, index, statistic)
             if self._task.kind == "gram":
                 return layer
             return layer._replace(losses=reached.losses(*layer.matrices()))

@@ -69,13 +69,12 @@ class PruningTask:
             for path, site in self.sites.items()
         ]
 
+    def name(self, path: Path, index: LayerIndex) -> str:
+        """Returns the name of a parameter, or of one of its layers."""
+        return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
+
     def solve(
-        self,
-        weights: ModelWeights,
-        path: Path,
-        index: LayerIndex,
-        name: str,
-        statistic: Statistic | None,
+        self, weights: ModelWeights, path: Path, index: LayerIndex, statistic: Statistic | None
     ) -> PrunedLayer:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
 
@@ -87,15 +86,15 @@ class PruningTask:
             raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
         if not count_rows(statistic):
             raise ValueError(
-                f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
-                "branches. Give batches that reach it, or keep it dense with filter_fn."
+                f"No row of the batches reaches {self.name(path, index)!r}: they are empty, or the "
+                "model takes other branches. Give batches that reach it, or keep it dense with "
+                "filter_fn."
             )
         site, dense = self.sites[path], weights.before(path, index)
         warn_of_zeros(statistic, site.name)
         pruner = self._make_pruner(path, index, dense.ndim + len(index))
-        dense = sharding.shard_along(
-            dense, (*statistic.batch, *statistic.output)
-        )  # a part on each device
+        # Each device solves a part of the outputs.
+        dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
         first, masks = prune(pruner, alone, {path: statistic})
         last = first
