@@ -261,10 +261,8 @@ class Calibration(Collector):
 
 def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     """Returns whether the sums of two products of a parameter may be added up."""
-    axes = [
-        dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
-    ]
-    return axes[0] == axes[1]
+    axes = "contracting", "output", "batch", "groups"
+    return all(getattr(one, name) == getattr(other, name) for name in axes)
 
 
 def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
