@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import chex
 import jax
 
 from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
+from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit, shifts_biases
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.prune import prune, reconstruct
@@ -46,7 +46,7 @@ class PruningTask:
     refit: Refit | None
     graph: Graph
     sites: Mapping[Path, Site]
-    targets: Mapping[Path, chex.Numeric]
+    targets: Mapping[Path, float]
     kind: Kind
     biases: Mapping[Path, Bias]
 
@@ -125,10 +125,7 @@ class PruningTask:
         Raises:
           ValueError: units of the pattern lie along an axis of layers.
         """
-        site, target = self.sites[path], self.targets[path]
-
-        def distribution(params: PyTree) -> PyTree:
-            return trees.map_matched(lambda x, _: target if x == site.path else None, params)
+        site = self.sites[path]
 
         def without(axis: int) -> int:
             return axis - sum(removed < axis for removed, _ in index)
@@ -148,7 +145,7 @@ class PruningTask:
             pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
         return dataclasses.replace(
             self.pruner,
-            sparsity_distribution_fn=distribution,
+            sparsity_distribution_fn=Rates({path: self.targets[path]}),
             sparsity_type=pattern,
             batch_axes=batch_axes,
             use_packed_masks=False,
