@@ -74,14 +74,6 @@ class SummingInterpreter(Interpreter[jax.Array]):
     def enters(self, equation: Equation) -> bool:
         return equation.name in ("scan", "cond") and bool(self.within(equation))
 
-    def rows(self, scan: Equation) -> jax.Array:
-        return jnp.arange(scan.length, dtype=jnp.int32)
-
-    def at_step(self, scan: Equation, rows: jax.Array) -> SummingInterpreter:
-        step = self._without_sums()
-        step._steps = {**self._steps, scan: rows}
-        return step
-
     def _without_sums(self) -> SummingInterpreter:
         """Returns the interpreter of the body of a loop or of a branch."""
         inside = copy.copy(self)
@@ -96,14 +88,16 @@ class SummingInterpreter(Interpreter[jax.Array]):
         """
         (body,) = equation.within()
         constants, carry, stacks = body.split(inputs)
-        layers = stacks, self.rows(equation)
+        layers = stacks, jnp.arange(equation.length, dtype=jnp.int32)
 
         def run(carry: PyTree, layer: PyTree) -> tuple[PyTree, PyTree, Sums, Sums]:
             """Returns the carry, the outputs, and the sums of one step: to add up, to stack."""
             arrays, number = layer
-            inside = self.at_step(equation, number)
+            inside = self._without_sums()
+            inside._steps = {**self._steps, equation: number}
             outputs = inside.run(body.program, [*constants, *carry, *arrays])
-            stacked = inside._pop_stacked(equation)
+            taken_apart = [n for n in inside.sums if equation in self._uses[n].view.scans]
+            stacked = {n: inside.sums.pop(n) for n in taken_apart if self._stacks}
             return outputs[: len(carry)], outputs[len(carry) :], inside.sums, stacked
 
         def step(state: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
@@ -134,11 +128,6 @@ class SummingInterpreter(Interpreter[jax.Array]):
         outputs, sums = switch(index, branches, operands)
         self.sums |= sums
         return outputs
-
-    def _pop_stacked(self, scan: Equation) -> Sums:
-        """Removes and returns the sums of weights that the scan takes apart."""
-        numbers = [n for n in self.sums if self._stacks and scan in self._uses[n].view.scans]
-        return {number: self.sums.pop(number) for number in numbers}
 
 
 def _lead_with_digits(x: Count | jax.Array) -> Count | jax.Array:
