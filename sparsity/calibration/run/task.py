@@ -55,8 +55,7 @@ class PrunedLayer(NamedTuple):
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, of 0 seconds."""
-        leaves = self.dense, self.refitted, self.pruned
-        shares = jax.device_get(_lost_shares(self.statistic, self.losses, *leaves))
+        shares = jax.device_get(_lost_shares(self))
         error, without_means, unrefitted, centred = map(float, shares)
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
@@ -264,24 +263,19 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     )
 
 
-def _compute_shares(
-    statistic: Statistic,
-    losses: jax.Array | None,
-    dense: jax.Array,
-    refitted: jax.Array,
-    pruned: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns lost shares of the outputs of a parameter.
 
     They are the error, the error if a bias keeps the means of the outputs, the error before the
     refit, and the centred error. Without Gram matrices nothing is refitted.
     """
-    leaves = dense - refitted, dense
-    if losses is None:
+    statistic, dense = layer.statistic, layer.dense
+    leaves = dense - layer.refitted, dense
+    if layer.losses is None:
         lost, total = (output_error(statistic, x).sum() for x in leaves)
-        before = output_error(statistic, dense - pruned).sum()
+        before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        lost, total = losses
+        lost, total = layer.losses
         before = lost
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
