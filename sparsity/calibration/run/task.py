@@ -240,26 +240,24 @@ def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     """Returns the reason why a parameter can have no statistic."""
     uses = [use for use in graph.uses if use.path == path and use.contracting]
+    out = "or leave it out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
     if any(use.trips is None for use in uses):
         return (
             f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
-            "often it runs nor what its steps see. Write the loop as a scan, or leave it "
-            "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
+            f"often it runs nor what its steps see. Write the loop as a scan, {out}"
         )
     ragged = [use for use in uses if use.kind == "ragged"]
     if ragged:
         return (
             f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
             f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
-            "the groups as a batch axis of einsum, or leave it out of the distribution: "
-            "filter_fn, or custom_sparsity_map={path: None}."
+            f"the groups as a batch axis of einsum, {out}"
         )
     reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
     return (
         f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
         "parts, joined with others, in another shape, or not at all. Store it as its products "
-        "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
-        " None}."
+        f"read it, {out}"
     )
 
 
