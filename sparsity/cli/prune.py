@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -74,12 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         params = trees.map_matched(_to_native, params)
         pattern = updater.sparsity_type
         assert isinstance(pattern, SparsityType)  # a configuration names one for all leaves
-        fitting = _Fitting(pattern)
+        reasons: list[str] = []
         try:
+            fitting = functools.partial(_fit, pattern, reasons)
             updater = dataclasses.replace(updater, sparsity_type=fitting)
             pruned, masks = updater.instant_sparsify(params)
         except ValueError as error:
-            reason = "".join(f" {reason}" for reason in fitting.reasons[:1])
+            reason = "".join(f" {reason}" for reason in reasons[:1])
             raise ValueError(
                 f"{error}{reason} Here --type stands for sparsity_type, --filter for filter_fn."
             ) from None
@@ -90,31 +92,22 @@ def run(arguments: argparse.Namespace) -> int:
     }
     pairs = [(leaves[path], array) for path, array in changed.items()]
     checkpoints.write(arguments.source, arguments.target, pairs, overwrite=arguments.overwrite)
-    for reason in fitting.reasons:
+    for reason in reasons:
         print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
     _print({trees.path_string(path): array for path, array in changed.items()})
     return 0
 
 
-class _Fitting:
-    """`sparsity_type` that keeps leaves dense whose shape does not fit a pattern.
-
-    Attributes:
-      reasons: why each of these leaves does not fit.
-    """
-
-    def __init__(self, pattern: SparsityType) -> None:
-        self._pattern = pattern
-        self.reasons: list[str] = []
-
-    def __call__(self, path: tuple[str, ...], param: jax.Array) -> SparsityType | None:
-        """Returns the pattern, or `None` for a leaf that does not fit."""
-        try:
-            self._pattern.check(param.shape, 0, trees.join_names(path))
-        except ValueError as error:
-            self.reasons.append(str(error).removesuffix(REMEDY).rstrip())
-            return None
-        return self._pattern
+def _fit(
+    pattern: SparsityType, reasons: list[str], path: tuple[str, ...], param: jax.Array
+) -> SparsityType | None:
+    """Returns the pattern; for a leaf that does not fit `None`, and appends the reason."""
+    try:
+        pattern.check(param.shape, 0, trees.join_names(path))
+    except ValueError as error:
+        reasons.append(str(error).removesuffix(REMEDY).rstrip())
+        return None
+    return pattern
 
 
 def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:

@@ -127,12 +127,9 @@ class FLAPPruning(ChannelPruning):
         paths = {param.path: path for path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
         places = {x: graph.traced.biases.get(leaves[x].path) for x in problems}
-        if missing := [
-            leaves[x].name
-            for x, place in places.items()
-            if place is None or place.path not in paths
-        ]:
-            names = trees.listed(missing, len(missing))
+        missing = [x for x, place in places.items() if place is None or place.path not in paths]
+        if missing:
+            names = trees.listed([leaves[x].name for x in missing], len(missing))
             raise ValueError(
                 f"The model adds no bias of their own to the outputs of {names}, which read "
                 "channels that are removed, so that the means of these channels cannot be kept. "

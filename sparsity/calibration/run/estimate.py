@@ -68,9 +68,8 @@ class Meter:
         self._copies, self._batches = task.gram_copies, len(batches)
         self._count_bytes = getattr(task.refit, "count_bytes", None)
         self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
-        sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
-        paths = {use.path for use in self._uses.values()}
-        self._grams = {path: sizes[trees.join_names(path)] for path in paths}
+        grams = calibration.grams(one_layer=True)
+        self._grams = {name: _bytes(gram) for name, gram in grams.items()}
         self._batch_bytes = sum(
             _bytes(x) for batch in batches for x in trees.split_arrays(batch)[0]
         )
@@ -146,7 +145,7 @@ class Meter:
         part = 4 * param.size // max(layers, 1)
         x, y = (_wide(v) for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0]))
         if self._copies:
-            gram, inputs = self._grams[use.path], max(use.num_inputs, 1)
+            gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
             is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.pruned_layer import PrunedLayer
-from sparsity.calibration.run.task import PruningTask
+from sparsity.calibration.run.task import PrunedLayer, PruningTask
 from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
 from sparsity.calibration.statistics.statistic import Statistic

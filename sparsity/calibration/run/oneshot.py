@@ -24,11 +24,10 @@ from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_pruner_and_refit
-from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
-from sparsity.calibration.run.task import PruningTask, make_task
+from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.core import extras, sharding

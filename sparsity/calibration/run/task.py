@@ -1,31 +1,76 @@
-"""Describes what a run prunes: the parameters, their sparsities, and how each is solved."""
+"""Describes the parameters that a run prunes, how each is solved, and the solution."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit, shifts_biases
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.run.pruned_layer import PrunedLayer, count_rows
+from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.checks import warn_of_zeros
+from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core import sharding, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
 from sparsity.patterns.base import absolute_axis
 from sparsity.training.base_updater import BaseUpdater
+
+
+class PrunedLayer(NamedTuple):
+    """Pruned and refitted parameter, or one of its layers.
+
+    Attributes:
+      statistic: the statistic of its inputs.
+      dense: the weights before pruning, cut along a mesh.
+      pruned: the weights after the pruner.
+      refitted: the weights after the refit.
+      mask: uint8.
+      keeps_means: whether a bias takes over the means of the lost outputs.
+      losses: sums of squares of the lost and the dense outputs; `None` if the Gram matrices of the
+        statistic have them.
+    """
+
+    statistic: Statistic
+    dense: jax.Array
+    pruned: jax.Array
+    refitted: jax.Array
+    mask: jax.Array
+    keeps_means: bool = False
+    losses: jax.Array | None = None
+
+    def report(self) -> LayerReport:
+        """Returns the report of the parameter, of 0 seconds."""
+        shares = jax.device_get(_lost_shares(self))
+        error, without_means, unrefitted, centred = map(float, shares)
+        mask = np.asarray(jax.device_get(self.mask))
+        return LayerReport(
+            sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
+            error=without_means if self.keeps_means else error,
+            unrefitted=unrefitted,
+            count=count_rows(self.statistic),
+            seconds=0.0,
+            centred=centred,
+        )
+
+    def matrices(self) -> list[jax.Array]:
+        """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
+        dense, refitted = host.read((self.dense, self.refitted))
+        return [self.statistic.matrices(x) for x in (dense - refitted, dense)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,24 +240,51 @@ def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     """Returns the reason why a parameter can have no statistic."""
     uses = [use for use in graph.uses if use.path == path and use.contracting]
+    out = "or leave it out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
     if any(use.trips is None for use in uses):
         return (
             f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
-            "often it runs nor what its steps see. Write the loop as a scan, or leave it "
-            "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
+            f"often it runs nor what its steps see. Write the loop as a scan, {out}"
         )
     ragged = [use for use in uses if use.kind == "ragged"]
     if ragged:
         return (
             f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
             f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
-            "the groups as a batch axis of einsum, or leave it out of the distribution: "
-            "filter_fn, or custom_sparsity_map={path: None}."
+            f"the groups as a batch axis of einsum, {out}"
         )
     reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
     return (
         f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
         "parts, joined with others, in another shape, or not at all. Store it as its products "
-        "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
-        " None}."
+        f"read it, {out}"
     )
+
+
+def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns lost shares of the outputs of a parameter.
+
+    They are the error, the error if a bias keeps the means of the outputs, the error before the
+    refit, and the centred error. Without Gram matrices nothing is refitted.
+    """
+    statistic, dense = layer.statistic, layer.dense
+    leaves = dense - layer.refitted, dense
+    if layer.losses is None:
+        lost, total = (output_error(statistic, x).sum() for x in leaves)
+        before = output_error(statistic, dense - layer.pruned).sum()
+    else:
+        lost, total = layer.losses
+        before = lost
+    lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
+    lost_spread, spread = (lost - lost_mean).clip(0), total - mean
+    is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
+    centred = ratio(lost_spread, spread * is_seen)
+    return ratio(lost, total), ratio(lost_spread, total), ratio(before, total), centred
+
+
+_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
+
+
+def count_rows(statistic: Statistic) -> int:
+    """Returns the largest number of rows of a slice."""
+    return int(np.max(np.asarray(statistic.count)))

@@ -86,8 +86,7 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
     lead, inputs = statistic.lead(shape), statistic.inputs(shape)
     each = (*lead, inputs)
     shapes = {"squares": each, "sums": each, "gram": (*each, inputs)}
-    values = {field: getattr(statistic, field) for field in shapes}
-    values = {field: value for field, value in values.items() if value is not None}
+    values = {field: x for field in shapes if (x := getattr(statistic, field)) is not None}
     if not values.keys() - {"sums"}:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     _check_count(statistic.count, name)
