@@ -124,10 +124,9 @@ def oneshot(
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
         return Meter(task, batches).estimate()
-    store = None
-    if folder is not None:
-        more = {"sequential": sequential, "sparsities": task.list_targets()}
-        store = LayerStore(folder, identify(pruner, refit, fn, params, batches, **more))
+    more = {"sequential": sequential, "sparsities": task.list_targets()}
+    identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
+    store = None if folder is None else LayerStore(folder, identity())
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.prune(fn, sequential)
     pruned, report = run.weights.tree(), run.report
