@@ -150,7 +150,7 @@ def test_the_long_description_has_nothing_that_an_index_cannot_show(monkeypatch)
     runpy.run_path(str(ROOT / "setup.py"))
     text = given["long_description"]
     assert text.startswith("# sparsity\n")
-    assert "## Ten lines" in text
+    assert "## Quick start" in text
     assert "<picture>" not in text
     assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", text))
 
