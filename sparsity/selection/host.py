@@ -41,12 +41,12 @@ def select_on_host(
         ends = np.cumsum([leaf.slices for leaf in leaves])
         for x, end in zip(rows, ends, strict=True):
             x.write_mask(counts[end - len(x.mask) : end])
-    return [x.as_leaf(leaf) for x, leaf in zip(rows, leaves, strict=True)]
+    return [x.unfold(leaf) for x, leaf in zip(rows, leaves, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Leaf whose slices are rows.
+    """Parameter whose slices are rows.
 
     Attributes:
       scores: the scores; arrays are read from `arrays`.
@@ -63,16 +63,15 @@ class _Rows:
     @classmethod
     def read(cls, leaf: Ranked) -> _Rows:
         shape = leaf.slices, leaf.size
-        arrays: list[PyTree] = [x.transpose(_order(leaf)).reshape(shape) for x in leaf.arrays]
+        arrays: list[PyTree] = [x.transpose(leaf.order).reshape(shape) for x in leaf.arrays]
         stored = arrays[: len(leaf.scores.arrays)]
         eligible: PyTree = leaf.eligible(arrays)
         return cls(leaf.scores, stored, eligible, host.empty(shape, np.uint8))
 
-    def as_leaf(self, leaf: Ranked) -> np.ndarray:
-        """Returns the mask in the shape of the leaf."""
-        order = _order(leaf)
-        mask = self.mask.reshape([leaf.scores.shape[axis] for axis in order])
-        return mask.transpose(np.argsort(order))
+    def unfold(self, leaf: Ranked) -> np.ndarray:
+        """Returns the mask in the shape of the parameter."""
+        mask = self.mask.reshape([leaf.scores.shape[axis] for axis in leaf.order])
+        return mask.transpose(np.argsort(leaf.order))
 
     def write_mask(self, counts: np.ndarray) -> None:
         """Writes the mask of the best entries of each row."""
@@ -93,12 +92,6 @@ class _Rows:
         """Returns the entries of a row."""
         eligible = None if self.eligible is None else np.flatnonzero(self.eligible[row])
         return _Entries(self.scores, [x[row] for x in self.arrays], eligible, self.mask[row])
-
-
-def _order(leaf: Ranked) -> list[int]:
-    """Returns the axes of a leaf: those that index slices first."""
-    axes = leaf.axes
-    return [*range(axes.start), *range(axes.stop, leaf.scores.ndim), *axes]
 
 
 def _sorted_masks(keys: np.ndarray, eligible: np.ndarray | None, counts: np.ndarray) -> np.ndarray:

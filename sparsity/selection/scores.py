@@ -193,21 +193,27 @@ class Ranked:
 
     @property
     def slices(self) -> int:
-        shape = self.scores.shape
-        return math.prod(shape[: self.batch_axes] + shape[self._inner.stop :])
+        return math.prod(self.batch)
 
     @property
     def size(self) -> int:  # of a slice
-        return math.prod(self.scores.shape[self._inner])
+        return math.prod(self.scores.shape[axis] for axis in self.axes)
 
     @property
     def axes(self) -> range:
         """Axes of a slice."""
-        return range(self._inner.start, self._inner.stop)
+        return range(self.batch_axes, self.scores.ndim - self.last_axes)
 
     @property
-    def _inner(self) -> slice:
-        return slice(self.batch_axes, self.scores.ndim - self.last_axes)
+    def batch(self) -> tuple[int, ...]:
+        """Sizes of the axes that index slices."""
+        shape = self.scores.shape
+        return shape[: self.axes.start] + shape[self.axes.stop :]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the scores, those that index slices first."""
+        return (*range(self.axes.start), *range(self.axes.stop, self.scores.ndim), *self.axes)
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:

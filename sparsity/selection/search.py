@@ -127,7 +127,7 @@ class SliceCounter:
 
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape
-        self._leaf, self._entries = leaf, shape
+        self._leaf, self._shape = leaf, shape
         self._axes = axes = leaf.axes
         strides = [math.prod(shape[axis + 1 : axes.stop]) for axis in axes]
         # Of an index within a slice.
@@ -153,7 +153,7 @@ class SliceCounter:
         if tied is None:
             keys = self._leaf.keys(arrays)
         else:
-            ties, index = self._compared(arrays, tied)[1], flat_index(self._entries, strides)
+            ties, index = self._compared(arrays, tied)[1], flat_index(self._shape, strides)
             keys = jnp.where(ties, ~index, np.int32(-(2**31)))
         return self._sums([keys > self._spread(pivot) for pivot in pivots.T])
 
@@ -164,7 +164,7 @@ class SliceCounter:
     def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
         """Returns the uint8 mask of keys above the key, and of ties with ~index >= cut[slices]."""
         above, ties = self._compared(self._leaf.arrays, key)
-        is_early = ~flat_index(self._entries, self._strides) >= self._spread(cut)
+        is_early = ~flat_index(self._shape, self._strides) >= self._spread(cut)
         return (above | (ties & is_early)).astype(jnp.uint8)
 
     def _compared(self, arrays: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
@@ -175,7 +175,7 @@ class SliceCounter:
     def _spread(self, x: jax.Array) -> jax.Array:
         """Reshapes x[slices], to be broadcast against the entries."""
         inner = (1,) * len(self._axes)
-        shape = self._entries[: self._axes.start] + inner + self._entries[self._axes.stop :]
+        shape = self._shape[: self._axes.start] + inner + self._shape[self._axes.stop :]
         return x.reshape(shape)
 
     def _sums(self, masks: Sequence[jax.Array]) -> jax.Array:

@@ -59,14 +59,11 @@ def topk_mask(
       Array([0, 0, 1, 1], dtype=uint8)
     """
     lazy = Scores.wrap(scores)
-    shape = lazy.shape
     check_int("batch_axes", batch_axes, 0, lazy.ndim)
     check_int("last_axes", last_axes, 0, lazy.ndim - batch_axes)
     ranked = Ranked(lazy, batch_axes=batch_axes, last_axes=last_axes)
     ranked = _restrict(ranked, "where", where)
-    axes = ranked.axes
-    words = _k_words(k, ranked.size, shape[: axes.start] + shape[axes.stop :])
-    return topk_masks([ranked], words)[0]
+    return topk_masks([ranked], _k_words(k, ranked.size, ranked.batch))[0]
 
 
 def topk_masks(
@@ -184,7 +181,7 @@ def _topk_masks(
     return select_best(leaves, (high, low), across_leaves=across_leaves)[0]
 
 
-def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
+def choose_search(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
     """Chooses the search by platform and sharding, here alone; all searches give the same masks."""
     if jax.default_backend() != "cpu":
         return search.select_by_counting
@@ -202,7 +199,7 @@ def select_best(
     Parameters may have several dtypes, and any sizes.
     """
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
-    one_search = search_for(leaves)
+    one_search = choose_search(leaves)
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.scores.size:

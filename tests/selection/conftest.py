@@ -13,7 +13,7 @@ def _with(name):
     with pytest.MonkeyPatch.context() as patch:
         if name != "numpy":
             patch.setattr(host, "find_place", lambda *args: None)
-        patch.setattr(topk, "search_for", lambda leaves: select)
+        patch.setattr(topk, "choose_search", lambda leaves: select)
         patch.setattr(sorting, "MAX_SORTED", 2**18 if name == "sorted" else 0)
         jax.clear_caches()
         yield name

@@ -42,18 +42,14 @@ def _exchange(keys: jax.Array) -> jax.Array:
 
 def _move(leaf: Ranked, x: jax.Array) -> jax.Array:
     """Copies x with its last axes behind the batch axes."""
-    count = leaf.last_axes
-    source, target = range(x.ndim - count, x.ndim), range(leaf.batch_axes, leaf.batch_axes + count)
 
     def copy(x: jax.Array) -> jax.Array:
         # As a vector: of a matrix XLA would change the strides and leave the entries in place.
-        return jnp.moveaxis(x, tuple(source), tuple(target)).reshape(-1)
+        return x.transpose(leaf.order).reshape(-1)
 
     # A branch stores what it reads and what it returns: XLA:CPU copies a stored array five times as
     # fast as a computed one, and would copy once for each kernel that reads the copy.
     zero = jnp.zeros((), x.dtype)  # 0 times a boolean is an integer
     flat = lax.cond(at_runtime(1) > 0, copy, lambda x: zero * x.reshape(-1), x)
-    shape = leaf.scores.shape
-    outer = shape[: leaf.batch_axes] + shape[leaf.axes.stop :]
-    rows: jax.Array = flat.reshape(outer + tuple(shape[axis] for axis in leaf.axes))
+    rows: jax.Array = flat.reshape([leaf.scores.shape[axis] for axis in leaf.order])
     return rows

@@ -53,9 +53,7 @@ def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
 
 def _by_slices(x: jax.Array, leaf: Ranked) -> jax.Array:
     """Returns x[slices, size], of entries in the shape of a leaf."""
-    last = range(x.ndim - leaf.last_axes, x.ndim)
-    moved = jnp.moveaxis(x, tuple(last), tuple(leaf.batch_axes + i for i in range(len(last))))
-    return moved.reshape(leaf.slices, -1)
+    return x.transpose(leaf.order).reshape(leaf.slices, -1)
 
 
 def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
@@ -81,7 +79,5 @@ def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> li
 
 def _entries(x: jax.Array, leaf: Ranked) -> jax.Array:
     """Undoes `_by_slices`."""
-    shape, axes = leaf.scores.shape, leaf.axes
-    moved = x.reshape(shape[: axes.start] + shape[axes.stop :] + shape[axes.start : axes.stop])
-    last = range(len(shape) - leaf.last_axes, len(shape))
-    return jnp.moveaxis(moved, tuple(axes.start + i for i in range(len(last))), tuple(last))
+    moved = x.reshape([leaf.scores.shape[axis] for axis in leaf.order])
+    return moved.transpose(np.argsort(leaf.order))
