@@ -2,7 +2,14 @@
 
 A mask keeps exactly k entries. Ties go to the lowest flat index (across leaves: tree order), NaN
 ranks below every number, -0.0 equals 0.0, and subnormals keep their order. This module checks
-arguments, and chooses between the portable search and that for hosts.
+arguments, and chooses the search. No search can stand in for another at its speed; the last column
+names the section of benchmarks/RESULTS.md, or the docstring, that compares them.
+
+    stored arrays on hosts, outside of jit   host.select_on_host          First calls
+    accelerators                             search.select_by_counting    On a GPU
+    hosts, arrays on a mesh                  + pivots of cpu.thresholds   Selection, natural shape
+    hosts, 2048 entries or fewer             cpu.sorting                  cpu/sorting.py
+    hosts, else                              cpu.threshold                Selection
 """
 
 import contextlib
@@ -142,17 +149,17 @@ def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words |
     """
     if isinstance(k, int) and 0 <= k <= n:  # the checks of numpy take as long as a small search
         return np.array(exact.split(k)).reshape(2, 1)
-    words: tuple[chex.Numeric, ...] = k if isinstance(k, tuple) else (k,)
-    if len(words) != (2 if isinstance(k, tuple) else 1):
+    if isinstance(k, tuple) and len(k) != 2:
         raise ValueError(f"k must be an integer or two words, got k = {k}.")
-    if any(map(is_traced, words)):
-        _check_shape(words[-1], shape)
-        words = words if isinstance(k, tuple) else exact.as_words(jnp.maximum(words[0], 0))
+    high, low = k if isinstance(k, tuple) else (0, k)
+    if is_traced(high) or is_traced(low):
+        _check_shape(low, shape)
+        words = k if isinstance(k, tuple) else exact.as_words(jnp.maximum(k, 0))
         arrays = [jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in words]
         return arrays[0].reshape(-1), arrays[1].reshape(-1)
-    counts = np.asarray(words[-1])
+    counts = np.asarray(low)
     if isinstance(k, tuple):
-        counts = (np.asarray(words[0]).astype(np.uint64) << 32) | counts.astype(np.uint64)
+        counts = (np.asarray(high).astype(np.uint64) << 32) | counts.astype(np.uint64)
     if counts.dtype.kind not in "biuf" or not np.all((counts >= 0) & (counts <= n)):
         raise ValueError(f"k must be in [0, {n}], got k = {counts}.")
     if np.any(counts % 1 != 0):
@@ -182,7 +189,7 @@ def _topk_masks(
 
 
 def choose_search(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
-    """Chooses the search by platform and sharding, here alone; all searches give the same masks."""
+    """Chooses the search of a program; all searches give the same masks."""
     if jax.default_backend() != "cpu":
         return search.select_by_counting
     arrays = [x for leaf in leaves for x in leaf.arrays]

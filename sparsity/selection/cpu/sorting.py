@@ -1,7 +1,7 @@
-"""Masks of the k best entries of a few small leaves, by sorting them.
+"""Masks of the k best entries of a few small parameters, by sorting them.
 
-A search by counting pays for large leaves; its program takes a second to compile, this one a
-quarter of that. The masks are the same.
+For a vector of 256 entries this program takes 0.25 CPU-seconds to compile and 0.17 ms to run; that
+of `threshold` 1.0 s and 0.29 ms. The masks are the same.
 """
 
 from __future__ import annotations
