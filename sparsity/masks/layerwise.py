@@ -58,7 +58,9 @@ class Layerwise(DataclassBase):
                 topk_fn=topk_fn,
             )
 
-        return _by_kind(leaves, _select_ranked, one, one_by_one=topk_fn is not None)
+        if topk_fn is not None:
+            return [one(leaf) for leaf in leaves]
+        return _by_kind(leaves, _select_ranked, one)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
@@ -83,7 +85,6 @@ def _by_kind(
     leaves: Sequence[L],
     ranked: Callable[[Sequence[L]], list[jax.Array]],
     one: Callable[[L], jax.Array],
-    one_by_one: bool = False,
 ) -> list[jax.Array]:
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
@@ -91,13 +92,12 @@ def _by_kind(
     of single entries need not be stored.
     """
     masks: dict[int, jax.Array] = {}
-    kinds: dict[bool | None, list[int]] = {}
+    kinds: dict[bool, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        pattern = leaf.site.pattern
-        is_ranked = pattern.ranks_units and not one_by_one
-        kinds.setdefault(pattern.is_elementwise if is_ranked else None, []).append(i)
-    for i in kinds.pop(None, []):
-        masks[i] = one(leaves[i])
+        if leaf.site.pattern.ranks_units:
+            kinds.setdefault(leaf.site.pattern.is_elementwise, []).append(i)
+        else:
+            masks[i] = one(leaf)
     for members in kinds.values():
         masks.update(zip(members, ranked([leaves[i] for i in members]), strict=True))
     return [masks[i] for i in range(len(leaves))]
