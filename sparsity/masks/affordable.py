@@ -72,16 +72,16 @@ def within_budget(
 
     threshold = first_that_fits(lambda x: allowed(above(x)), limits.min, limits.max)
 
-    def with_ties(first: jax.Array) -> list[jax.Array]:
-        """Adds the entries at the threshold before the index `-first`."""
+    def with_ties(end: jax.Array) -> list[jax.Array]:
+        """Adds the entries at the threshold before the index `end`."""
         return [
-            (key > threshold) | ((key == threshold) & (flat_index(key.shape) < -first))
+            (key > threshold) | ((key == threshold) & (flat_index(key.shape) < end))
             for key in keys()
         ]
 
     largest = max(score.size for score in scores)
-    first = first_that_fits(lambda x: allowed(with_ties(x)), -largest, 0)
-    return [mask.astype(jnp.uint8) for mask in with_ties(first)]
+    end = most_that_fit(lambda x: allowed(with_ties(x)), largest)
+    return [mask.astype(jnp.uint8) for mask in with_ties(end)]
 
 
 def best_that_fit(
@@ -103,7 +103,12 @@ def best_that_fit(
     def counts(n: jax.Array) -> list[jax.Array]:
         return [jnp.sum(x < n, dtype=jnp.int32) for x in places]
 
-    return counts(-first_that_fits(lambda n: fits(counts(-n)), -most, 0))
+    return counts(most_that_fit(lambda n: fits(counts(n)), most))
+
+
+def most_that_fit(fits: Callable[[jax.Array], jax.Array], most: int | jax.Array) -> jax.Array:
+    """Returns the highest int32 up to `most` that fits, and 0 if none does."""
+    return -first_that_fits(lambda x: fits(-x), -most, 0)
 
 
 def first_that_fits(
