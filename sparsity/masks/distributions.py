@@ -167,13 +167,12 @@ class Uniform:
         def count(sparsity: float) -> int:
             targets = {p: float(x) for p, x in trees.leaves_by_path(spread(sparsity)).items()}
             ranked = [path for path in targets if not sites[path].has_override]
-            together = {float(np.float32(targets[path])) for path in ranked}
-            total = sum(counter(path)(target) for path, target in targets.items())
-            if isinstance(scope, Global) and len(together) == 1:
-                num_separate = sum(counter(path)(targets[path]) for path in ranked)
-                size = sum(math.prod(shapes[path]) for path in ranked)
-                total += num_kept_int(size, together.pop()) - num_separate
-            return total
+            shares = {float(np.float32(targets[path])) for path in ranked}
+            kept = 0
+            if isinstance(scope, Global) and len(shares) == 1:  # these count as one parameter
+                kept = num_kept_int(sum(math.prod(shapes[path]) for path in ranked), *shares)
+                targets = {path: x for path, x in targets.items() if sites[path].has_override}
+            return kept + sum(counter(path)(target) for path, target in targets.items())
 
         if (fewest := count(1.0)) > int(self.entries or 0):
             raise ValueError(
