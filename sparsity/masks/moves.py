@@ -50,15 +50,15 @@ def _moved_masks(
     drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, across_leaves: bool
 ) -> list[jax.Array]:
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
-    moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
+    is_moving = lax.optimization_barrier(jnp.asarray(fraction) > 0)
     # Branches must vary over the same axes of a mesh: those of all the data.
-    zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
+    zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], is_moving)
 
     def dropped() -> tuple[list[jax.Array], Words]:
         kept, active = select_best(drop, Removed(fraction), across_leaves=across_leaves)
         return kept, exact.minus(active, num_kept_words(active, fraction))
 
-    def present() -> tuple[list[jax.Array], Words]:
+    def unchanged() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)
         masks = [leaf.arrays[leaf.where_position or 0] for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
@@ -76,6 +76,6 @@ def _moved_masks(
         return [a | b for a, b in zip(kept, masks, strict=True)]
 
     # The results of a branch are stored; otherwise each reader would compute them again.
-    kept, lost = lax.cond(moves, varying(dropped), varying(present))
-    masks: list[jax.Array] = lax.cond(moves, grown, lambda kept, _: kept, kept, lost)
+    kept, lost = lax.cond(is_moving, varying(dropped), varying(unchanged))
+    masks: list[jax.Array] = lax.cond(is_moving, grown, lambda kept, _: kept, kept, lost)
     return masks
