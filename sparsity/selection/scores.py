@@ -131,7 +131,7 @@ class Scores(LazyScores):
 
     def compute(self) -> jax.Array:
         """Returns the scores as an array."""
-        return _compute(Ranked(self))
+        return _compute(Ranked(self))  # a pytree, as scores are leaves of trees
 
     def _compute(self) -> jax.Array:
         index: tuple[jax.Array, ...] = ()
