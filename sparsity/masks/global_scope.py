@@ -89,7 +89,7 @@ class Global(DataclassBase):
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        total = _find_cost([*leaves, *fixed])
+        total = _find_cost([(leaf.site, leaf.lazy_scores) for leaf in (*leaves, *fixed)])
         scores = [leaf.lazy_scores for leaf in leaves]
         sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
         if total is None:
@@ -143,7 +143,7 @@ class Global(DataclassBase):
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        total = _find_cost(leaves)
+        total = _find_cost([(leaf.site, leaf.lazy_drop_scores) for leaf in leaves])
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
                 "Under a global scope weights move between parameters whose weights cost "
@@ -240,18 +240,15 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
     return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 
-def _find_cost(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> Polynomial | None:
-    """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
-    budget = leaves[0].site.budget
-    if budget is None:
-        return None
-    scores = (
-        leaf.lazy_scores if isinstance(leaf, ScoredLeaf) else leaf.lazy_drop_scores
-        for leaf in leaves
-    )
-    sites = (leaf.site for leaf in leaves)
-    named: Any = [(path_names(site.path), x) for site, x in zip(sites, scores, strict=True)]
-    return total_cost(budget, named)
+def _find_cost(params: Sequence[tuple[Site, jax.Array | LazyScores]]) -> Polynomial | None:
+    """Returns the cost of masks in the numbers of kept weights; `None` without a budget.
+
+    Args:
+      params: the site of each parameter, and scores, of which the shape is read.
+    """
+    budget = params[0][0].budget
+    named: Any = [(path_names(site.path), scores) for site, scores in params]
+    return None if budget is None else total_cost(budget, named)
 
 
 def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
