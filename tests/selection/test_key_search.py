@@ -275,4 +275,4 @@ def test_samples_are_every_stride_th_entry_of_each_segment(width):
     part = rows.cut_rows([Ranked(Scores.wrap(jnp.asarray(scores)), batch_axes=1)], 3, width)
     for stride in (1, 5):
         expected = scores[:, ::stride].ravel()
-        np.testing.assert_array_equal(part.sample_every(stride), expected)
+        np.testing.assert_array_equal(rows.sample_every([part], stride), expected)

@@ -48,6 +48,11 @@ class Rows:
     sizes: tuple[int, ...] | None = _static()
 
     @property
+    def leaves(self) -> Sequence[Rows]:
+        """These rows, as `Visits.leaves`."""
+        return [self]
+
+    @property
     def segments(self) -> int:
         """Number of segments."""
         return self.arrays[0].shape[0]
@@ -103,24 +108,6 @@ class Rows:
             [keys > _beside(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
         )
         return jnp.stack(counts, axis=-1)
-
-    def sample(self) -> jax.Array:
-        """Returns evenly spaced keys of every segment, [segments, count]."""
-        return sample([self])
-
-    def sample_every(self, stride: int) -> jax.Array:
-        """Returns the key of every stride-th entry of each segment, [count] of all segments."""
-        return sample_every([self], stride)
-
-    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-        """Returns the place in each segment after the need-th tie of a row, int32[segments].
-
-        Args:
-          row: int32[segments], the row to read.
-          key: [segments], entries with this key are ties.
-          need: int32[segments], the number of ties to pass.
-        """
-        return cut([self], row, key, need)
 
     def segment(self, number: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
         """Returns one segment, arrays [1, rows, width]; all segments have one size.
@@ -235,7 +222,7 @@ def sample(leaves: Sequence[Rows]) -> jax.Array:
 
 
 def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
-    """Returns `Rows.sample_every` of several leaves, [count] of all segments."""
+    """Returns the key of every stride-th entry of each segment, [count] of all segments."""
     segment, offset = _every_place(leaves, stride)
     arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
     return _chosen(leaves, segment)._keys(tuple(map(_join, arrays)), jnp.asarray(offset))
@@ -248,7 +235,14 @@ def _every_place(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.nd
 
 
 def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-    """Returns `Rows.cut` of several leaves, int32[segments of all leaves]."""
+    """Returns the place in each segment after the need-th tie of a row, int32[segments].
+
+    Args:
+      leaves: their segments follow each other.
+      row: int32[segments], the row to read.
+      key: [segments], entries with this key are ties.
+      need: int32[segments], the number of ties to pass.
+    """
     widths = np.concatenate([np.full(leaf.segments, leaf.width, np.int32) for leaf in leaves])
     most = int(widths.max())
     starts = np.cumsum([0, *(leaf.segments for leaf in leaves)]).tolist()

@@ -21,7 +21,7 @@ from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.kept_counts import Removed, limit_kept
 from sparsity.core.kernels import read_part
-from sparsity.selection.cpu import key_search
+from sparsity.selection.cpu import key_search, rows
 from sparsity.selection.cpu.columns import in_rows
 from sparsity.selection.cpu.key_search import Bracket, Groups, State
 from sparsity.selection.cpu.visits import Parts, arrange
@@ -138,17 +138,17 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
         least, most = _SAMPLE_SIZES
         count = min(max(total >> _SAMPLE_SHIFT, least), most)
         stride = total // count | 1  # odd: not in step with rows
-        keys = jnp.concatenate([part.sample_every(stride) for part in parts])
+        keys = jnp.concatenate([rows.sample_every(part.leaves, stride) for part in parts])
         return key_search.sampled_pivots(keys[None], np.array([total], np.float32), k)
     words = zip(*(groups.spread(word) for word in k), strict=True)
     pivots = []
     for part, part_k in zip(parts, words, strict=True):
         n = part.entries.astype(np.float32)
         if part.segments < _MANY_SEGMENTS:
-            pivots.append(key_search.sampled_pivots(part.sample(), n, part_k))
+            pivots.append(key_search.sampled_pivots(rows.sample(part.leaves), n, part_k))
         else:
             stride = max(int(n.sum()) // _SAMPLE_SIZES[1], 1) | 1
-            keys = part.sample_every(stride)[None]
+            keys = rows.sample_every(part.leaves, stride)[None]
             pivots.append(key_search.sampled_pivots(keys, n, part_k))
     return jnp.concatenate(pivots)
 
@@ -185,7 +185,7 @@ def _ends(
 
     def cut() -> list[jax.Array]:
         return [
-            jnp.where(is_partial, part.cut(*args), end)
+            jnp.where(is_partial, rows.cut(part.leaves, *args), end)
             for part, args, is_partial, end in zip(parts, cuts, partials, ends, strict=True)
         ]
 

@@ -18,7 +18,6 @@ from jax import lax
 
 from sparsity.core.exact import zero_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.cpu import rows
 from sparsity.selection.cpu.rows import LARGE, Rows, cut_rows, pad
 from sparsity.selection.scores import Ranked
 
@@ -113,18 +112,6 @@ class Visits:
     def eligible(self) -> jax.Array:
         """Does what `Rows.eligible` does."""
         return jnp.concatenate([pad(leaf.eligible(), self.rows) for leaf in self.leaves])
-
-    def sample(self) -> jax.Array:
-        """Does what `Rows.sample` does."""
-        return rows.sample(self.leaves)
-
-    def sample_every(self, stride: int) -> jax.Array:
-        """Does what `Rows.sample_every` does."""
-        return rows.sample_every(self.leaves, stride)
-
-    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-        """Does what `Rows.cut` does."""
-        return rows.cut(self.leaves, row, key, need)
 
     def above(
         self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
