@@ -169,12 +169,13 @@ class Ranked:
 
     Attributes:
       scores: the scores.
-      where: an entry is eligible where this array is not zero; None: all are.
+      where: an entry is eligible where this array is not zero.
       batch_axes: number of leading axes that index separate slices.
       eligible_is_zero: an entry is eligible where the array is zero.
       last_axes: number of last axes that index separate slices, too.
-      where_in_scores: position of the array among those of the scores, in place of `where`: an
-        array that is used twice is one argument of a program.
+      where_in_scores: position of the array among those of the scores, in place of `where`, so that
+        an array that is used twice is one argument of a program. Without both, all entries are
+        eligible.
     """
 
     scores: Scores

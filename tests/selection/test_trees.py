@@ -197,3 +197,13 @@ def test_no_cache_keeps_a_function_that_computes_scores():
     jax.clear_caches()  # what is compiled of the function is known by it
     gc.collect()
     assert gone() is None
+
+
+def test_an_array_that_scores_and_their_mask_share_is_one_argument():
+    weights, mask = jnp.array([3.0, 2.0, -5.0, 1.0]), jnp.array([1.0, 1, 0, 1])
+    scores = Scores(lambda weight, mask: -weight * mask, (weights, mask))
+    shared = Ranked(scores).restrict_to(mask)
+    separate = Ranked(scores).restrict_to(mask.copy())
+    assert [len(jax.tree.leaves(ranked)) for ranked in (shared, separate)] == [2, 3]
+    for ranked in (shared, separate, jax.tree.map(lambda x: x, shared)):
+        assert topk_masks([ranked], words([2]))[0].tolist() == [0, 1, 0, 1]
