@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import chex
 import jax
@@ -21,12 +21,10 @@ from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
+from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
-
-L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +195,7 @@ class Global(DataclassBase):
         )
 
 
-def _split_overrides(leaves: Sequence[L]) -> tuple[list[L], list[L]]:
+def _split_overrides(leaves: Sequence[AnyLeaf]) -> tuple[list[AnyLeaf], list[AnyLeaf]]:
     """Returns the parameters that compete, and those with a sparsity of their own."""
     ranked = [leaf for leaf in leaves if not leaf.site.has_override]
     return ranked, [leaf for leaf in leaves if leaf.site.has_override]

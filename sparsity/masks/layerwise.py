@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import chex
 import jax
@@ -17,11 +17,9 @@ from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.kept_counts import num_kept
 from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
+from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
-
-L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +80,9 @@ def keeps_targets(scope: object) -> bool:
 
 
 def _by_kind(
-    leaves: Sequence[L],
-    ranked: Callable[[Sequence[L]], list[jax.Array]],
-    one: Callable[[L], jax.Array],
+    leaves: Sequence[AnyLeaf],
+    search: Callable[[Sequence[AnyLeaf]], list[jax.Array]],
+    one: Callable[[AnyLeaf], jax.Array],
 ) -> list[jax.Array]:
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
@@ -99,7 +97,7 @@ def _by_kind(
         else:
             masks[i] = one(leaf)
     for members in kinds.values():
-        masks.update(zip(members, ranked([leaves[i] for i in members]), strict=True))
+        masks.update(zip(members, search([leaves[i] for i in members]), strict=True))
     return [masks[i] for i in range(len(leaves))]
 
 

@@ -7,7 +7,7 @@ or of all parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -66,6 +66,9 @@ class MovingLeaf(NamedTuple):
         """Scores to grow by as an array."""
         scores: jax.Array = compute_array(self.lazy_grow_scores)
         return scores
+
+
+AnyLeaf = TypeVar("AnyLeaf", ScoredLeaf, MovingLeaf)
 
 
 class Scope(Protocol):

@@ -8,7 +8,7 @@ from tests.scripts.selection import hash_scores_shard_without_communication
 
 
 def by_the_portable_search(devices):
-    with mock.patch.object(topk, "search_for", return_value=search.select_by_counting):
+    with mock.patch.object(topk, "choose_search", return_value=search.select_by_counting):
         for case in _CASES["Explicit" if devices.is_explicit else "Auto"]:
             if case is not hash_scores_shard_without_communication:
                 case(devices)
