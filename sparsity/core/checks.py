@@ -138,7 +138,8 @@ def check_loss(name: str, value: object) -> None:
 
 def check_iterable(name: str, value: object) -> None:
     """Raises a ValueError that names the argument unless a loop can run over it."""
-    if not (isinstance(value, Iterable) or hasattr(value, "__getitem__")):
+    is_scalar = getattr(value, "shape", None) == ()  # has `__iter__`, which fails
+    if is_scalar or not (isinstance(value, Iterable) or hasattr(value, "__getitem__")):
         raise ValueError(f"{name} must be a list or an iterator, got {name} = {value!r}.")
 
 

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.checks import check_optimizer
@@ -118,6 +118,7 @@ class _Trainer:
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, KeptState]:
         """Returns updates of chosen entries, -0.0 for others, and the next state."""
+        check_kind("state", state, KeptState, "the state that init of train_only returns")
         positions, inner_state = state
         grads = self._choose(updates, "gradients", updates if params is None else params)
         values = None
@@ -165,6 +166,13 @@ class _Trainer:
             path: trees.KeyPath, leaf: jax.Array, at: jax.Array | None
         ) -> KeptParameter | None:
             layout = self.supports[path].layout
+            expected = None if layout is None else layout.kept_shape
+            if (None if at is None else at.shape) != expected:
+                raise ValueError(
+                    f"The state of {trees.path_string(path)!r} has positions of shape "
+                    f"{getattr(at, 'shape', None)}, its mask needs {expected}: the state was made "
+                    "with other masks. Give the masks of the run, or start a new state."
+                )
             return None if layout is None or at is None else KeptParameter(leaf, layout, at)
 
         return trees.map_matched(read, chosen, positions)

@@ -428,6 +428,8 @@ def test_merges_without_a_result_are_refused():
         Delta.merge([two, two]).apply(base)
     with pytest.raises(ValueError, match="at least one"):
         Delta.merge([])
+    with pytest.raises(ValueError, match="weights must be a list or an iterator, got"):
+        Delta.merge([one], np.float32(2))
     with pytest.raises(ValueError, match="weights must have 2 numbers"):
         Delta.merge([one, two], [1.0])
     with pytest.raises(ValueError, match=r"weights\[1\] must be a finite number"):

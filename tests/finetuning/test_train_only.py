@@ -226,6 +226,19 @@ def test_gradients_of_another_model_traced_masks_and_other_optimizers_are_errors
         train_only("adam", {"w": np.ones(3)})
 
 
+def test_the_state_of_another_optimizer_or_of_other_masks_is_refused():
+    params = {"w": jnp.ones((3, 4))}
+    tx, wider, complete = (
+        train_only(optax.sgd(0.1), {"w": mask})
+        for mask in (np.eye(3, 4), np.tri(3, 4), np.ones((3, 4)))
+    )
+    with pytest.raises(ValueError, match="state must be the state that init of train_only returns"):
+        tx.update(params, optax.adam(0.1).init(params), params)
+    for one, other in ((tx, wider), (tx, complete), (complete, tx)):
+        with pytest.raises(ValueError, match=r"The state of 'w' has positions of .* other masks"):
+            one.update(params, other.init(params), params)
+
+
 def test_a_step_needs_no_second_dense_array_beside_the_gradient():
     params = {name: jnp.ones((256, 256)) for name in "abcd"}
     mask = np.zeros((256, 256), np.uint8)
