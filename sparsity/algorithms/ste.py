@@ -19,11 +19,11 @@ from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generat
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
-from sparsity.masks import Draw, Sites, apply_mask_straight_through, unpack_masks
+from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs
-from sparsity.training.state import SparseState, check_params, get_sparse_state
+from sparsity.training.state import SparseState, get_sparse_state
 from sparsity.training.updater import is_overridden
 
 
@@ -61,7 +61,7 @@ class StraightThrough(BaseUpdater):
         """Returns masked parameters; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:
-            check_params(params, masks, is_packed)
+            check_masks(params, masks, packed=is_packed)
             if is_packed:
                 masks = unpack_masks(masks, params)
         else:

@@ -245,19 +245,34 @@ def _zeros(array: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """Returns the sharding without the axes of the mesh that do not divide `shape`."""
+    """Returns the sharding without the axes of the mesh that do not divide `shape`.
+
+    Of several mesh axes along one axis, the first ones stay that divide it, as XLA keeps them.
+    """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    counts = num_devices(sharding, len(shape))
-    fits = [
-        axes if size % count == 0 else None
-        for size, axes, count in zip(shape, sharding.spec, counts, strict=False)
-    ]
-    return sharding.update(spec=PartitionSpec(*fits))
+    before, fitting = _mesh_axes(sharding, len(shape)), []
+    for size, names in zip(shape, before, strict=False):
+        while size % _count_devices(sharding, names):
+            names = names[:-1]
+        fitting.append(names)
+    if fitting == before:
+        return sharding
+    while fitting and not fitting[-1]:
+        fitting.pop()  # as jit returns arrays: another spec would compile a step again
+    return sharding.update(spec=PartitionSpec(*[names or None for names in fitting]))
 
 
 def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:
     """Returns for each axis of an array the number of devices that share it."""
+    return [_count_devices(sharding, names) for names in _mesh_axes(sharding, ndim)]
+
+
+def _mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Returns for each axis of an array the names of the mesh axes that share it."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]  # a spec may be short
-    names = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
-    return [math.prod(sharding.mesh.shape[name] for name in axes) for axes in names]
+    return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+
+
+def _count_devices(sharding: NamedSharding, names: tuple[str, ...]) -> int:
+    return math.prod(sharding.mesh.shape[name] for name in names)

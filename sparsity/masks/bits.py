@@ -168,7 +168,7 @@ def check_complete(
     role: str = "masks",
     remedy: str = "an array for a parameter that has a mask and None for one that stays dense",
 ) -> None:
-    """Raises a ValueError that names a mask without a parameter, or a parameter without a mask.
+    """Raises a ValueError that names a mask or `None` without a parameter, or the reverse.
 
     Args:
       params: tree of parameters.
@@ -176,12 +176,14 @@ def check_complete(
       role: name of `masks` in messages.
       remedy: says what to give.
     """
-    by_path = trees.leaves_by_path(params)
-    trees.check_paths(by_path, trees.leaves_by_path(masks), "params", role)
+    leaves, nodes = trees.leaves_by_path(params), trees.node_paths(params)
+    entries = trees.leaves_and_none(masks).items()
+    unknown = [path for path, mask in entries if path not in (nodes if mask is None else leaves)]
+    trees.check_paths(leaves, unknown, "params", role)
     covered = trees.covered_paths(masks)
     lacking = [
         trees.path_string(path)
-        for path, param in by_path.items()
+        for path, param in leaves.items()
         if trees.is_prunable(param) and not trees.is_within(path, covered)
     ]
     if lacking:

@@ -65,7 +65,7 @@ class Cutter:
                 return None
             return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
 
-        with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
+        with sharding.evaluate_now():  # parameters may be traced, masks are not
             return trees.map_matched(cut, trees.only_arrays(params))
 
     def state(self, params: Params, small_params: Params, state: PyTree) -> PyTree:

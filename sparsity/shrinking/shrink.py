@@ -179,7 +179,7 @@ class Small:
             names = [f"{trees.join_names(path)}:{axis}" for path, axis in self.replicated]
             notes.append(
                 f"{trees.listed(names)}: what is left does not divide among the devices of the "
-                "mesh that held it, and lies on each of them. "
+                "mesh that held it, and is replicated. "
                 f"Coupled(round_to={math.lcm(*self.replicated.values())}) keeps it sharded."
             )
         if self.update_error is not None:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import check_masks, packed_shape
+from sparsity.masks import packed_shape
 
 
 class SparseState(NamedTuple):
@@ -77,22 +77,6 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
 
     replaced: optax.OptState = jax.tree.map(replace, opt_state, is_leaf=is_state)
     return replaced
-
-
-def check_params(params: Params, masks: PyTree, packed: bool) -> None:
-    """Raises a ValueError unless the masks of a state belong to the parameters.
-
-    The message names a mask of another shape, and a leaf too many or too few, dense ones included.
-
-    Args:
-      params: tree of parameters.
-      masks: tree of the masks of a state.
-      packed: whether masks are packed.
-    """
-    check_masks(params, masks, packed=packed)
-    nodes = trees.node_paths(params)
-    unknown = [path for path in trees.leaves_and_none(masks) if path not in nodes]
-    trees.check_paths(trees.leaves_by_path(params), unknown, "params", "masks")
 
 
 def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:

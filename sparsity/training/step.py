@@ -31,6 +31,7 @@ from sparsity.core.sharding import on_device
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
     Sites,
+    check_masks,
     pack_masks,
     place_masks,
     read_masks,
@@ -49,7 +50,7 @@ from sparsity.training.checks import (
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.regrow import pack_first
 from sparsity.training.skip import update_unless
-from sparsity.training.state import SparseState, check_params
+from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater, is_overridden
 
 
@@ -140,7 +141,7 @@ class Step(abc.ABC):
                 "you are not passing `params` when calling `update`."
             )
         check_state(state)
-        check_params(params, state.masks, self.packed)
+        check_masks(params, state.masks, packed=self.packed)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
         inputs = Inputs(params, updates, self.updater.sites(params), extra)

@@ -35,7 +35,7 @@ from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
-from sparsity.training.state import SparseState, check_params, get_sparse_state
+from sparsity.training.state import SparseState, get_sparse_state
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
 
@@ -337,7 +337,7 @@ class Updater(DataclassBase):
           sparse_state: a SparseState, or an optimizer state that holds one.
         """
         state = get_sparse_state(sparse_state)
-        check_params(params, state.masks, self.use_packed_masks)
+        masks_lib.check_masks(params, state.masks, packed=self.use_packed_masks)
         return self.apply_masks(params, state.masks)
 
 

@@ -1,9 +1,12 @@
 """Pruning by statistics on a mesh: masks and weights of one device, placed as the weights."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import sparsity
 from sparsity.calibration import prune
@@ -64,6 +67,25 @@ def training_updates_masks_by_statistics(devices):
         params, statistics = placed(devices)
         masks = train(params, statistics)
         jax.tree.map(same, masks, expected, params)
+
+
+def statistics_that_are_constants_serve_inside_shard_map(devices):
+    params, statistics = jax.tree.map(jnp.asarray, layer())
+    squares = statistics[("w",)].sums_of_squares()
+    by_squares = {("w",): dataclasses.replace(statistics[("w",)], squares=squares, gram=None)}
+    updater = sparsity.WandaPruning(sparsity_distribution_fn=half)
+    _, masks = updater.instant_sparsify(params, statistics=by_squares)
+
+    def run(params):
+        refitted = prune(updater, params, statistics, sparsity.LeastSquares())[0]
+        return updater.instant_sparsify(params, statistics=by_squares)[1], refitted
+
+    expected = prune(updater, params, statistics, sparsity.LeastSquares())[0]
+    with jax.set_mesh(devices.mesh):
+        mapped = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
+        inside, refitted = jax.jit(mapped)(params)
+    np.testing.assert_array_equal(inside["w"], masks["w"])
+    np.testing.assert_allclose(refitted["w"], expected["w"], atol=1e-4)
 
 
 def network(params, x):
@@ -128,6 +150,7 @@ def each_device_solves_a_part_of_a_weight_that_lies_on_all(devices):
 _BOTH = [
     every_method_gives_what_one_device_gives,
     training_updates_masks_by_statistics,
+    statistics_that_are_constants_serve_inside_shard_map,
     batches_that_are_sharded_give_what_one_device_gives,
     each_device_solves_a_part_of_a_weight_that_lies_on_all,
 ]

@@ -228,7 +228,23 @@ def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):
     assert int(found[1].count) == 2
 
 
+def masks_that_are_constants_cut_inside_shard_map(devices):
+    params = mlp_params()
+    graph = sparsity.trace(mlp, params, jnp.ones((4, 8)))
+    masks = halves(graph, params)
+    expected = sparsity.shrink(graph, params, masks).params
+    with jax.set_mesh(devices.mesh):
+        for constants in (masks, jax.tree.map(np.asarray, masks)):
+
+            def cut(params, masks=constants):
+                return sparsity.shrink(graph, params, masks).params
+
+            mapped = jax.shard_map(cut, in_specs=P(), out_specs=P())
+            jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(params), expected)
+
+
 _BOTH = [
+    masks_that_are_constants_cut_inside_shard_map,
     what_is_left_is_that_of_one_device_and_stays_sharded,
     masks_of_single_weights_leave_what_they_leave_on_one_device,
     layers_of_a_scan_stay_sharded,

@@ -208,6 +208,24 @@ def a_jitted_init_places_masks_as_their_parameters(devices):
                     assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
 
 
+def packed_masks_on_fewer_devices_than_their_parameters_compile_one_step(devices):
+    """The four devices of "b" divide neither 2 bytes nor 6; the two of "a" divide both."""
+    specs = {"narrow": P("a", "b"), "both": P(None, ("a", "b"))}
+    expected = {"narrow": P("a"), "both": P(None, "a")}
+    draw = np.random.default_rng(0).normal(size=(4, 48)).astype(np.float32)
+    values = {"narrow": draw[:, :12], "both": draw}
+    params = {name: devices.put(x, *specs[name]) for name, x in values.items()}
+    tx = helpers.make_updater("magnitude", use_packed_masks=True).wrap_optax(optax.adam(0.1))
+    shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    step = jax.jit(tx.update)
+    for _ in range(2):
+        placed = {name: mask.sharding.spec for name, mask in state.masks.items()}
+        assert placed == expected, placed
+        _, state = jax.block_until_ready(step(params, state, params))
+    assert step._cache_size() == 1
+
+
 def arrays_on_explicit_axes_need_no_mesh_in_use(devices):
     params = place(devices, tree(0), "both")
     for name in ("magnitude", "random", "rigl"):
@@ -392,6 +410,7 @@ _BOTH = [
 CASES = {
     "Auto": [
         *_BOTH,
+        packed_masks_on_fewer_devices_than_their_parameters_compile_one_step,
         updates_inside_shard_map_and_pmap_prune_each_part,
         a_tree_inside_shard_map_gets_the_masks_of_each_part,
     ],

@@ -160,6 +160,7 @@ def test_masks_are_read_once_and_not_changed():
         ({"b": None}, r"have nothing for 'w'"),
         ({}, r"have nothing for 'b', 'w'"),
         (_masks(other=_mask()), r"no leaf at 'other'.*'b', 'w'"),
+        (_masks(other=None), r"no leaf at 'other', which the masks of wrap_optax have"),
         ({"layer": {"w": _mask()}}, r"no leaf at 'layer/w'"),
         (_masks(w=_mask()[:, :1]), r"'w' among the masks of wrap_optax has shape \(4, 1\), but"),
         (_masks(w=_mask().T), r"'w' .* has shape \(8, 4\), but its parameter has shape \(4, 8\)"),

@@ -94,8 +94,9 @@ def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
     state = updater.wrap_optax(optax.sgd(0.1)).init({"layer": helpers.params()})
     with pytest.raises(ValueError, match=r"'layer/kernel'.*'layer/other'"):
         updater.post_gradient_update({"layer": {"other": jnp.ones(3)}}, state)
+    turned = helpers.params() | {"kernel": jnp.ones((10, 6))}
     with pytest.raises(ValueError, match=r"'layer/kernel'.*\(6, 10\).*\(10, 6\)"):
-        updater.post_gradient_update({"layer": {"kernel": jnp.ones((10, 6))}}, state)
+        updater.post_gradient_update({"layer": turned}, state)
 
 
 @pytest.mark.parametrize("packed", [False, True])

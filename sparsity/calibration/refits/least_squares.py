@@ -92,7 +92,7 @@ def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
     """Returns the refitted parameter."""
     most, is_shared = statistic.inputs(dense.shape), False
     if not is_traced(mask):
-        with jax.ensure_compile_time_eval():
+        with sharding.evaluate_now():
             most, is_shared = _supports(statistic.matrices(mask))
     step = max(-(-statistic.inputs(dense.shape) // _PROGRAMS), 1)
     most = min(-(-most // step) * step, statistic.inputs(dense.shape))

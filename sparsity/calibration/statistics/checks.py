@@ -14,6 +14,7 @@ from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
 from sparsity.core.checks import check_kind, is_traced
+from sparsity.core.sharding import evaluate_now
 from sparsity.masks import Site
 
 
@@ -137,17 +138,17 @@ def _all(condition: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
     """Returns whether a condition holds for all entries; traced ones pass."""
     if is_traced(value):
         return True
-    with jax.ensure_compile_time_eval():  # a constant within a function that is traced
+    with evaluate_now():  # a constant within a function that is traced
         return bool(condition(host.read(value)).all())
 
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
     """Warns of inputs that were 0 in all rows, which say nothing about the weights."""
-    squares = statistic.sums_of_squares()
-    if is_traced(squares) or not squares.size:
+    sums = statistic.grams() if statistic.squares is None else statistic.squares
+    if is_traced(sums) or not sums.size:
         return
-    with jax.ensure_compile_time_eval():
-        is_zero = np.asarray((host.read(squares) == 0).all(axis=-1))
+    with evaluate_now():
+        is_zero = np.asarray((host.read(statistic.sums_of_squares()) == 0).all(axis=-1))
     if is_zero.any():
         where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
         warnings.warn(
