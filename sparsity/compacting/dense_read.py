@@ -76,12 +76,22 @@ class DenseRead:
     def run(self, arrays: Sequence[jax.Array]) -> Arrays:
         """Returns the outputs of the equation."""
         read = jax.custom_vjp(self._forward)
-        read.defvjp(lambda *arrays: (self._forward(*arrays), arrays), self._backward)
+        read.defvjp(self._save, self._backward)
         return list(read(*sharding.vary_alike(arrays)))
 
     def _forward(self, *arrays: jax.Array) -> Arrays:
         dense = [x for x in self._inputs(arrays) if not isinstance(x, Kept | Deferred)]
         return self._run(arrays, dense)
+
+    def _save(self, *arrays: jax.Array) -> tuple[Arrays, Sequence[jax.Array]]:
+        """Returns the outputs and the arrays for `_backward`.
+
+        A rule of the model for reverse derivatives has derivatives of its own, the function that
+        the rule replaces has no forward derivatives.
+        """
+        if self.equation.name == "custom_vjp_call":
+            return jax.vjp(self._forward, *arrays)[0], arrays
+        return self._forward(*arrays), arrays
 
     def _backward(self, arrays: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
         """Returns the gradients of the arrays, `None` for integers."""

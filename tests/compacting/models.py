@@ -8,7 +8,7 @@ from sparsity import trace
 
 MODELS = {}
 # Models whose loops or rules have no second derivatives.
-FIRST_ORDER = ("custom_vjp", "while_loop")
+FIRST_ORDER = ("while_loop",)
 
 
 def model(*shapes):
@@ -154,7 +154,8 @@ def custom_vjp(params, x):
         return jnp.tanh(x @ w)
 
     double.defvjp(
-        lambda w, x: (double(w, x), (w, x)), lambda saved, g: (2 * saved[1].T @ g, g @ saved[0].T)
+        lambda w, x: (jnp.tanh(x @ w), (w, x)),
+        lambda saved, g: (2 * saved[1].T @ g, g @ saved[0].T),
     )
     return double(params[0], x)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import io_callback
 
 from sparsity import compact, trace
 from tests.compacting.models import FIRST_ORDER, MODELS, masked
@@ -142,7 +143,7 @@ def test_products_of_equal_shapes_keep_their_axes_and_precision():
     assert text.count("precision = [HIGHEST, HIGHEST]") == 1
 
 
-@pytest.mark.parametrize("name", ["scanned_along_axis_1", "split"])
+@pytest.mark.parametrize("name", ["scanned_along_axis_1", "split", "custom_vjp"])
 def test_second_derivatives_are_those_of_the_masked_model(name):
     assert name not in FIRST_ORDER
     with jax.enable_x64(True):
@@ -161,6 +162,21 @@ def test_second_derivatives_are_those_of_the_masked_model(name):
         for tree, dense in zip(computed, expected, strict=True):
             for one, other in zip(kept(model.dense(tree), masks), kept(dense, masks), strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_callbacks_get_the_masked_parameter():
+    seen = []
+
+    def fn(params, x):
+        jax.debug.callback(seen.append, params)
+        offset = io_callback(lambda w: w[0], jax.ShapeDtypeStruct((3,), x.dtype), params)
+        return x @ params + offset
+
+    params, mask, x = jnp.ones((2, 3)), np.eye(2, 3, dtype=np.uint8), jnp.ones((1, 2))
+    model = compact(trace(fn, params, x), params, mask)
+    assert model.apply(model.params, x).tolist() == [[2, 1, 0]]
+    jax.effects_barrier()
+    np.testing.assert_array_equal(seen, [mask])
 
 
 def test_models_are_mapped_exported_and_run_at_other_batch_sizes():
