@@ -26,6 +26,7 @@ from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
     KeptLayout,
+    KeptParameter,
     KeptState,
     carry,
     check_sharding,
@@ -93,7 +94,7 @@ class CompactStep(Step):
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
-        kept = find_kept(params, new.masks, self.layouts(params, new.masks, inputs.sites))
+        kept = find_kept(params, new.masks, self._stored_layouts(new, inputs))
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
@@ -148,6 +149,37 @@ class CompactStep(Step):
             return KeptLayout(param.shape, tuple(range(site.batch_axes)), num_slots=count)
 
         return trees.map_matched(layout, params, masks)
+
+    def _stored_layouts(self, state: SparseState, inputs: Inputs) -> PyTree:
+        """Returns the layout of the kept entries of each masked parameter in a state.
+
+        Raises:
+          ValueError: new masks may keep more entries than the state has slots. The message names
+            the parameter.
+        """
+        sites = inputs.sites
+
+        def in_units(path: trees.KeyPath, mask: jax.Array) -> jax.Array | None:
+            return None if sites[path].pattern.is_elementwise else mask
+
+        masks = trees.map_matched(in_units, state.masks)
+        layouts = self.layouts(inputs.params, masks, sites)
+
+        def check(
+            path: trees.KeyPath, kept: KeptParameter, layout: KeptLayout | None
+        ) -> KeptLayout:
+            site, stored = sites[path], kept.layout
+            if layout in (None, stored) and site.batch_axes == len(stored.stack):
+                return stored
+            raise ValueError(
+                f"use_compact_state=True: the state has kept entries of shape {stored.kept_shape} "
+                f"for {site.name!r}, which {site.pattern!r} with batch_axes = {site.batch_axes} "
+                "may change. Restore the state with the pattern, the sparsity and the batch_axes "
+                "that it was made with."
+            )
+
+        kept = read_kept(inputs.params, state.inner_state.positions)
+        return trees.map_matched(check, kept, layouts)
 
 
 def check_rules(updater: Updater) -> None:

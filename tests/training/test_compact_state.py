@@ -390,3 +390,39 @@ def test_a_state_of_the_other_kind_is_refused_by_the_name_of_the_option(is_compa
     message = f"use_compact_state={is_compact}, and the state was made with use_compact_state="
     with pytest.raises(ValueError, match=message):
         wrap(is_compact).update(params, state, params)
+
+
+def resume(is_compact, before, after, name="kernel"):
+    """Trains three steps from the state of one updater by another one; returns the last masks."""
+    params, masks = {name: arrays(0)[name]}, []
+    often = {"is_compact": is_compact, "scheduler": sparsity.PeriodicSchedule(2, 1, 9)}
+    state = updater("rigl", **often, **before).wrap_optax(optax.adam(0.01)).init(params)
+    step = jax.jit(updater("rigl", **often, **after).wrap_optax(optax.adam(0.01)).update)
+    for seed in range(1, 4):
+        updates, state = step({name: arrays(seed)[name]}, state, params)
+        params = optax.apply_updates(params, updates)
+        masks.append(state.masks[name])
+    return params, masks
+
+
+@pytest.mark.parametrize("sparsities", [(0.5, 0.8), (0.8, 0.5)])
+def test_the_saved_sparsity_stays_in_force_in_another_updater(sparsities):
+    before, after = ({"sparsity": sparsity} for sparsity in sparsities)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(resume(kind, before, after) for kind in (True, False))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "after"),
+    [
+        ("kernel", r"\(115,\)", {"sparsity_type": sparsity.NByM(2, 4)}),
+        ("stack", r"\(3, 24\)", {"batch_axes": 0}),
+    ],
+    ids=["pattern", "slices"],
+)
+def test_a_state_whose_slots_may_not_suffice_is_an_error_that_names_the_parameter(
+    name, shape, after
+):
+    with pytest.raises(ValueError, match=f"kept entries of shape {shape} for '{name}'"):
+        resume(True, {}, after, name)
