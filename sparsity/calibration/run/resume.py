@@ -12,14 +12,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.fingerprint import fingerprint
 from sparsity.calibration.run.report import LayerReport
+from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras, trees
 from sparsity.core.files import reading, writing
 from sparsity.core.trees import PyTree
 from sparsity.graph import trace
-from sparsity.training.base_updater import BaseUpdater
 
 
 class StoredLayer(NamedTuple):
@@ -96,8 +95,7 @@ def _tree(layer: StoredLayer) -> dict[str, PyTree]:
 
 
 def identify(
-    pruner: BaseUpdater,
-    refit: Refit | None,
+    task: PruningTask,
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Sequence[PyTree],
@@ -106,9 +104,7 @@ def identify(
     """Returns fingerprints of all that the results of a run depend on, by name.
 
     Args:
-      pruner: the updater. The sparsities, patterns and batch axes that it gives the params belong
-        into `others`.
-      refit: or `None`.
+      task: the pruner, the refit, and the sparsities, patterns and batch axes of the params.
       fn: the model; its programs count, one for each shape of a batch.
       params: tree of parameters, whose arrays count.
       batches: the data, whose arrays count.
@@ -117,13 +113,14 @@ def identify(
     Raises:
       ValueError: one of these has no description that another process would share.
     """
-    fields = dict(vars(pruner))
+    fields = dict(vars(task.pruner))
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
     shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
     values: dict[str, object] = {
-        "pruner": (type(pruner), fields),
-        "refit": refit,
+        "pruner": (type(task.pruner), fields),
+        "refit": task.refit,
+        "sparsities": task.list_targets(),
         **others,
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],
