@@ -211,7 +211,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path, name, interrupt):
     base = {
         "pruner": PRUNER, "fn": model, "params": PARAMS, "batches": BATCHES, "refit": Refit(),
     }  # fmt: skip
-    interrupt(0)
+    interrupt(1)
     with pytest.raises(KeyboardInterrupt):
         sparsity.oneshot(**base | one, folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):  # the same run continues
@@ -324,6 +324,13 @@ def test_arrays_without_values_are_refused_before_anything_is_written(tmp_path, 
     with pytest.raises(ValueError, match=rf"{name}\[.*\] has no values yet"):
         sparsity.oneshot(PRUNER, model, **arrays | {name: shapes}, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_batches_refused_before_the_first_layer_leave_the_folder_to_the_corrected_run(tmp_path):
+    for wrong in (BATCHES[1][:5], BATCHES[1].at[0].set(jnp.inf)):
+        with pytest.raises(ValueError, match=r"must be alike|not all finite"):
+            sparsity.oneshot(PRUNER, model, PARAMS, [BATCHES[0], wrong], folder=tmp_path)
+    assert len(sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)[2]) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -34,7 +34,7 @@ class LayerStore:
     """Layers that a run has finished, by their number in its order.
 
     Args:
-      folder: created if missing.
+      folder: created if missing. The first finished layer makes it the folder of this run.
       identity: fingerprints of all that the results depend on, by name.
 
     Raises:
@@ -46,18 +46,18 @@ class LayerStore:
         self._checkpoints = extras.load("orbax.checkpoint", "resume")
         if jax.process_count() > 1:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
-        about, new = self._folder / "run.json", self._folder / "run.new"
-        if not about.exists():
+        self._about, self._identity = self._folder / "run.json", identity
+        self._new = self._folder / "run.new"
+        if not self._about.exists():
             if self._folder.exists() and not self._folder.is_dir():
                 raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
-            if self._folder.exists() and any(x != new for x in self._folder.iterdir()):
+            if self._folder.exists() and any(x != self._new for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                new.write_text(json.dumps(identity, indent=2), encoding="utf-8")
-                new.replace(about)  # atomic
-        with reading(about, "delete the folder to start afresh"):
-            before: dict[str, str] = dict(json.loads(about.read_text(encoding="utf-8")))
+            return
+        with reading(self._about, "delete the folder to start afresh"):
+            before: dict[str, str] = dict(json.loads(self._about.read_text(encoding="utf-8")))
         names = {**before, **identity}
         if differ := [name for name in names if before.get(name) != identity.get(name)]:
             raise ValueError(
@@ -86,6 +86,9 @@ class LayerStore:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
         path = self._folder / str(number)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
+            if not self._about.exists():  # a run that is refused before leaves the folder empty
+                self._new.write_text(json.dumps(self._identity, indent=2), encoding="utf-8")
+                self._new.replace(self._about)  # atomic
             checkpointer.save(path, _tree(layer))
 
 
