@@ -66,7 +66,7 @@ class Product:
       pairs: (axis of lhs, axis of rhs) that are summed over, or index products, in step.
       ordered: (input, axis) that need all entries in order, such as space, rows and experts; input
         2 is the result.
-      order: name of the ordered axes, for errors.
+      ordered_text: name of the ordered axes, for errors.
       groups: feature groups of a convolution.
       cost: (value, axis): the product of these sizes is the number of multiply-adds.
       text: name of the operation, for errors.
@@ -81,7 +81,7 @@ class Product:
     cost: tuple[tuple[Value, int], ...]
     pairs: tuple[tuple[int, int], ...]
     ordered: tuple[tuple[int, int], ...] = ()
-    order: str = ""
+    ordered_text: str = ""
     text: str = "a product"
     groups: int = 1
     inserted: int = 1
@@ -131,10 +131,10 @@ def _dot(
     for value, contracted, batch, indices in zip(
         equation.inputs, *numbers, ((), experts), strict=False
     ):
-        roles = _ints(contracted), _ints(batch)
-        placed = {*roles[0], *roles[1], *indices}
+        contracted, batch = _ints(contracted), _ints(batch)
+        placed = {*contracted, *batch, *indices}
         free = tuple(axis for axis in range(len(value.shape)) if axis not in placed)
-        operands.append(Operand(roles[0], free, roles[1], indices))
+        operands.append(Operand(contracted, free, batch, indices))
     lhs, rhs = operands
     # The experts of a ragged dot that contracts rows are the first axis of its result.
     made = [None] if {*ragged} & {*lhs.contracted} else []
@@ -152,7 +152,7 @@ def _dot(
         cost=(*kept, *summed),
         pairs=tuple(axes),
         ordered=(*ordered, *((2, axis) for axis in range(len(made)))),
-        order="rows in the order of their experts",
+        ordered_text="rows in the order of their experts",
     )
 
 
@@ -172,7 +172,7 @@ def _convolution(equation: Equation) -> Product:
         cost=tuple([(result, i) for i in range(len(output))] + [(kernel, i) for i in inputs]),
         pairs=((image[0], inputs[0]),),
         ordered=tuple((number, axis) for number, axes in enumerate(space) for axis in axes),
-        order="an axis of space",
+        ordered_text="an axis of space",
         text="a convolution",
         groups=params["feature_group_count"],
         inserted=math.prod(params["lhs_dilation"]),

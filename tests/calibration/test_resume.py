@@ -211,7 +211,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path, name, interrupt):
     base = {
         "pruner": PRUNER, "fn": model, "params": PARAMS, "batches": BATCHES, "refit": Refit(),
     }  # fmt: skip
-    interrupt(0)
+    interrupt(1)
     with pytest.raises(KeyboardInterrupt):
         sparsity.oneshot(**base | one, folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):  # the same run continues
@@ -225,7 +225,8 @@ PROGRAM = """
 import functools, json, sys
 import jax, jax.numpy as jnp
 import sparsity
-from sparsity.calibration.run import resume
+from sparsity.calibration.run.resume import identify
+from sparsity.calibration.run.task import make_task
 
 FACTOR = {factor}
 
@@ -241,9 +242,11 @@ def model(params, x):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stack"])[0]
 
 params = {{"w": jnp.ones((4, 4)), "stack": jnp.ones((2, 4, 4), jnp.bfloat16).astype(jnp.float32)}}
-pruner = Mine(topk_fn=functools.partial(lambda s, scores, sparsity: scores > s, 3))
-found = resume.identify(pruner, refit, model, params, [jnp.ones((2, 4))], names={{"x", "y", "z"}})
-print(json.dumps(found))
+topk_fn = functools.partial(lambda s, scores, sparsity: scores > s, 3)
+pruner = Mine(topk_fn=topk_fn, sparsity_distribution_fn=sparsity.Uniform(0.5))
+batch = jnp.ones((2, 4))
+task = make_task(pruner, refit, model, params, batch)
+print(json.dumps(identify(task, model, params, [batch], names={{"x", "y", "z"}})))
 """
 
 
@@ -312,6 +315,22 @@ def test_what_another_process_could_not_recognize_is_refused_before_anything_is_
         ValueError, match=r"fn cannot be told: callback of the pure_callback at .*test"
     ):
         sparsity.oneshot(PRUNER, with_callback, PARAMS, BATCHES, folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["params", "batches"])
+def test_arrays_without_values_are_refused_before_anything_is_written(tmp_path, name):
+    arrays = {"params": PARAMS, "batches": BATCHES}
+    shapes = jax.eval_shape(lambda: arrays[name])
+    with pytest.raises(ValueError, match=rf"{name}\[.*\] has no values yet"):
+        sparsity.oneshot(PRUNER, model, **arrays | {name: shapes}, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_batches_refused_before_the_first_layer_leave_the_folder_to_the_corrected_run(tmp_path):
+    for wrong in (BATCHES[1][:5], BATCHES[1].at[0].set(jnp.inf)):
+        with pytest.raises(ValueError, match=r"must be alike|not all finite"):
+            sparsity.oneshot(PRUNER, model, PARAMS, [BATCHES[0], wrong], folder=tmp_path)
+    assert len(sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)[2]) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

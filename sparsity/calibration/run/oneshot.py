@@ -120,13 +120,13 @@ def oneshot(
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    batches = _read_batches(batches, held, metric, folder)
+    batches = _read_batches(params, batches, held, metric, folder, estimate)
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
         return Meter(task, batches).estimate()
-    more = {"sequential": sequential, "sparsities": task.list_targets()}
-    identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
-    store = None if folder is None else LayerStore(folder, identity())
+    store = None
+    if folder is not None:
+        store = LayerStore(folder, identify(task, fn, params, batches, sequential=sequential))
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.prune(fn, sequential)
     pruned, report = run.weights.tree(), run.report
@@ -151,9 +151,14 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) 
 
 
 def _read_batches(
-    batches: Iterable[PyTree], held: object, metric: object, folder: object
+    params: PyTree,
+    batches: Iterable[PyTree],
+    held: object,
+    metric: object,
+    folder: object,
+    estimate: bool,
 ) -> list[PyTree]:
-    """Returns the batches; raises a ValueError without any, or for arguments of other types."""
+    """Returns the batches; raises a ValueError without any, or for arguments that do not fit."""
     check_iterable("batches", batches)
     if held is not None:
         check_iterable("held", held)
@@ -161,6 +166,10 @@ def _read_batches(
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
     if not (seen := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
+    if not estimate:
+        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+        check_values("params", params, remedy)
+        check_values("batches", seen, remedy)
     return seen
 
 
@@ -208,9 +217,6 @@ class _Run:
         store: LayerStore | None,
         on_layer_done: Callable[[Path, LayerIndex], None] | None,
     ) -> None:
-        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
-        check_values("params", params, remedy)
-        check_values("batches", batches, remedy)
         self._task, self._batches = task, batches
         self._store, self._on_layer_done = store, on_layer_done
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}

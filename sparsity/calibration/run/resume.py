@@ -12,14 +12,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.fingerprint import fingerprint
 from sparsity.calibration.run.report import LayerReport
+from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras, trees
 from sparsity.core.files import reading, writing
 from sparsity.core.trees import PyTree
 from sparsity.graph import trace
-from sparsity.training.base_updater import BaseUpdater
 
 
 class StoredLayer(NamedTuple):
@@ -35,7 +34,7 @@ class LayerStore:
     """Layers that a run has finished, by their number in its order.
 
     Args:
-      folder: created if missing.
+      folder: created if missing. The first finished layer makes it the folder of this run.
       identity: fingerprints of all that the results depend on, by name.
 
     Raises:
@@ -47,18 +46,18 @@ class LayerStore:
         self._checkpoints = extras.load("orbax.checkpoint", "resume")
         if jax.process_count() > 1:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
-        about, new = self._folder / "run.json", self._folder / "run.new"
-        if not about.exists():
+        self._about, self._identity = self._folder / "run.json", identity
+        self._new = self._folder / "run.new"
+        if not self._about.exists():
             if self._folder.exists() and not self._folder.is_dir():
                 raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
-            if self._folder.exists() and any(x != new for x in self._folder.iterdir()):
+            if self._folder.exists() and any(x != self._new for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                new.write_text(json.dumps(identity, indent=2), encoding="utf-8")
-                new.replace(about)  # atomic
-        with reading(about, "delete the folder to start afresh"):
-            before: dict[str, str] = dict(json.loads(about.read_text(encoding="utf-8")))
+            return
+        with reading(self._about, "delete the folder to start afresh"):
+            before: dict[str, str] = dict(json.loads(self._about.read_text(encoding="utf-8")))
         names = {**before, **identity}
         if differ := [name for name in names if before.get(name) != identity.get(name)]:
             raise ValueError(
@@ -87,6 +86,9 @@ class LayerStore:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
         path = self._folder / str(number)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
+            if not self._about.exists():  # a run that is refused before leaves the folder empty
+                self._new.write_text(json.dumps(self._identity, indent=2), encoding="utf-8")
+                self._new.replace(self._about)  # atomic
             checkpointer.save(path, _tree(layer))
 
 
@@ -96,8 +98,7 @@ def _tree(layer: StoredLayer) -> dict[str, PyTree]:
 
 
 def identify(
-    pruner: BaseUpdater,
-    refit: Refit | None,
+    task: PruningTask,
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Sequence[PyTree],
@@ -106,9 +107,7 @@ def identify(
     """Returns fingerprints of all that the results of a run depend on, by name.
 
     Args:
-      pruner: the updater. The sparsities, patterns and batch axes that it gives the params belong
-        into `others`.
-      refit: or `None`.
+      task: the pruner, the refit, and the sparsities, patterns and batch axes of the params.
       fn: the model; its programs count, one for each shape of a batch.
       params: tree of parameters, whose arrays count.
       batches: the data, whose arrays count.
@@ -117,13 +116,14 @@ def identify(
     Raises:
       ValueError: one of these has no description that another process would share.
     """
-    fields = dict(vars(pruner))
+    fields = dict(vars(task.pruner))
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
     shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
     values: dict[str, object] = {
-        "pruner": (type(pruner), fields),
-        "refit": refit,
+        "pruner": (type(task.pruner), fields),
+        "refit": task.refit,
+        "sparsities": task.list_targets(),
         **others,
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
+from sparsity.masks.slice_layout import SliceLayout
 
 
 class Dense(Storage):
@@ -20,9 +21,10 @@ class Dense(Storage):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
-        storage = cls(parameter.mask.shape, parameter.stack, size=())
-        slices = np.ascontiguousarray(parameter.mask.transpose(storage.order) != 0, np.uint8)
-        return cls(storage.shape, storage.stack, size=storage.slice_shape), slices
+        shape, stack = parameter.mask.shape, parameter.stack
+        layout = SliceLayout(shape, stack)
+        slices = np.ascontiguousarray(parameter.mask.transpose(layout.order) != 0, np.uint8)
+        return cls(shape, stack, size=layout.slice_shape), slices
 
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))

@@ -16,7 +16,7 @@ from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.find_groups import find_groups
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks import Site
-from sparsity.masks.slice_layout import AnyArray
+from sparsity.masks.slice_layout import AnyArray, SliceLayout
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import read_product
@@ -56,20 +56,18 @@ class Grouped(Storage):
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.is_frozen or not inputs:
             return None
-        storage = cls(mask.shape, stack, size=(), inputs=inputs)
-        groups = find_groups(storage.matrices(mask).swapaxes(-1, -2), group)
+        groups = find_groups(_to_matrices(mask, stack, inputs).swapaxes(-1, -2), group)
         if groups is None:
             return None
         group, indices = groups
         size = (*indices.shape[len(stack) :], group)
         padding = indices.size * group - int(np.count_nonzero(mask))
-        return dataclasses.replace(storage, size=size, padding=padding), indices
+        return cls(mask.shape, stack, size=size, padding=padding, inputs=inputs), indices
 
     @property
     def order(self) -> tuple[int, ...]:
         """The axes of the parameter: those that index slices, inputs, and outputs."""
-        first = *self.stack, *self.inputs
-        return (*first, *(axis for axis in range(len(self.shape)) if axis not in first))
+        return SliceLayout(self.shape, (*self.stack, *self.inputs)).order
 
     @property
     def indices_shape(self) -> tuple[int, ...]:
@@ -80,14 +78,9 @@ class Grouped(Storage):
         """Number of inputs."""
         return math.prod(self.shape[axis] for axis in self.inputs)
 
-    def matrices(self, array: AnyArray) -> AnyArray:
-        """Returns an array of the shape of the parameter as [*stack, inputs, outputs]."""
-        outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        return self.slices(array).reshape(*self.batch, self.num_units, outputs)
-
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         groups, k, group = self.size
-        matrices = self.matrices(array)
+        matrices = _to_matrices(array, self.stack, self.inputs)
         inputs, outputs = matrices.shape[-2:]
         count, missing = math.prod(self.batch), groups * group - outputs
         matrices = matrices.reshape(count, inputs, outputs)
@@ -119,7 +112,8 @@ class Grouped(Storage):
         return _contract(equation, contraction, kept, num_inputs, other)
 
     def rows(self, mask: jax.Array) -> jax.Array:
-        units = self.matrices(mask)[..., :: self.size[-1]].swapaxes(-1, -2)
+        matrices = _to_matrices(mask, self.stack, self.inputs)
+        units = matrices[..., :: self.size[-1]].swapaxes(-1, -2)
         return units.reshape(math.prod(self.indices_shape[:-1]), self.num_units)
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
@@ -160,6 +154,13 @@ class Grouped(Storage):
         # Values are [*stack, groups, k, group]. Devices that share the first axis of the outputs
         # share the groups, which are neighbouring outputs, if each device gets equally many.
         return (len(self.inputs),)
+
+
+def _to_matrices(array: AnyArray, stack: tuple[int, ...], inputs: tuple[int, ...]) -> AnyArray:
+    """Returns an array of the shape of a parameter as [*stack, inputs, outputs]."""
+    rows = SliceLayout(array.shape, (*stack, *inputs)).slices(array)
+    sizes, depth = rows.shape, len(stack)
+    return rows.reshape(*sizes[:depth], math.prod(sizes[depth:-1]), sizes[-1])
 
 
 class Contraction(NamedTuple):

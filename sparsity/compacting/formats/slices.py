@@ -19,6 +19,7 @@ import numpy as np
 from sparsity.compacting.formats.find_groups import list_kept
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage
 from sparsity.core.sharding import explicit_sharding
+from sparsity.masks.slice_layout import SliceLayout
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
 
@@ -51,7 +52,7 @@ class WholeSlices(Storage):
           kept, or too much padding would be stored: of layers that keep different numbers.
         """
         mask, stack = parameter.mask, parameter.stack
-        slices = mask.transpose(cls(mask.shape, stack, size=(), axis=0).order) != 0
+        slices = mask.transpose(SliceLayout(mask.shape, stack).order) != 0
         depth, is_partial = len(stack), slices.any() and not slices.all()
         if not parameter.is_frozen or not is_partial or slices.ndim < depth + 2:
             return None

@@ -12,6 +12,7 @@ from jax import lax
 
 from sparsity.compacting.formats.dtypes import unsigned_like
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
+from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType
 
 
@@ -26,8 +27,7 @@ class Values(Storage):
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
         mask, stack = parameter.mask, parameter.stack
-        storage = cls(mask.shape, stack, size=())
-        indices = storage.list_positions(mask)
+        indices = SliceLayout(mask.shape, stack).list_positions(mask)
         padding = indices.size - int(np.count_nonzero(mask))
         return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
 

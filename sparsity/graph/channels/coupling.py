@@ -167,29 +167,31 @@ class Coupling(Flow[list[Axis]]):
             self.facts[output] = [target(Place(number, i)) for i in range(len(output.shape))]
 
     def _product(self, equation: Equation) -> None:
-        roles, (result,) = read_product(equation), equation.outputs
-        if roles.refusal is not None:
-            self._pin_all(equation, roles.refusal)
+        product, (result,) = read_product(equation), equation.outputs
+        if product.refusal is not None:
+            self._pin_all(equation, product.refusal)
             return
-        reason = Reason(equation, roles.text)
+        reason = Reason(equation, product.text)
         values = (*equation.inputs[:2], result)
         lhs, rhs = (self.axes(value) for value in values[:2])
         group: list[Axis] = []
-        if roles.groups > 1:
-            group = [self.feature_groups.setdefault(equation, Axis(roles.groups))]
-            (outs,) = roles.rhs.free
-            each = Axis(rhs[outs].size // roles.groups)
+        if product.groups > 1:
+            group = [self.feature_groups.setdefault(equation, Axis(product.groups))]
+            (outs,) = product.rhs.free
+            each = Axis(rhs[outs].size // product.groups)
             unify(rhs[outs], join_axes("product", [*group, each]), reason)
-        for i, j in roles.pairs:
+        for i, j in product.pairs:
             unify(lhs[i], join_axes("product", [*group, rhs[j]]) if group else rhs[j], reason)
-        for place, source in enumerate(roles.output):
+        for place, source in enumerate(product.output):
             if source is not None:
                 self.axes(result)[place] = (lhs, rhs)[source[0]][source[1]]
-        reason = reason._replace(text=roles.order, kind="space" if roles.rhs.window else "")
-        for number, axis in roles.ordered:
+        reason = reason._replace(
+            text=product.ordered_text, kind="space" if product.rhs.window else ""
+        )
+        for number, axis in product.ordered:
             pin(self.axes(values[number])[axis], reason)
         for value in equation.inputs[2:]:
-            self.pin(value, Reason(equation, roles.order))
+            self.pin(value, Reason(equation, product.ordered_text))
 
 
 def _relate(

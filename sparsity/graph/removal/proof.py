@@ -261,16 +261,16 @@ class Proof(Flow[Constants]):
         return _common(constants)
 
     def _product(self, equation: Equation) -> None:
-        roles, values = read_product(equation), equation.inputs
+        product, values = read_product(equation), equation.inputs
 
         def factors(operand: int, axis: int, variable: Axis) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
             constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
-            partner = roles.partners(operand).get(axis)
+            partner = product.partners(operand).get(axis)
             other = None if partner is None else constants[1][partner, variable]
             return constants[0][axis, variable], other
 
-        for axis in roles.rhs.inputs:
+        for axis in product.rhs.inputs:
             for variable in self._variables(values[1])[axis]:
                 one, other = factors(1, axis, variable)
                 if entrywise.multiply_constants(one, other) != 0:
@@ -279,7 +279,7 @@ class Proof(Flow[Constants]):
         at = {
             (place, variable): entrywise.sum_constant_products(*factors(operand, axis, variable))
             for operand in range(2)
-            for place, axis in roles.places(operand).items()
+            for place, axis in product.places(operand).items()
             for variable in self._variables(result)[place]
         }
         self.facts[result] = Constants(at)
