@@ -56,14 +56,12 @@ class Inputs(NamedTuple):
         self,
         hook: Callable[..., T],
         *args: PyTree,
-        extra: Mapping[str, PyTree] | None = None,
         named: Mapping[str, object] | None = None,
         **kwargs: PyTree,
     ) -> T:
         """Calls a hook by `call_hook`, with the arguments of the training loop and the sites."""
-        extra = {**self.extra, **(extra or {})}
         named = {"sites": self.sites, **(named or {})}
-        return call_hook(hook, *args, extra=extra, named=named, **kwargs)
+        return call_hook(hook, *args, extra=self.extra, named=named, **kwargs)
 
 
 class SliceRule(NamedTuple):

@@ -226,8 +226,8 @@ class Updater(DataclassBase):
                 grads=grads,
                 named={"draw": draw, "is_lazy": is_lazy},
             )
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+        named = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, named=named)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
