@@ -65,10 +65,9 @@ class Inputs(NamedTuple):
 
 
 class SliceRule(NamedTuple):
-    """Rule by which the mask of each slice moves alone.
+    """Rule by which the mask of each slice moves alone: the smallest weights are dropped.
 
     Attributes:
-      drop: maps weights to drop scores, entry by entry.
       grow: hook that returns grow scores, entry by entry or by its argument `draw`.
       fraction: maps the step to the fraction of active entries to replace.
       move_matrix: returns the mask of a slice [inputs, neurons] after an update. Its arguments are
@@ -77,7 +76,6 @@ class SliceRule(NamedTuple):
         `SparsityType.move` does.
     """
 
-    drop: Callable[[chex.Array], jax.Array]
     grow: Callable[..., PyTree]
     fraction: Callable[[chex.Numeric], chex.Numeric]
     move_matrix: Callable[..., jax.Array] | None = None
