@@ -34,6 +34,7 @@ from sparsity.algorithms import (
     LampPruning,
     MagnitudePruning,
     MovementPruning,
+    NoPruning,
     RandomPruning,
     RigL,
     SaliencyPruning,
@@ -90,7 +91,7 @@ from sparsity.sparsity_schedules import (
     Schedule,
 )
 from sparsity.sparsity_types import Block, Channel, FanIn, NByM, SparsityType, Unstructured
-from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
+from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
 from sparsity.training.state import (
     SparseState,
     get_sparse_state,

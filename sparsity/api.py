@@ -18,7 +18,7 @@ from sparsity.sparsity_schedules import (
     check_schedule,
     find_missing_schedule_method,
 )
-from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
+from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
 
 T = TypeVar("T")
 Options = dict[str, Any]  # keys of a configuration with their values
@@ -269,7 +269,7 @@ def _take_distribution(
     if kind is not None:
         DISTRIBUTIONS.find(kind)
     keys = _pop_keys(options, _config_keys(DISTRIBUTIONS.values()) - fields)
-    if algorithm is NoPruning:
+    if algorithm is ALGORITHM_REGISTRY["no_prune"]:
         _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
     if "sparsity" in fields:

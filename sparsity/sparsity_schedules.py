@@ -46,14 +46,8 @@ class Schedule(Protocol):
         """Returns whether masks are updated at `step`: a bool, or a traced bool scalar."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NoUpdateSchedule:
-    """Never updates masks.
-
-    Example:
-      >>> NoUpdateSchedule().is_mask_update_iter(0)
-      False
-    """
+class BaseSchedule:
+    """Holds the defaults of schedules: no updates, and masks of the target sparsities."""
 
     # Keys of a configuration, and the fields that they set.
     config_keys: ClassVar[Mapping[str, str]] = {}
@@ -82,7 +76,17 @@ class NoUpdateSchedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneShotSchedule(NoUpdateSchedule):
+class NoUpdateSchedule(BaseSchedule):
+    """Never updates masks.
+
+    Example:
+      >>> NoUpdateSchedule().is_mask_update_iter(0)
+      False
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShotSchedule(BaseSchedule):
     """Updates masks once, at `target_step`.
 
     Example:
@@ -106,7 +110,7 @@ class OneShotSchedule(NoUpdateSchedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class PeriodicSchedule(NoUpdateSchedule):
+class PeriodicSchedule(BaseSchedule):
     """Updates masks at the start step, every `update_freq` steps from there, and at the end step.
 
     Attributes:

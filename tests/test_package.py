@@ -127,8 +127,8 @@ FLOORS = [
     ["patterns"],
     ["masks"],
     ["sparsity_types", "sparsity_distributions", "training", "graph", "activations", "lora"],
-    ["base_updater", "algorithms", "epochs", "api", "reports", "calibration", "finetuning"],
-    ["shrinking", "compacting", "compat", "cli"],
+    ["algorithms", "epochs", "api", "reports", "calibration", "finetuning"],
+    ["base_updater", "shrinking", "compacting", "compat", "cli"],
     ["__init__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

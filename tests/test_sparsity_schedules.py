@@ -324,6 +324,11 @@ def test_schedules_are_frozen_values(make):
         schedule.update_freq = 1
 
 
+def test_schedules_with_updates_are_no_no_update_schedules():
+    assert not isinstance(OneShotSchedule(3), NoUpdateSchedule)
+    assert not isinstance(PolynomialSchedule(2, 1, 6), NoUpdateSchedule)
+
+
 def test_schedules_are_equal_by_all_of_their_fields():
     schedule = PolynomialSchedule(2, 1, 6)
     assert schedule == PolynomialSchedule(2, 1, 6, power=3, initial_sparsity=0.0)

@@ -12,6 +12,7 @@ from sparsity.algorithms.at_init import (
 from sparsity.algorithms.global_pruners import GlobalMagnitudePruning, GlobalSaliencyPruning
 from sparsity.algorithms.lamp import LampPruning
 from sparsity.algorithms.movement import MovementPruning
+from sparsity.algorithms.no_pruning import NoPruning
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, SaliencyPruning
 from sparsity.algorithms.sparse_trainers import SET, GlobalRigL, RigL, StaticRandomSparse
 from sparsity.algorithms.sr_ste import SRSTE
@@ -19,7 +20,7 @@ from sparsity.algorithms.srigl import SRigL
 from sparsity.algorithms.ste import SteMagnitudePruning, SteRandomPruning
 from sparsity.algorithms.tickets import lottery_ticket
 from sparsity.algorithms.top_kast import TopKast
-from sparsity.training.base_updater import ALGORITHM_REGISTRY, NoPruning
+from sparsity.training.base_updater import ALGORITHM_REGISTRY
 
 ALGORITHM_REGISTRY.update(
     {
@@ -57,6 +58,7 @@ __all__ = [
     "LampPruning",
     "MagnitudePruning",
     "MovementPruning",
+    "NoPruning",
     "RandomPruning",
     "RigL",
     "SRigL",

@@ -181,12 +181,11 @@ class DropAndGrow(SparseTraining):
         is_standard = (  # else an overridden hook takes complete trees
             self._moves_masks
             and type(self).get_drop_scores is DropAndGrow.get_drop_scores
-            and not is_overridden(self, "update_state")
             and keeps_targets(self.scope)
         )
         if not is_standard or not self._grows_by_slice():
             return None
-        return SliceRule(jnp.abs, self.get_grow_scores, self._drop_fraction)
+        return SliceRule(self.get_grow_scores, self._drop_fraction)
 
     def _grows_by_slice(self) -> bool:
         """Returns whether `get_grow_scores` scores each slice alone."""

@@ -35,7 +35,7 @@ from sparsity.masks import (
 )
 from sparsity.masks.distributions import Distribution
 from sparsity.patterns import SparsityType, Unstructured
-from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
+from sparsity.sparsity_schedules import BaseSchedule, NoUpdateSchedule, Schedule
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
@@ -244,7 +244,7 @@ class EpochStrategy(BaseUpdater):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtSteps(NoUpdateSchedule):
+class AtSteps(BaseSchedule):
     """Schedule that updates masks at a list of steps.
 
     Attributes:

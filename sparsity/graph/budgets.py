@@ -14,7 +14,6 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind, check_values
-from sparsity.core.kept_counts import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.graph.graph import Graph
@@ -25,6 +24,7 @@ from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
 from sparsity.programs.axes import Axis
+from sparsity.selection.kept_counts import lowest_sparsity
 
 
 @dataclasses.dataclass(frozen=True)

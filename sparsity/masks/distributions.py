@@ -20,7 +20,6 @@ import numpy as np
 
 from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
-from sparsity.core.kept_counts import lowest_sparsity, num_kept_int
 from sparsity.core.names import Registry
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks.global_scope import Global
@@ -28,6 +27,7 @@ from sparsity.masks.layerwise import keeps_targets
 from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
+from sparsity.selection.kept_counts import lowest_sparsity, num_kept_int
 
 FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
 Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, host, kept_counts
+from sparsity.core import exact, host
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.kernels import unstack
@@ -25,6 +25,7 @@ from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
+from sparsity.selection.kept_counts import num_kept, num_kept_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,12 +230,12 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
-        k = sum(kept_counts.num_kept_int(*leaf) for leaf in zip(sizes, shares, strict=True))
+        k = sum(num_kept_int(*leaf) for leaf in zip(sizes, shares, strict=True))
         words: exact.Words = jax.device_put(exact.split(k))
         return words
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
-    together = exact.as_words(kept_counts.num_kept(sum(sizes), stacked[0]))
+    together = exact.as_words(num_kept(sum(sizes), stacked[0]))
     return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 

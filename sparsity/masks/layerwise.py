@@ -14,12 +14,12 @@ import numpy as np
 
 from sparsity.core import sharding
 from sparsity.core.checks import DataclassBase, is_traced
-from sparsity.core.kept_counts import num_kept
 from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
+from sparsity.selection.kept_counts import num_kept
 
 
 @dataclasses.dataclass(frozen=True)

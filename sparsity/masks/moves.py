@@ -13,8 +13,8 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words, varying_zero
-from sparsity.core.kept_counts import Removed, num_kept_words
 from sparsity.core.trees import PyTree
+from sparsity.selection.kept_counts import Removed, num_kept_words
 from sparsity.selection.scores import Ranked
 from sparsity.selection.topk import select_best
 

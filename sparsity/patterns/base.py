@@ -26,7 +26,7 @@ from sparsity.core.checks import (
     check_real_array,
 )
 from sparsity.core.exact_sums import sums
-from sparsity.core.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import num_kept_int
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "

@@ -12,7 +12,6 @@ import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.exact_sums import ordered_sum
-from sparsity.core.kept_counts import num_kept_int
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -21,6 +20,7 @@ from sparsity.patterns.base import (
     pooled_dtype,
 )
 from sparsity.patterns.nm import check_axis
+from sparsity.selection.kept_counts import num_kept_int
 
 
 @dataclasses.dataclass(frozen=True)

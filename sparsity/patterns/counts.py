@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core.kept_counts import num_kept_int
 from sparsity.core.sharding import evaluate_now
 from sparsity.patterns.base import SparsityType
+from sparsity.selection.kept_counts import num_kept_int
 
 
 def entry_counter(

@@ -95,9 +95,13 @@ class NByM(SparsityType):
           target: the sparsity that keeps n of m; a lower `sparsity` keeps more of each group, in
             proportion. `None` means `sparsity` itself.
           batch_axes: number of leading axes that index separate slices.
-          topk_fn: not used; groups are ranked one by one.
+          topk_fn: must be `None`, as the groups are ranked one by one.
         """
-        del topk_fn
+        if topk_fn is not None:
+            raise ValueError(
+                f"{self} ranks the entries of each group and needs topk_fn = None, got topk_fn = "
+                f"{topk_fn!r}."
+            )
         check_select(scores, sparsity, batch_axes)
         check_fraction("target", 0 if target is None else target)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sparsity.core.checks import check_function, check_kind
-from sparsity.core.names import Registry, suggest
+from sparsity.core.names import suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
 from sparsity.patterns.fan_in import FanIn
@@ -24,19 +24,16 @@ class _Form(NamedTuple):
     examples: str
 
 
-_FORMS = Registry(
-    "sparsity_type",
-    {
-        "unstructured": _Form(Unstructured, "'unstructured'"),
-        "nm": _Form(NByM, "'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4'"),
-        "block": _Form(lambda rows, columns: Block((rows, columns)), "'block_4,4'"),
-        "channel": _Form(lambda axis: Channel(axis), "'channel_-1'"),
-        "fanin": _Form(
-            lambda group, *axes: FanIn(group, axes) if axes else FanIn(group),
-            "'fanin_16' or 'fanin_16,-2' (with one or more axes)",
-        ),
-    },
-)
+_FORMS = {
+    "unstructured": _Form(Unstructured, "'unstructured'"),
+    "nm": _Form(NByM, "'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4'"),
+    "block": _Form(lambda rows, columns: Block((rows, columns)), "'block_4,4'"),
+    "channel": _Form(lambda axis: Channel(axis), "'channel_-1'"),
+    "fanin": _Form(
+        lambda group, *axes: FanIn(group, axes) if axes else FanIn(group),
+        "'fanin_16' or 'fanin_16,-2' (with one or more axes)",
+    ),
+}
 
 
 def register_pattern(name: str, pattern: Callable[..., SparsityType]) -> None:

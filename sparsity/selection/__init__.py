@@ -1,7 +1,7 @@
 """Exact selection of the highest scores: of one tensor, of many, or of all together."""
 
 from sparsity.core.hashing import hash_scores
-from sparsity.core.kept_counts import num_kept
+from sparsity.selection.kept_counts import num_kept
 from sparsity.selection.nm import nm_mask
 from sparsity.selection.scores import LazyScores, Ranked, Scores, compute_array
 from sparsity.selection.topk import global_topk_mask, topk_mask, topk_masks

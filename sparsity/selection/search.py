@@ -32,7 +32,7 @@ from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.exact_sums import sums
 from sparsity.core.hashing import flat_index
-from sparsity.core.kept_counts import Removed, limit_kept
+from sparsity.selection.kept_counts import Removed, limit_kept
 from sparsity.selection.keys import KeyRange, key_range
 from sparsity.selection.scores import Ranked
 

@@ -25,10 +25,10 @@ from jax import lax
 from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_int, check_real_array, is_traced
 from sparsity.core.exact import Words
-from sparsity.core.kept_counts import Removed
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
 from sparsity.selection.host import select_on_host
+from sparsity.selection.kept_counts import Removed
 from sparsity.selection.scores import Ranked, Scores
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Self
 
-import jax
 import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
-from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
-from sparsity.masks.distributions import Distribution
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import (
@@ -31,8 +29,6 @@ from sparsity.training.field_checks import (
 )
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.masked_step import MaskedStep
-from sparsity.training.state import SparseState
-from sparsity.training.step import wrap_dense
 from sparsity.training.updater import INFERRED, Updater, is_overridden
 
 
@@ -84,7 +80,7 @@ class BaseUpdater(Updater):
         these keys to fields.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> from sparsity.sparsity_distributions import Uniform
       >>> @dataclasses.dataclass
       ... class MagnitudePruning(BaseUpdater):
@@ -229,37 +225,3 @@ class BaseUpdater(Updater):
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
-
-
-@dataclasses.dataclass(kw_only=True)
-class NoPruning(BaseUpdater):
-    """Keeps all parameters dense, as a baseline.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> NoPruning().instant_sparsify(jnp.array([1.0, 2.0]))
-      (Array([1., 2.], dtype=float32), None)
-    """
-
-    regrows: ClassVar[bool | None] = False
-
-    sparsity_distribution_fn: Distribution | None = None
-
-    def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
-        return jax.tree.map(lambda _: None, params)
-
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        return sparse_state.masks
-
-    def instant_sparsify(
-        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Params, Masks]:
-        return params, self.get_initial_masks(params, None)
-
-    def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: Masks | None = None
-    ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with a SparseState around its state; `params` are optional."""
-        if masks is not None:
-            raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
-        return wrap_dense(self, inner)

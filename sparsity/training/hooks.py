@@ -56,21 +56,18 @@ class Inputs(NamedTuple):
         self,
         hook: Callable[..., T],
         *args: PyTree,
-        extra: Mapping[str, PyTree] | None = None,
         named: Mapping[str, object] | None = None,
         **kwargs: PyTree,
     ) -> T:
         """Calls a hook by `call_hook`, with the arguments of the training loop and the sites."""
-        extra = {**self.extra, **(extra or {})}
         named = {"sites": self.sites, **(named or {})}
-        return call_hook(hook, *args, extra=extra, named=named, **kwargs)
+        return call_hook(hook, *args, extra=self.extra, named=named, **kwargs)
 
 
 class SliceRule(NamedTuple):
-    """Rule by which the mask of each slice moves alone.
+    """Rule by which the mask of each slice moves alone: the smallest weights are dropped.
 
     Attributes:
-      drop: maps weights to drop scores, entry by entry.
       grow: hook that returns grow scores, entry by entry or by its argument `draw`.
       fraction: maps the step to the fraction of active entries to replace.
       move_matrix: returns the mask of a slice [inputs, neurons] after an update. Its arguments are
@@ -79,7 +76,6 @@ class SliceRule(NamedTuple):
         `SparsityType.move` does.
     """
 
-    drop: Callable[[chex.Array], jax.Array]
     grow: Callable[..., PyTree]
     fraction: Callable[[chex.Numeric], chex.Numeric]
     move_matrix: Callable[..., jax.Array] | None = None

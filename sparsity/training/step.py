@@ -40,7 +40,6 @@ from sparsity.masks import (
 from sparsity.training.checks import (
     check_algorithm_state,
     check_gradients,
-    check_optimizer,
     check_state,
     same_structure,
     take_initial_masks,
@@ -93,7 +92,7 @@ class Step(abc.ABC):
     def init(self, params: Params) -> SparseState:
         """Returns the first state."""
         updater = self.updater
-        if _is_placeholder(params):
+        if is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             algorithm_state = updater.init_algorithm_state(params, params)
             inner_state = self.placeholder(params)
@@ -306,31 +305,7 @@ class Change(NamedTuple):
     grown: PyTree | None = None
 
 
-def wrap_dense(
-    updater: Updater, inner: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with a SparseState that has no masks; `params` are optional."""
-    check_optimizer("inner", inner)
-    inner = optax.with_extra_args_support(inner)
-
-    def init_fn(params: Params) -> SparseState:
-        if _is_placeholder(params):
-            count = jnp.zeros([], jnp.int32)
-            return SparseState(0, inner.init(params), None, count)
-        return updater.init_state(params)._replace(inner_state=inner.init(params))
-
-    def update_fn(
-        updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, SparseState]:
-        check_state(state)
-        steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        count = optax.safe_increment(state.count)
-        return steps, state._replace(inner_state=inner_state, count=count)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _is_placeholder(params: Params) -> bool:
+def is_placeholder(params: Params) -> bool:
     """Returns whether `optax.tree.map_params` calls `init`, with a node that has no leaf."""
     kind = type(params)
     return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"

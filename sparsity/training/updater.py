@@ -122,19 +122,12 @@ class Updater(DataclassBase):
             the leaf.
         """
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
-        targets = self.compute_targets(params, inputs.sites)
-        if targets is not None:
-            targets = jax.tree.map(on_device, targets)
+        targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
-        packed = self.use_packed_masks
-        masks = masks_lib.read_masks(masks, params, packed)
-        return SparseState(
-            masks=masks_lib.place_masks(
-                masks_lib.pack_masks(masks, params) if packed else masks, params
-            ),
-            target_sparsities=targets,
-            count=on_device(0, np.int32),
-        )
+        masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
+        if self.use_packed_masks:
+            masks = masks_lib.pack_masks(masks, params)
+        return SparseState(masks, target_sparsities=targets, count=on_device(0, np.int32))
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two
@@ -226,8 +219,8 @@ class Updater(DataclassBase):
                 grads=grads,
                 named={"draw": draw, "is_lazy": is_lazy},
             )
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+        named = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, named=named)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None

@@ -131,6 +131,11 @@ def test_topk_fn_is_called_for_the_units_of_each_slice(shape, kind, batch_axes, 
     np.testing.assert_array_equal(mask, expected)
 
 
+def test_a_topk_fn_that_would_not_be_called_is_refused():
+    with pytest.raises(ValueError, match=r"NByM\(.*\) ranks .* needs topk_fn = None, got topk_fn"):
+        masks.create_mask(np.ones(4, np.float32), 0.5, NByM(2, 4), topk_fn=keep_first)
+
+
 @pytest.mark.parametrize("kept", [1, 3, 256, 0.3, -1.0])
 def test_units_are_kept_where_the_mask_of_topk_fn_is_not_zero(kept):
     def keep_last(scores, sparsity):

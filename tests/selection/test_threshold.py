@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.kept_counts import Removed
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, sorting, threshold, visits
+from sparsity.selection.kept_counts import Removed
 from sparsity.selection.scores import Ranked, Scores
 from tests import helpers
 from tests.selection_oracle import best, best_first

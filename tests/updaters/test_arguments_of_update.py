@@ -161,6 +161,16 @@ def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them(
     }
 
 
+def test_an_argument_of_the_loop_with_the_name_of_the_targets_is_refused():
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    params = helpers.params()
+    with pytest.raises(TypeError, match="create_masks names 'target_sparsities', which the libra"):
+        tx.update(helpers.grads(0), tx.init(params), params, target_sparsities=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 def test_every_algorithm_accepts_extra_arguments_that_nobody_knows(name):

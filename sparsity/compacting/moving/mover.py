@@ -173,7 +173,7 @@ class Mover:
         assert self.rule is not None
         grow, fraction = self._grow_scores(part, param, gradient), self.rule.fraction(part.step)
         axes = self.site.batch_axes
-        return self.site.pattern.move(mask, self.rule.drop(param), grow, fraction, batch_axes=axes)
+        return self.site.pattern.move(mask, jnp.abs(param), grow, fraction, batch_axes=axes)
 
     def _rows(self) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
@@ -186,7 +186,7 @@ class Mover:
         """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
         assert self.rule is not None
         storage, pattern = self.part_storage, self.site.pattern
-        drop = storage.pool(self.rule.drop(part.values), pattern)
+        drop = storage.pool(jnp.abs(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
         shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
         grow: jax.Array | Scores | None = None

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import check_number, is_traced
-from sparsity.core.kept_counts import num_kept
 from sparsity.core.sharding import evaluate_now
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.graph.scope.placed import PlacedGroup
+from sparsity.selection.kept_counts import num_kept
 
 
 class Limits(Protocol):

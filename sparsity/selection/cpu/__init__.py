@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core.exact import Words
-from sparsity.core.kept_counts import Removed
 from sparsity.core.kernels import use_flat
 from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.key_search import thresholds
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.cpu.visits import MAX_ENTRIES
+from sparsity.selection.kept_counts import Removed
 from sparsity.selection.scores import Ranked, Scores
 
 __all__ = ["MAX_ENTRIES", "Recipe", "select_by_rows", "thresholds", "use_flat"]

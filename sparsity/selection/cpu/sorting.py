@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.exact import Words, zero_like
-from sparsity.core.kept_counts import Removed, limit_kept
+from sparsity.selection.kept_counts import Removed, limit_kept
 from sparsity.selection.scores import Ranked
 
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster

@@ -19,12 +19,12 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
-from sparsity.core.kept_counts import Removed, limit_kept
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search, rows
 from sparsity.selection.cpu.columns import in_rows
 from sparsity.selection.cpu.key_search import Bracket, Groups, State
 from sparsity.selection.cpu.visits import Parts, arrange
+from sparsity.selection.kept_counts import Removed, limit_kept
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
 from sparsity.selection.search import SliceCounter, tie_shares

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsity.core import exact as exact_counts
 from sparsity.core.exact_sums import ordered_sum
-from sparsity.core.kept_counts import num_kept
+from sparsity.selection.kept_counts import num_kept
 from tests import helpers
 
 NUM_KEPT = jax.jit(num_kept)

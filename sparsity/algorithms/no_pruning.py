@@ -1,0 +1,77 @@
+"""No pruning: the dense reference, in the same program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
+from sparsity.masks.distributions import Distribution
+from sparsity.training.base_updater import BaseUpdater
+from sparsity.training.checks import check_optimizer, check_state
+from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.state import SparseState
+from sparsity.training.step import is_placeholder
+from sparsity.training.updater import Updater
+
+
+@dataclasses.dataclass(kw_only=True)
+class NoPruning(BaseUpdater):
+    """Keeps all parameters dense, as a baseline.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> NoPruning().instant_sparsify(jnp.array([1.0, 2.0]))
+      (Array([1., 2.], dtype=float32), None)
+    """
+
+    regrows: ClassVar[bool | None] = False
+
+    sparsity_distribution_fn: Distribution | None = None
+
+    def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
+        return jax.tree.map(lambda _: None, params)
+
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        return sparse_state.masks
+
+    def instant_sparsify(
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
+        return params, self.get_initial_masks(params, None)
+
+    def wrap_optax(
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns `inner` with a SparseState around its state; `params` are optional."""
+        if masks is not None:
+            raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
+        return wrap_dense(self, inner)
+
+
+def wrap_dense(
+    updater: Updater, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with a SparseState that has no masks; `params` are optional."""
+    check_optimizer("inner", inner)
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: Params) -> SparseState:
+        if is_placeholder(params):
+            count = jnp.zeros([], jnp.int32)
+            return SparseState(0, inner.init(params), None, count)
+        return updater.init_state(params)._replace(inner_state=inner.init(params))
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, SparseState]:
+        check_state(state)
+        steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        count = optax.safe_increment(state.count)
+        return steps, state._replace(inner_state=inner_state, count=count)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
