@@ -8,5 +8,10 @@ pytestmark = pytest.mark.slow
 
 
 @KINDS
-def test_masks_weights_and_placement_on_a_mesh_are_those_of_one_device(kind):
+def test_runs_and_placement_on_a_mesh_are_those_of_one_device(kind):
     run("updates", kind)
+
+
+@KINDS
+def test_masks_of_every_algorithm_on_a_mesh_are_those_of_one_device(kind):
+    run("masks", kind)

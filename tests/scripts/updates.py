@@ -1,4 +1,4 @@
-"""Whole updates on a mesh: masks, placement, memory."""
+"""Whole updates on a mesh: runs, placement, memory."""
 
 import contextlib
 import functools
@@ -100,47 +100,6 @@ def a_compact_state_moves_inside_shard_map(devices):
     with jax.set_mesh(devices.mesh):
         mapped = jax.jit(jax.shard_map(train, in_specs=layers, out_specs=layers))(*placed)
     same(mapped, expected, placed[0])
-
-
-def every_algorithm_gives_bit_equal_masks(devices):
-    for name in sparsity.all_algorithm_names():
-        # One layer is enough where each is ranked by itself.
-        alone = {"custom_sparsity_map": {"out/kernel": None}}
-        updater = helpers.make_updater(name, **({} if helpers.ranks_all_layers(name) else alone))
-        masks = {}
-        for layout in (None, "both"):
-            with on(devices, layout):
-                params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
-                state = updater.wrap_optax(optax.identity()).init(params)
-                state = updater.accumulate(state._replace(count=jnp.int32(3)), params, grads)
-                if helpers.is_straight_through(name):
-                    seen = updater.pre_forward_update(params, state)
-                    masks[layout] = jax.tree.map(lambda w: w != 0, seen)
-                    continue
-                masks[layout] = updater.update_state(state, params, grads).masks
-            if layout:
-                layers = params["in"], params["out"]
-                for mask, layer in zip(jax.tree.leaves(masks[layout]), layers, strict=False):
-                    like = layer["kernel"]
-                    assert mask.sharding.is_equivalent_to(like.sharding, 2), (name, mask)
-        for mask, expected in zip(*map(jax.tree.leaves, masks.values()), strict=True):
-            np.testing.assert_array_equal(mask, expected, err_msg=name)
-
-
-def groups_of_outputs_share_their_inputs_as_on_one_device(devices):
-    # Groups within a device and across devices, along the first axis and the last.
-    cases = (("magnitude", "fanin_1,0"), ("rigl", "fanin_4,1"), ("rigl", "fanin_24,0"))
-    for name, kind in cases:
-        updater = helpers.make_updater(name, sparsity_type=kind)
-        tx, masks = updater.wrap_optax(optax.identity()), {}
-        for layout in (None, "both"):
-            with on(devices, layout):
-                params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
-                state = tx.init(params)._replace(count=jnp.int32(3))
-                masks[layout] = jax.jit(tx.update)(grads, state, params)[1].masks
-        for layer in ("in", "out"):
-            both = [masks[layout][layer]["kernel"] for layout in ("both", None)]
-            same(*both, params[layer]["kernel"])
 
 
 def _loss(params, x, y, is_explicit):
@@ -352,56 +311,9 @@ def a_tree_inside_shard_map_gets_the_masks_of_each_part(devices):
             jax.tree.map(np.testing.assert_array_equal, own, expected)
 
 
-def budgets_and_rounded_groups_start_inside_shard_map(devices):
-    """Each device makes the masks of replicated parameters."""
-    params = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 4))}
-    graph = sparsity.trace(lambda p, x: x @ p["in"] @ p["out"], params, jnp.ones((1, 4)))
-    pruners = (
-        sparsity.MagnitudePruning(
-            sparsity_distribution_fn=sparsity.budget(graph, nbytes=0.3),
-            sparsity_type=sparsity.Block((2, 2)),
-        ),
-        sparsity.MagnitudePruning(
-            sparsity_distribution_fn=sparsity.Uniform(0.5),
-            scope=sparsity.Coupled(graph, round_to=lambda kept: jnp.ceil(kept / 3) * 3),
-        ),
-    )
-    for pruner in pruners:
-
-        def prune(params, pruner=pruner):
-            return pruner.instant_sparsify(params)[1]
-
-        expected = jax.tree.map(np.asarray, prune(params))
-        with jax.set_mesh(devices.mesh):
-            mapped = jax.shard_map(prune, in_specs=P(), out_specs=P(), check_vma=False)
-            jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(params), expected)
-
-
-def initial_weights_are_pruned_as_on_one_device(devices):
-    def loss(params, x):
-        return sum(jnp.sum(w**2 * jnp.abs(w) * x) for w in jax.tree.leaves(params))
-
-    for name in ("snip", "grasp", "synflow"):
-        data = {"fn": loss, "inputs": jnp.ones(())}
-        if name != "synflow":
-            data = {"loss_fn": loss, "batches": [1.0, 2.0]}
-        masks = {}
-        for layout in (None, "both"):
-            with on(devices, layout):
-                params = place(devices, tree(0), layout)
-                masks[layout] = sparsity.prune_at_init(name, params, 0.8, **data)[1]
-        jax.tree.map(np.testing.assert_array_equal, masks["both"], masks[None])
-        for layer, own in masks["both"].items():
-            assert own["kernel"].sharding.spec == params[layer]["kernel"].sharding.spec
-
-
 _BOTH = [
     a_compact_state_of_stacked_layers_needs_no_communication,
     a_compact_state_moves_inside_shard_map,
-    budgets_and_rounded_groups_start_inside_shard_map,
-    initial_weights_are_pruned_as_on_one_device,
-    every_algorithm_gives_bit_equal_masks,
-    groups_of_outputs_share_their_inputs_as_on_one_device,
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
     a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,

@@ -1,0 +1,105 @@
+"""Masks of every algorithm on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import sparsity
+from tests import helpers
+from tests.scripts.devices import same
+from tests.scripts.updates import on, place, tree
+
+
+def every_algorithm_gives_bit_equal_masks(devices):
+    for name in sparsity.all_algorithm_names():
+        # One layer is enough where each is ranked by itself.
+        alone = {"custom_sparsity_map": {"out/kernel": None}}
+        updater = helpers.make_updater(name, **({} if helpers.ranks_all_layers(name) else alone))
+        masks = {}
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
+                state = updater.wrap_optax(optax.identity()).init(params)
+                state = updater.accumulate(state._replace(count=jnp.int32(3)), params, grads)
+                if helpers.is_straight_through(name):
+                    seen = updater.pre_forward_update(params, state)
+                    masks[layout] = jax.tree.map(lambda w: w != 0, seen)
+                    continue
+                masks[layout] = updater.update_state(state, params, grads).masks
+            if layout:
+                layers = params["in"], params["out"]
+                for mask, layer in zip(jax.tree.leaves(masks[layout]), layers, strict=False):
+                    like = layer["kernel"]
+                    assert mask.sharding.is_equivalent_to(like.sharding, 2), (name, mask)
+        for mask, expected in zip(*map(jax.tree.leaves, masks.values()), strict=True):
+            np.testing.assert_array_equal(mask, expected, err_msg=name)
+
+
+def groups_of_outputs_share_their_inputs_as_on_one_device(devices):
+    # Groups within a device and across devices, along the first axis and the last.
+    cases = (("magnitude", "fanin_1,0"), ("rigl", "fanin_4,1"), ("rigl", "fanin_24,0"))
+    for name, kind in cases:
+        updater = helpers.make_updater(name, sparsity_type=kind)
+        tx, masks = updater.wrap_optax(optax.identity()), {}
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
+                state = tx.init(params)._replace(count=jnp.int32(3))
+                masks[layout] = jax.jit(tx.update)(grads, state, params)[1].masks
+        for layer in ("in", "out"):
+            both = [masks[layout][layer]["kernel"] for layout in ("both", None)]
+            same(*both, params[layer]["kernel"])
+
+
+def initial_weights_are_pruned_as_on_one_device(devices):
+    def loss(params, x):
+        return sum(jnp.sum(w**2 * jnp.abs(w) * x) for w in jax.tree.leaves(params))
+
+    for name in ("snip", "grasp", "synflow"):
+        data = {"fn": loss, "inputs": jnp.ones(())}
+        if name != "synflow":
+            data = {"loss_fn": loss, "batches": [1.0, 2.0]}
+        masks = {}
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params = place(devices, tree(0), layout)
+                masks[layout] = sparsity.prune_at_init(name, params, 0.8, **data)[1]
+        jax.tree.map(np.testing.assert_array_equal, masks["both"], masks[None])
+        for layer, own in masks["both"].items():
+            assert own["kernel"].sharding.spec == params[layer]["kernel"].sharding.spec
+
+
+def budgets_and_rounded_groups_start_inside_shard_map(devices):
+    """Each device makes the masks of replicated parameters."""
+    params = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 4))}
+    graph = sparsity.trace(lambda p, x: x @ p["in"] @ p["out"], params, jnp.ones((1, 4)))
+    pruners = (
+        sparsity.MagnitudePruning(
+            sparsity_distribution_fn=sparsity.budget(graph, nbytes=0.3),
+            sparsity_type=sparsity.Block((2, 2)),
+        ),
+        sparsity.MagnitudePruning(
+            sparsity_distribution_fn=sparsity.Uniform(0.5),
+            scope=sparsity.Coupled(graph, round_to=lambda kept: jnp.ceil(kept / 3) * 3),
+        ),
+    )
+    for pruner in pruners:
+
+        def prune(params, pruner=pruner):
+            return pruner.instant_sparsify(params)[1]
+
+        expected = jax.tree.map(np.asarray, prune(params))
+        with jax.set_mesh(devices.mesh):
+            mapped = jax.shard_map(prune, in_specs=P(), out_specs=P(), check_vma=False)
+            jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(params), expected)
+
+
+_BOTH = [
+    every_algorithm_gives_bit_equal_masks,
+    groups_of_outputs_share_their_inputs_as_on_one_device,
+    initial_weights_are_pruned_as_on_one_device,
+    budgets_and_rounded_groups_start_inside_shard_map,
+]
+CASES = {"Auto": _BOTH, "Explicit": _BOTH}
