@@ -258,7 +258,8 @@ def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
         fitting.append(names)
     if fitting == before:
         return sharding
-    while fitting and not fitting[-1]:
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    while fitting and not (fitting[-1] or is_explicit):
         fitting.pop()  # as jit returns arrays: another spec would compile a step again
     return sharding.update(spec=PartitionSpec(*[names or None for names in fitting]))
 
