@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
+from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit, shifts_biases
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
@@ -208,7 +208,7 @@ def make_task(
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
-    kind = statistics_kind(pruner)
+    kind: Kind = getattr(pruner, "statistics_kind", "squares")
     if refit is not None and kind != "gram":
         kind = getattr(refit, "statistics_kind", "gram")
     return PruningTask(
