@@ -226,15 +226,15 @@ def make_task(
 def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
     biases = {path: graph.traced.biases[path] for path in sites if path in graph.traced.biases}
-    places = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
-    if missing := [site.name for path, site in sites.items() if path not in places]:
+    biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
+    if missing := [site.name for path, site in sites.items() if path not in biases]:
         warnings.warn(
             f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
             "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
             "its running mean or its shift is among the params.",
             stacklevel=4,
         )
-    return places
+    return biases
 
 
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:
