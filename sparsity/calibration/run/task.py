@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -175,19 +175,18 @@ class PruningTask:
         def without(axis: int) -> int:
             return axis - sum(removed < axis for removed, _ in index)
 
-        pattern: Any = site.pattern
         batch_axes = without(site.batch_axes)
-        if index and (axis := getattr(pattern, "axis", None)) is not None:
-            axes = axis if isinstance(axis, tuple) else (axis,)
-            axes = tuple(absolute_axis(axis, site.batch_axes, ndim) for axis in axes)
-            for axis in axes:
-                if axis in dict(index):
-                    raise ValueError(
-                        f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are "
-                        "pruned one after the other. Give another axis, or sequential=False."
-                    )
-            places = tuple(without(axis) - batch_axes for axis in axes)
-            pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
+
+        def renumber(axis: int) -> int:
+            axis = absolute_axis(axis, site.batch_axes, ndim)
+            if axis in dict(index):
+                raise ValueError(
+                    f"{site.pattern} of {site.name!r} lies along axis {axis}, whose layers are "
+                    "pruned one after the other. Give another axis, or sequential=False."
+                )
+            return without(axis) - batch_axes
+
+        pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
         return dataclasses.replace(
             self.pruner,
             sparsity_distribution_fn=Rates({path: self.targets[path]}),
