@@ -174,7 +174,7 @@ def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
     """Returns the mask of the units, each of which is all ones or all zeros."""
     if site.pattern.is_elementwise:
         return mask
-    return (_units(site, mask).scores.compute() != 0).astype(jnp.uint8)
+    return (site.pattern.pool(mask, site.batch_axes) != 0).astype(jnp.uint8)
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:

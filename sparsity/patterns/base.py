@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import chex
 import jax
@@ -91,6 +91,15 @@ class SparsityType(DataclassBase):
         """Expands the mask of the units to the mask of the entries, of shape `shape`."""
         del shape, batch_axes
         return units
+
+    def renumber_axes(self, fn: Callable[[int], int]) -> Self:
+        """Returns the pattern with `fn(axis)` in place of each axis that its fields name.
+
+        A pattern whose fields name axes overrides this method: a layer of a stack, which `oneshot`
+        prunes by itself, has fewer axes than the stack.
+        """
+        del fn
+        return self
 
     def final_sparsity(self, target: float) -> float:
         """Returns the sparsity of a mask at the end of a ramp to `target`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,9 @@ class Channel(SparsityType):
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         check_axis(self, self.axis, shape, batch_axes, name)
+
+    def renumber_axes(self, fn: Callable[[int], int]) -> Self:
+        return dataclasses.replace(self, axis=fn(self.axis))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         scores = scores.astype(pooled_dtype(scores))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,9 @@ class FanIn(SparsityType):
         if len(axes) < len(self.axes):
             parameter = describe_parameter(shape, batch_axes, name)
             raise ValueError(f"{self}: two of the axes are one axis of {parameter}. {REMEDY}")
+
+    def renumber_axes(self, fn: Callable[[int], int]) -> Self:
+        return dataclasses.replace(self, axis=tuple(map(fn, self.axes)))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         """Returns the scores of the units, [*batch, groups, *inputs]."""

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from typing import Self
 
 import chex
 import jax
@@ -69,6 +70,9 @@ class NByM(SparsityType):
                 f"{self}: axis {self.axis} of {describe_parameter(shape, batch_axes, name)} has "
                 f"{size} entries, which m = {self.m} does not divide. {REMEDY}"
             )
+
+    def renumber_axes(self, fn: Callable[[int], int]) -> Self:
+        return dataclasses.replace(self, axis=fn(self.axis))
 
     def final_sparsity(self, target: float) -> float:
         """Returns 1 - n / m for every target above 0."""

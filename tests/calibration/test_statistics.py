@@ -334,10 +334,19 @@ def test_an_accelerator_counts_what_it_has_left():
 
 
 class UserPruning(sparsity.MagnitudePruning):
-    """A pruner of the user's that takes statistics, and needs Gram matrices for all we know."""
+    """A pruner of the user's that takes statistics, and states that it needs Gram matrices."""
+
+    statistics_kind = "gram"
 
     def calculate_scores(self, params, sparse_state=None, grads=None, statistics=None):
         return {path: jnp.abs(leaf) for path, leaf in params.items()}
+
+
+class Forwarding(sparsity.MagnitudePruning):
+    """A pruner of the user's that passes all arguments on, and states no kind."""
+
+    def calculate_scores(self, params, *args, **extra):
+        return super().calculate_scores(params, *args)
 
 
 @pytest.mark.parametrize("sequential", [True, False])
@@ -354,7 +363,8 @@ def test_gram_matrices_are_made_only_for_what_needs_them(monkeypatch, sequential
     batches = [jax.random.normal(jax.random.key(i), (9, 6)) for i in (1, 2)]
     model = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]  # noqa: E731
     options = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
-    for pruner in (sparsity.MagnitudePruning, sparsity.WandaPruning, sparsity.RIAPruning):
+    scored = (sparsity.MagnitudePruning, sparsity.WandaPruning, sparsity.RIAPruning, Forwarding)
+    for pruner in scored:
         report = sparsity.oneshot(pruner(**options), model, params, batches, None, sequential)[2]
         assert [*report] == [("a",), ("b",)]
         with pytest.raises(ValueError, match="copies of"):

@@ -10,6 +10,7 @@ import sparsity
 from sparsity import compact, trace
 from sparsity.compacting.formats import FORMATS
 from sparsity.compacting.formats.storage import Storage
+from sparsity.masks.slice_layout import SliceLayout
 
 
 class Backwards(Storage):
@@ -21,7 +22,7 @@ class Backwards(Storage):
     @classmethod
     def make(cls, parameter):
         shape, stack = parameter.mask.shape, parameter.stack
-        positions = cls(shape, stack, size=()).list_positions(flip(parameter.mask, stack))
+        positions = SliceLayout(shape, stack).list_positions(flip(parameter.mask, stack))
         if positions.size != parameter.mask.sum():
             return None
         return cls(shape, stack, size=positions.shape[-1:]), positions

@@ -284,3 +284,46 @@ def test_a_pattern_that_selects_by_itself_ranks_no_units_unless_it_says_so():
             return scores
 
     assert [x.ranks_units for x in (Selects, Moves, Says, Pools)] == [False, False, True, True]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedRows(Rows):
+    """Rows, with a field of the name `axis` that is no number."""
+
+    axis: str = "rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines(sparsity.SparsityType):
+    """Keeps or removes all entries with the same index along an axis of an unstacked parameter."""
+
+    along: int
+
+    def pool(self, scores, batch_axes=0):
+        return jnp.moveaxis(scores, self.along, 0).reshape(scores.shape[self.along], -1).max(axis=1)
+
+    def expand(self, units, shape, batch_axes=0):
+        return jnp.broadcast_to(jnp.expand_dims(units, [*range(1, len(shape))]), shape)
+
+    def renumber_axes(self, fn):
+        return dataclasses.replace(self, along=fn(self.along))
+
+
+@pytest.mark.parametrize("pattern", [NamedRows(), Lines(1)])
+def test_layers_of_a_scan_are_pruned_along_the_axes_that_a_pattern_renumbers(pattern):
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)), jnp.float32)
+    pruner = sparsity.MagnitudePruning(sparsity_type=pattern, sparsity_distribution_fn=_HALF)
+    mask = sparsity.oneshot(pruner, _run_layers, params, [jnp.eye(8)])[1]
+    largest = np.abs(params).max(axis=-1)
+    kept = np.argsort(np.argsort(-largest, axis=-1), axis=-1) < 4
+    np.testing.assert_array_equal(mask, np.broadcast_to(kept[..., None], params.shape))
+
+
+def test_a_pattern_along_the_layers_of_a_scan_is_refused_by_name():
+    pruner = sparsity.MagnitudePruning(sparsity_type=Lines(0), sparsity_distribution_fn=_HALF)
+    with pytest.raises(ValueError, match=r"Lines\(along=0\) of 'params' lies along axis 0, whose"):
+        sparsity.oneshot(pruner, _run_layers, jnp.ones((2, 8, 8)), [jnp.eye(8)])
+
+
+def _run_layers(params, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]

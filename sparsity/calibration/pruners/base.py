@@ -8,7 +8,6 @@ patterns, sparsities and checked statistics by parameter, masks and their packin
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -180,13 +179,3 @@ class StatisticsPruning(BaseUpdater):
                 f"Layerwise() and topk_fn = None, got scope = {self.scope!r}, topk_fn = "
                 f"{self.topk_fn!r}."
             )
-
-
-def statistics_kind(pruner: BaseUpdater) -> Kind:
-    """Returns the kind that a pruner states, or Gram matrices if it takes statistics."""
-    hooks = [inspect.signature(x) for x in (pruner.calculate_scores, pruner.create_masks)]
-    parameters = [x for hook in hooks for x in hook.parameters.values()]
-    takes = any(x.name == "statistics" or x.kind is x.VAR_KEYWORD for x in parameters)
-    prunes_itself = type(pruner).instant_sparsify is not BaseUpdater.instant_sparsify
-    kind: Kind = getattr(pruner, "statistics_kind", "gram" if takes or prunes_itself else "squares")
-    return kind

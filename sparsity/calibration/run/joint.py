@@ -36,7 +36,7 @@ class JointSolver:
         paths: Sequence[Path],
     ) -> None:
         self._task, self._weights, self._paths = task, weights, paths
-        self._run = fn, weights.tree(), batches
+        self._model = fn, weights.tree(), batches
 
     def solve(self, path: Path) -> PrunedLayer:
         """Returns a pruned parameter."""
@@ -50,7 +50,7 @@ class JointSolver:
 
     @functools.cached_property
     def _statistics(self) -> dict[Path, Statistic]:
-        return calibrate(*self._run, self._task.kind, self._is_solved)
+        return calibrate(*self._model, self._task.kind, self._is_solved)
 
     @functools.cached_property
     def _with_losses(self) -> dict[Path, PrunedLayer]:
@@ -58,7 +58,7 @@ class JointSolver:
         layers = {path: self._solve(path) for path in self._paths}
         matrices = {path: each.matrices() for path, each in layers.items()}
         make = functools.partial(_Losses, filter_fn=self._is_solved)
-        losses, sums = collect(*self._run, make, matrices)
+        losses, sums = collect(*self._model, make, matrices)
         total = dict.fromkeys(self._paths, jnp.zeros(2))
         for number, each in sums.items():
             total[losses.uses[number].path] += each

@@ -37,7 +37,8 @@ class Lockstep:
       batches: all of one shape.
       read: `read(number, *layers)` returns the current value of a parameter, or of its layer.
       is_done: `is_done(path, index)` returns whether a weight needs no stop.
-      prune: `prune(path, index, reached)` is called at each stop, and may change parameters.
+      on_reached: `on_reached(path, index, reached)` is called at each stop, and may change
+        parameters.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class Lockstep:
         batches: Sequence[PyTree],
         read: Callable[..., jax.Array],
         is_done: Callable[[Path, LayerIndex], bool],
-        prune: Callable[[Path, LayerIndex, ReachedWeight], None],
+        on_reached: Callable[[Path, LayerIndex, ReachedWeight], None],
     ) -> None:
         self._calibration, self._batches = calibration, batches
-        self._read, self._is_done, self._prune = read, is_done, prune
+        self._read, self._is_done, self._on_reached = read, is_done, on_reached
         self._uses = SummingInterpreter(calibration.uses, calibration.sum_up)
         self._frames: list[Frame] = []
 
@@ -205,7 +206,7 @@ class Lockstep:
         reached = ReachedWeight(
             self._calibration, frame, equation, self._alike(numbers, use, index, frame)
         )
-        self._prune(use.path, index, reached)
+        self._on_reached(use.path, index, reached)
         for each in self._frames:
             each.forget()
 

@@ -9,7 +9,6 @@ every device of a mesh holds all of a weight, each device solves some of the out
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -128,7 +127,7 @@ def oneshot(
     if folder is not None:
         store = LayerStore(folder, identify(task, fn, params, batches, sequential=sequential))
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
-    run.prune(fn, sequential)
+    run.run(fn, sequential)
     pruned, report = run.weights.tree(), run.report
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
     return pruned, run.weights.masks(pruner.use_packed_masks), report
@@ -223,14 +222,14 @@ class _Run:
         self.weights = ModelWeights(params, [param.path for param in task.graph.leaves])
         self.report = Report()
 
-    def prune(self, fn: Callable[..., PyTree], sequential: bool) -> None:
-        """Prunes all parameters, those that the run reaches first."""
+    def run(self, fn: Callable[..., PyTree], sequential: bool) -> None:
+        """Prunes all parameters, those that the model reaches first."""
         if sequential:
             self._run_in_lockstep()
         unpruned = [path for path in self._task.sites if path not in self._layers]
         joint = JointSolver(self._task, self.weights, fn, self._batches, unpruned)
         for path in unpruned:
-            self._prune(path, (), functools.partial(joint.solve, path))
+            self._finish_layer(path, (), joint)
 
     def _run_in_lockstep(self) -> None:
         """Runs the model on all batches, and prunes each parameter when the run reaches it."""
@@ -238,21 +237,13 @@ class _Run:
         if self._task.kind == "gram":
             for name, gram in calibration.grams(one_layer=True).items():
                 check_memory({name: gram}, self._task.gram_copies)  # one is held at a time
-        Lockstep(calibration, self._batches, self.weights.read, self._is_done, self._prune_at).run()
+        Lockstep(
+            calibration, self._batches, self.weights.read, self._is_done, self._finish_layer
+        ).run()
 
-    def _prune_at(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
-        """Prunes a parameter, or one layer of it, where the program reaches it."""
-
-        def solve() -> PrunedLayer:
-            statistic = reached.statistic(self._task.name(path, index))
-            layer = self._task.solve(self.weights, path, index, statistic)
-            if self._task.kind == "gram":
-                return layer
-            return layer._replace(losses=reached.losses(*layer.matrices()))
-
-        self._prune(path, index, solve)
-
-    def _prune(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
+    def _finish_layer(
+        self, path: Path, index: LayerIndex, inputs: ReachedWeight | JointSolver
+    ) -> None:
         """Prunes a parameter, or one layer of it, or takes it from the folder."""
         weights, task = self.weights, self._task
         number = sum(map(len, self._layers.values()))
@@ -262,7 +253,7 @@ class _Run:
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
             started = time.perf_counter()
-            layer = solve()
+            layer = self._solve(path, index, inputs)
             report = layer.report()
             report = dataclasses.replace(report, seconds=time.perf_counter() - started)
             new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
@@ -279,6 +270,18 @@ class _Run:
         self.report[path] = LayerReport.combine([*layers.values()])
         if self._on_layer_done is not None:
             self._on_layer_done(path, index)
+
+    def _solve(
+        self, path: Path, index: LayerIndex, inputs: ReachedWeight | JointSolver
+    ) -> PrunedLayer:
+        """Returns a pruned parameter, or one layer of it, by its inputs."""
+        if isinstance(inputs, JointSolver):
+            return inputs.solve(path)
+        statistic = inputs.statistic(self._task.name(path, index))
+        layer = self._task.solve(self.weights, path, index, statistic)
+        if self._task.kind == "gram":
+            return layer
+        return layer._replace(losses=inputs.losses(*layer.matrices()))
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""

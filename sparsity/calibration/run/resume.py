@@ -46,8 +46,7 @@ class LayerStore:
         self._checkpoints = extras.load("orbax.checkpoint", "resume")
         if jax.process_count() > 1:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
-        self._about, self._identity = self._folder / "run.json", identity
-        self._new = self._folder / "run.new"
+        self._about, self._new = self._folder / "run.json", self._folder / "run.new"
         if not self._about.exists():
             if self._folder.exists() and not self._folder.is_dir():
                 raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
@@ -55,6 +54,7 @@ class LayerStore:
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
+                self._new.write_text(json.dumps(identity, indent=2), encoding="utf-8")
             return
         with reading(self._about, "delete the folder to start afresh"):
             before: dict[str, str] = dict(json.loads(self._about.read_text(encoding="utf-8")))
@@ -86,8 +86,7 @@ class LayerStore:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
         path = self._folder / str(number)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            if not self._about.exists():  # a run that is refused before leaves the folder empty
-                self._new.write_text(json.dumps(self._identity, indent=2), encoding="utf-8")
+            if not self._about.exists():  # a run that is refused before leaves the folder free
                 self._new.replace(self._about)  # atomic
             checkpointer.save(path, _tree(layer))
 

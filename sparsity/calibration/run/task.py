@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
+from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit, shifts_biases
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
@@ -175,19 +175,18 @@ class PruningTask:
         def without(axis: int) -> int:
             return axis - sum(removed < axis for removed, _ in index)
 
-        pattern: Any = site.pattern
         batch_axes = without(site.batch_axes)
-        if index and (axis := getattr(pattern, "axis", None)) is not None:
-            axes = axis if isinstance(axis, tuple) else (axis,)
-            axes = tuple(absolute_axis(axis, site.batch_axes, ndim) for axis in axes)
-            for axis in axes:
-                if axis in dict(index):
-                    raise ValueError(
-                        f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are "
-                        "pruned one after the other. Give another axis, or sequential=False."
-                    )
-            places = tuple(without(axis) - batch_axes for axis in axes)
-            pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
+
+        def renumber(axis: int) -> int:
+            axis = absolute_axis(axis, site.batch_axes, ndim)
+            if axis in dict(index):
+                raise ValueError(
+                    f"{site.pattern} of {site.name!r} lies along axis {axis}, whose layers are "
+                    "pruned one after the other. Give another axis, or sequential=False."
+                )
+            return without(axis) - batch_axes
+
+        pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
         return dataclasses.replace(
             self.pruner,
             sparsity_distribution_fn=Rates({path: self.targets[path]}),
@@ -208,7 +207,7 @@ def make_task(
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
-    kind = statistics_kind(pruner)
+    kind: Kind = getattr(pruner, "statistics_kind", "squares")
     if refit is not None and kind != "gram":
         kind = getattr(refit, "statistics_kind", "gram")
     return PruningTask(
@@ -226,15 +225,15 @@ def make_task(
 def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
     biases = {path: graph.traced.biases[path] for path in sites if path in graph.traced.biases}
-    places = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
-    if missing := [site.name for path, site in sites.items() if path not in places]:
+    biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
+    if missing := [site.name for path, site in sites.items() if path not in biases]:
         warnings.warn(
             f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
             "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
             "its running mean or its shift is among the params.",
             stacklevel=4,
         )
-    return places
+    return biases
 
 
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:

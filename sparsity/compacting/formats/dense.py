@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage
 from sparsity.masks.slice_layout import SliceLayout
 
 
@@ -29,9 +29,9 @@ class Dense(Storage):
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
 
-    def read(self, kept: Kept, token: Token) -> jax.Array:
+    def read(self, kept: Kept) -> jax.Array | None:
         if not kept.is_plain:
-            return super().read(kept, token)
+            return None
         # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
         # derivatives of any order are 0 outside the mask.
         values = kept.read_values()

@@ -89,7 +89,7 @@ class Grouped(Storage):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         indices = kept.indices if token is None else kept.indices + token
         return grouped_products.densify(kept.values, indices, self.num_units, outputs).reshape(-1)

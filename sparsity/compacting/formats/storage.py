@@ -149,7 +149,7 @@ class Storage(SliceLayout):
 
     # Programs
 
-    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
@@ -169,9 +169,9 @@ class Storage(SliceLayout):
         outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
         return self.build(kept.values, kept.indices + start, outside)
 
-    def read(self, kept: Kept, token: Token) -> jax.Array:
-        """Returns the dense array for an equation of the model."""
-        return kept.densify(token)
+    def read(self, kept: Kept) -> jax.Array | None:
+        """Returns the dense array for an equation of the model, `None` to build its slices."""
+        return None
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
@@ -356,27 +356,28 @@ class Kept:
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
         if placed is None:
-            return self._densify(kept, token)
+            return self._join_slices(kept, token)
         divided = [*range(self.depth), *(self.depth + i for i in self.storage.divisible_axes)]
         spec = dict(zip(divided, placed.spec, strict=False))
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
-        dense = auto_axes(self._densify, out_sharding=sharding.fit(target, self.shape))
+        dense = auto_axes(self._join_slices, out_sharding=sharding.fit(target, self.shape))
         array: jax.Array = dense(kept, token)
         return array
 
     def read(self, token: Token = 0) -> jax.Array:
         """Returns the dense array for an equation of the model; see `densify`."""
-        dense = self.storage.read(self, token)
+        dense = self.storage.read(self)
+        dense = self.densify(token) if dense is None else dense
         if self.observer is None:
             return dense
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
-    def _densify(self, kept: Self, token: Token | None) -> jax.Array:
-        build = functools.partial(self.storage.densify, token=token)
+    def _join_slices(self, kept: Self, token: Token | None) -> jax.Array:
+        densify = functools.partial(self.storage.densify_slice, token=token)
         for _ in range(self.depth):
-            build = jax.vmap(build)
-        return build(kept).reshape(self.sizes).transpose(self.axes)
+            densify = jax.vmap(densify)
+        return densify(kept).reshape(self.sizes).transpose(self.axes)
 
     def layer(self, stack: Self, number: jax.Array | None) -> Self:
         """Returns the array of a step of a scan, whose values and positions are of one layer.

@@ -31,11 +31,11 @@ class Values(Storage):
         padding = indices.size - int(np.count_nonzero(mask))
         return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
 
-    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
         has_bits = has_bits and kept.values.dtype == self.base_dtype
         if token is not None or kept.base is None or not has_bits:
-            return super().densify(kept, token)
+            return super().densify_slice(kept, token)
         bits = lax.bitcast_convert_type(
             lax.stop_gradient(kept.base), unsigned_like(kept.values.dtype)
         )
