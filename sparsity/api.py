@@ -135,12 +135,13 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
           another: 'none', 'one_shot', 'periodic', 'polynomial'. Algorithms that ignore ramps get a
           `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0; the
           ignored keys are logged.
-        - `sparsity_type`: a pattern, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
+        - `sparsity_type`: a pattern, or 'unstructured', 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4',
+          'channel_-1', 'fanin_16'.
         - `scope`: a scope such as `Coupled(graph)`, or 'layerwise' or 'global', with
           `use_normalization` and `normalization_eps`.
-        - `drop_fraction`: for SET, RigL and SRigL, 0.3 by default; a cosine takes the fraction to
-          zero at `update_end_step`; without that step the fraction is constant. Other algorithms
-          ignore this key.
+        - `drop_fraction`: for SET, RigL, GlobalRigL and SRigL, 0.3 by default; a cosine takes the
+          fraction to zero at `update_end_step`; without that step the fraction is constant. Other
+          algorithms ignore this key.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.
 
     Raises:

@@ -16,7 +16,6 @@ from sparsity.training.checks import check_optimizer, check_state
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import is_placeholder
-from sparsity.training.updater import Updater
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,28 +49,20 @@ class NoPruning(BaseUpdater):
         """Returns `inner` with a SparseState around its state; `params` are optional."""
         if masks is not None:
             raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
-        return wrap_dense(self, inner)
+        check_optimizer("inner", inner)
+        inner = optax.with_extra_args_support(inner)
 
+        def init(params: Params) -> SparseState:
+            if is_placeholder(params):
+                return SparseState(0, inner.init(params), None, jnp.zeros([], jnp.int32))
+            return self.init_state(params)._replace(inner_state=inner.init(params))
 
-def wrap_dense(
-    updater: Updater, inner: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with a SparseState that has no masks; `params` are optional."""
-    check_optimizer("inner", inner)
-    inner = optax.with_extra_args_support(inner)
+        def update(
+            updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
+        ) -> tuple[PyTree, SparseState]:
+            check_state(state)
+            steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+            count = optax.safe_increment(state.count)
+            return steps, state._replace(inner_state=inner_state, count=count)
 
-    def init_fn(params: Params) -> SparseState:
-        if is_placeholder(params):
-            count = jnp.zeros([], jnp.int32)
-            return SparseState(0, inner.init(params), None, count)
-        return updater.init_state(params)._replace(inner_state=inner.init(params))
-
-    def update_fn(
-        updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, SparseState]:
-        check_state(state)
-        steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        count = optax.safe_increment(state.count)
-        return steps, state._replace(inner_state=inner_state, count=count)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+        return optax.GradientTransformationExtraArgs(init, update)

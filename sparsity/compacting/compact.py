@@ -393,7 +393,8 @@ def compact(
       >>> jax.grad(lambda params: model.apply(params, x).sum())(model.params)["w"]
       Array([1., 1., 1.], dtype=float32)
     """
-    comparison.check_arguments(graph, masks, opt_state, tx)
+    check_kind("graph", graph, Graph, "made by sparsity.trace")
+    comparison.check_arguments(masks, opt_state, tx)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)

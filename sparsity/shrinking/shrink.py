@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from sparsity.core import sharding, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.channels.cuts import solve_kept
@@ -242,15 +243,15 @@ def shrink(
       >>> from sparsity.graph import trace
       >>> params = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}
       >>> graph = trace(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, jnp.ones((5, 3)))
-      >>> stays = jnp.array([1, 0, 1, 1])
-      >>> masks = {"up": jnp.tile(stays, (3, 1)), "down": jnp.tile(stays[:, None], (1, 2))}
+      >>> masks = {"up": params["up"].at[:, 1].set(0), "down": params["down"].at[1].set(0)}
       >>> small = shrink(graph, params, masks)
       >>> jax.tree.map(jnp.shape, small.params)
       {'down': (3, 2), 'up': (3, 3)}
       >>> small.apply(small.params, jnp.ones((5, 3))).shape
       (5, 2)
     """
-    comparison.check_arguments(graph, masks, opt_state, tx)
+    check_kind("graph", graph, Graph, "made by sparsity.trace")
+    comparison.check_arguments(masks, opt_state, tx)
     graph.traced.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cutter = Cutter(graph, plan)

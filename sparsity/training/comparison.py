@@ -27,16 +27,13 @@ _SIGNS = 0, 0, 1, -1
 
 
 def check_arguments(
-    graph: object,
     masks: Masks,
     opt_state: optax.OptState | None,
     tx: optax.GradientTransformation | None,
 ) -> None:
-    """Raises a ValueError if graph, masks, state and optimizer are missing, traced or confused."""
-    if not hasattr(graph, "traced"):
-        raise ValueError(f"graph must be made by sparsity.trace, got graph = {graph!r}.")
+    """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
     if masks is None:
-        raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
+        raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
     if traced := [x for x, mask in trees.leaves_by_path(masks).items() if is_traced(mask)]:
         raise ValueError(
             f"The mask of {trees.path_string(traced[0])!r} is traced and has no entries yet. "

@@ -127,6 +127,7 @@ class Updater(DataclassBase):
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         if self.use_packed_masks:
             masks = masks_lib.pack_masks(masks, params)
+        masks = masks_lib.place_masks(masks, params)
         return SparseState(masks, target_sparsities=targets, count=on_device(0, np.int32))
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can

@@ -134,7 +134,7 @@ def test_an_updater_prunes_and_the_result_is_compact():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"masks": None}, "masks is None"),
+        ({"masks": None}, "masks is None: no entry would be removed. Give the masks of params.$"),
         ({"masks": {"across": MASKS["up"]}}, "'across' of shape .3, 4., of which the graph has 0"),
         ({"masks": {"up": MASKS["up"][:2]}}, "shape .2, 4. at 'up'"),
         ({"masks": {"up": 3 * MASKS["up"]}}, "'up' has entries other than 0 and 1, such as 3"),
