@@ -97,8 +97,16 @@ class SparsityType(DataclassBase):
 
         A pattern whose fields name axes overrides this method: a layer of a stack, which `oneshot`
         prunes by itself, has fewer axes than the stack.
+
+        Raises:
+          ValueError: the pattern numbers an `axis` and does not override this method.
         """
         del fn
+        if isinstance(getattr(self, "axis", None), int):
+            raise ValueError(
+                f"{self} numbers an axis and has no renumber_axes, which oneshot calls for a layer "
+                "of a stack. Return the pattern with fn(axis) in place of the axis."
+            )
         return self
 
     def final_sparsity(self, target: float) -> float:

@@ -325,5 +325,12 @@ def test_a_pattern_along_the_layers_of_a_scan_is_refused_by_name():
         sparsity.oneshot(pruner, _run_layers, jnp.ones((2, 8, 8)), [jnp.eye(8)])
 
 
+def test_a_pattern_that_numbers_an_axis_and_cannot_renumber_it_is_refused_by_name():
+    rows = dataclasses.make_dataclass("AxisRows", [("axis", int, 1)], bases=(Rows,), frozen=True)
+    pruner = sparsity.MagnitudePruning(sparsity_type=rows(), sparsity_distribution_fn=_HALF)
+    with pytest.raises(ValueError, match=r"AxisRows\(axis=1\) numbers an axis.*renumber_axes"):
+        sparsity.oneshot(pruner, _run_layers, jnp.ones((2, 8, 8)), [jnp.eye(8)])
+
+
 def _run_layers(params, x):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]
