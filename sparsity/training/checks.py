@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites, check_complete, check_user_mask, read_masks
+from sparsity.masks import Sites, check_complete, check_user_mask, place_masks, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -76,7 +76,8 @@ def take_initial_masks(
     updater: Updater, masks: Masks, targets: Sparsities, params: Params, sites: Sites
 ) -> tuple[PyTree, PyTree]:
     """Returns the initial masks of a user, and a target for each leaf with a mask."""
-    first = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
+    masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
+    first = place_masks(masks, params)
 
     def target_sparsity(
         path: trees.KeyPath,

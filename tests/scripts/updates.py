@@ -82,24 +82,25 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
 
 
 def a_compact_state_moves_inside_shard_map(devices):
-    """Each device trains its layer as one device would."""
+    """Each device trains its layer as one device would, with masks of the user, too."""
     updater = helpers.make_updater("rigl", use_compact_state=True, batch_axes=1)
-    tx = updater.wrap_optax(optax.adam(0.1))
-
-    def train(params, grads):
-        state = tx.init(params)
-        for grad in grads:
-            updates, state = tx.update(grad, state, params)
-            params = optax.apply_updates(params, updates)
-        return params
-
     params, *grads = np.random.default_rng(0).normal(size=(3, 8, 1, 6, 5)).astype(np.float32)
-    expected = jax.jit(jax.vmap(train))(params, grads)[:, 0]
     layers = P(("a", "b"))
     placed = jax.tree.map(lambda x: devices.put(x[:, 0], *layers), (params, grads))
-    with jax.set_mesh(devices.mesh):
-        mapped = jax.jit(jax.shard_map(train, in_specs=layers, out_specs=layers))(*placed)
-    same(mapped, expected, placed[0])
+    for masks in (None, np.arange(30).reshape(1, 6, 5) % 2):
+        tx = updater.wrap_optax(optax.adam(0.1), masks)
+
+        def train(params, grads, tx=tx):
+            state = tx.init(params)
+            for grad in grads:
+                updates, state = tx.update(grad, state, params)
+                params = optax.apply_updates(params, updates)
+            return params
+
+        expected = jax.jit(jax.vmap(train))(params, grads)[:, 0]
+        with jax.set_mesh(devices.mesh):
+            mapped = jax.jit(jax.shard_map(train, in_specs=layers, out_specs=layers))(*placed)
+        same(mapped, expected, placed[0])
 
 
 def _loss(params, x, y, is_explicit):
