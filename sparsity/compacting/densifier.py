@@ -94,22 +94,22 @@ class Densifier(Interpreter[Lazy]):
             return array.layer(stack, rows)
         return array
 
-    def _scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         (body,) = equation.within()
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
         # A layer of a scan outside is no stack that this scan can cut: its values are read first.
         stacks = [x.with_values(x.read_values()) if isinstance(x, Kept) else x for x in stacks]
         dense = [self._densify(equation, x) for x in carry]
-        return super()._scan(equation, [*constants, *dense, *stacks])
+        return super().scan(equation, [*constants, *dense, *stacks])
 
-    def _while(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def while_loop(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         first = len(inputs) - len(equation.outputs)
         carry = [self._densify(equation, x) for x in inputs[first:]]
-        return super()._while(equation, [*inputs[:first], *carry])
+        return super().while_loop(equation, [*inputs[:first], *carry])
 
-    def _cond(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
-        return super()._cond(equation, [densify(inputs[0]), *inputs[1:]])
+    def cond(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+        return super().cond(equation, [densify(inputs[0]), *inputs[1:]])
 
     def _densify(self, equation: Equation, array: Lazy) -> jax.Array:
         if is_lazy(array):

@@ -181,6 +181,40 @@ class Interpreter(Generic[Array]):
         """
         return array
 
+    def scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
+        """Returns the outputs of a scan whose steps are entered."""
+        (body,) = equation.within()
+        constants, carry, stacks = body.split(inputs)
+
+        def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
+            arrays, rows = layers
+            inside = self.at_step(equation, rows)
+            read = map(functools.partial(inside.read_layer, rows=rows), arrays, stacks)
+            outputs = inside.run(body.program, [*constants, *carry, *read])
+            return outputs[: len(carry)], outputs[len(carry) :]
+
+        carry, stacked = scan_like(equation, step, carry, (stacks, self.rows(equation)))
+        return [*carry, *stacked]
+
+    def while_loop(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
+        """Returns the outputs of a `while` loop whose bodies are entered."""
+        body, condition = equation.within()
+        first = len(condition.program.inputs) - len(body.carries)
+        second = len(inputs) - len(body.carries)
+        outputs: list[Array] = lax.while_loop(
+            lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
+            lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
+            inputs[second:],
+        )
+        return outputs
+
+    def cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
+        """Returns the outputs of a conditional whose branches are entered."""
+        index, *operands = inputs
+        branches = [lambda *x, body=body: self.run(body, x) for body in equation.bodies]
+        outputs: list[Array] = switch(index, branches, operands)
+        return outputs
+
     # Shared by all subclasses.
 
     def run(self, program: Program, inputs: Sequence[Array]) -> list[Array]:
@@ -206,41 +240,10 @@ class Interpreter(Generic[Array]):
             return self.bind(equation, inputs)
         match equation.name:
             case "scan":
-                return self._scan(equation, inputs)
+                return self.scan(equation, inputs)
             case "while":
-                return self._while(equation, inputs)
-        return self._cond(equation, inputs)
-
-    def _scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
-        (body,) = equation.within()
-        constants, carry, stacks = body.split(inputs)
-
-        def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
-            arrays, rows = layers
-            inside = self.at_step(equation, rows)
-            read = map(functools.partial(inside.read_layer, rows=rows), arrays, stacks)
-            outputs = inside.run(body.program, [*constants, *carry, *read])
-            return outputs[: len(carry)], outputs[len(carry) :]
-
-        carry, stacked = scan_like(equation, step, carry, (stacks, self.rows(equation)))
-        return [*carry, *stacked]
-
-    def _while(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
-        body, condition = equation.within()
-        first = len(condition.program.inputs) - len(body.carries)
-        second = len(inputs) - len(body.carries)
-        outputs: list[Array] = lax.while_loop(
-            lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
-            lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
-            inputs[second:],
-        )
-        return outputs
-
-    def _cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
-        index, *operands = inputs
-        branches = [lambda *x, body=body: self.run(body, x) for body in equation.bodies]
-        outputs: list[Array] = switch(index, branches, operands)
-        return outputs
+                return self.while_loop(equation, inputs)
+        return self.cond(equation, inputs)
 
 
 def scan_like(

@@ -80,7 +80,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
         inside.sums = {}
         return inside
 
-    def _scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Runs a scan.
 
         Sums of a weight that all steps read add up. A weight that the scan takes apart, so that
@@ -111,7 +111,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
         self.sums |= total | jax.tree.map(_lead_with_digits, stacked, is_leaf=is_count)
         return [*carry, *outputs]
 
-    def _cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Runs a branch; the sums of the other branches are 0."""
         index, *operands = inputs
         zeros: Sums = {}
