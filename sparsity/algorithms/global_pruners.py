@@ -7,7 +7,6 @@ replace the distribution.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.masks import Global, Layerwise, Overrides, Scope
@@ -71,8 +70,6 @@ class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
       >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
       {'large': [[1, 1]], 'small': [[0, 0]]}
     """
-
-    regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
 
 
 @dataclasses.dataclass(kw_only=True)
