@@ -253,7 +253,9 @@ class Updater(DataclassBase):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        """Returns the state with new masks; called in the steps that the scheduler chooses.
+        """Returns the state with new masks.
+
+        A step in which the masks update calls `new_masks` itself unless this hook is overridden.
 
         Args:
           sparse_state: the current state.
