@@ -21,6 +21,7 @@ from sparsity.core.trees import PyTree
 
 T = TypeVar("T")
 FORMATS = {".safetensors": safetensors, ".npz": npz, ".msgpack": msgpack}
+FORMATS_TEXT = f"files that end in {', '.join(FORMATS)}, and folders of Orbax"
 
 
 def read(path: Path) -> PyTree:
@@ -130,8 +131,5 @@ def _find_format(path: Path) -> ModuleType:
     if path.is_dir():
         return orbax
     if path.suffix not in FORMATS or not path.is_file():
-        raise ValueError(
-            f"{path} has no known format. Known are files that end in {', '.join(FORMATS)}, and "
-            "folders of Orbax."
-        )
+        raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
     return FORMATS[path.suffix]

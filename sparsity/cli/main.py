@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sparsity.cli import apply, diff, inspect, prune
+from sparsity.cli import apply, checkpoints, diff, inspect, prune
 from sparsity.cli.output import printable
 from sparsity.version import __version__
 
 COMMANDS = {"inspect": inspect, "prune": prune, "diff": diff, "apply": apply}
-NOTES = """
-formats: files that end in .safetensors, .npz or .msgpack (flax), and the folders of Orbax
+NOTES = f"""
+formats: {checkpoints.FORMATS_TEXT}
 exit codes: 0 = done (diff: no difference), 1 = diff found differences, 2 = an error
 """
 

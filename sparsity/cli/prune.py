@@ -13,18 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import api
+from sparsity.algorithms import MovementPruning, NoPruning, SaliencyPruning
 from sparsity.cli import checkpoints
 from sparsity.cli.output import print_table, printable
+from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
+from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath
 from sparsity.patterns import SparsityType
 from sparsity.patterns.base import REMEDY
+from sparsity.training.base_updater import ALGORITHM_REGISTRY
 
 ABOUT = "Write a copy of a checkpoint with some of its weights at zero."
 EXAMPLES = """\
   sparsity prune model.safetensors pruned.safetensors --sparsity 0.5 --type nm_2,4
   sparsity prune model.npz pruned.npz --sparsity 0.9 --scope global --filter '(?!head).*'
 """
+OPTIONS = {"sparsity_type": "--type", "filter_fn": "--filter"}  # by the argument in messages
 WIDE = {"int64", "uint64", "float64", "complex128"}
 
 
@@ -41,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(with one or more axes), or unstructured; leaves that do not fit stay dense",
     )
     parser.add_argument(
-        "--algorithm", default="magnitude", help="magnitude (default), random, and others"
+        "--algorithm",
+        metavar="NAME",
+        default="magnitude",
+        help=f"magnitude by default; one of {', '.join(_algorithms())}",
     )
     parser.add_argument(
         "--scope", help="layerwise (default) or global: all leaves share one threshold"
@@ -52,6 +60,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes a pruned copy and prints the sparsity of its pruned leaves."""
     checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
+    reasons: list[str] = []
+    try:
+        changed = _prune(arguments, reasons)
+    except ValueError as error:
+        message = " ".join([str(error), *reasons[:1]])
+        terms = [f"{option} stands for {key}" for key, option in OPTIONS.items() if key in message]
+        note = f" Here {', '.join(terms)}." if terms else ""
+        raise ValueError(f"{message}{note}") from None
+    pairs = list(changed.values())
+    checkpoints.write(arguments.source, arguments.target, pairs, overwrite=arguments.overwrite)
+    for reason in reasons:
+        print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
+    _print({name: array for name, (_, array) in changed.items()})
+    return 0
+
+
+def _algorithms() -> list[str]:
+    """Returns the names of algorithms that prune a checkpoint, which comes without gradients."""
+    refused = NoPruning, SaliencyPruning, MovementPruning
+    names = ALGORITHM_REGISTRY.items()
+    return [name for name, kind in names if kind.prunes_at_once and not issubclass(kind, refused)]
+
+
+def _prune(
+    arguments: argparse.Namespace, reasons: list[str]
+) -> dict[str, tuple[StoredArray, np.ndarray]]:
+    """Returns pruned leaves by name, and their new values; appends why others stay dense."""
+    if arguments.algorithm not in _algorithms():
+        raise ValueError(
+            "--algorithm must name an algorithm that prunes without training or gradients, got "
+            f"{arguments.algorithm!r}. {suggest(arguments.algorithm, _algorithms())}"
+        )
     config = {
         "algorithm": arguments.algorithm,
         "sparsity": arguments.sparsity,
@@ -75,27 +115,16 @@ def run(arguments: argparse.Namespace) -> int:
         params = trees.map_matched(_to_native, params)
         pattern = updater.sparsity_type
         assert isinstance(pattern, SparsityType)  # a configuration names one for all leaves
-        reasons: list[str] = []
-        try:
-            fitting = functools.partial(_fit, pattern, reasons)
-            updater = dataclasses.replace(updater, sparsity_type=fitting)
-            pruned, masks = updater.instant_sparsify(params)
-        except ValueError as error:
-            reason = "".join(f" {reason}" for reason in reasons[:1])
-            raise ValueError(
-                f"{error}{reason} Here --type stands for sparsity_type, --filter for filter_fn."
-            ) from None
-    leaves, values = trees.leaves_by_path(tree), trees.leaves_by_path(pruned)
-    changed = {
-        path: np.asarray(values[path]).astype(leaves[path].dtype)  # the byte order, nothing else
-        for path in trees.leaves_by_path(masks)
+        fitting = functools.partial(_fit, pattern, reasons)
+        updater = dataclasses.replace(updater, sparsity_type=fitting)
+        pruned, masks = updater.instant_sparsify(params)
+    values = trees.leaves_by_path(pruned)
+    arrays = {trees.path_string(path): values[path] for path in trees.leaves_by_path(masks)}
+    # Only the byte order changes.
+    return {
+        name: (selected[name], np.asarray(array).astype(selected[name].dtype))
+        for name, array in arrays.items()
     }
-    pairs = [(leaves[path], array) for path, array in changed.items()]
-    checkpoints.write(arguments.source, arguments.target, pairs, overwrite=arguments.overwrite)
-    for reason in reasons:
-        print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
-    _print({trees.path_string(path): array for path, array in changed.items()})
-    return 0
 
 
 def _fit(

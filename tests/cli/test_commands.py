@@ -450,9 +450,11 @@ def test_bad_arguments_are_one_line_that_says_the_remedy(kernels, capsys, argume
         ([*HALF, "--type", "nm_2,3"], "which m = 3 does not divide"),
         ([*HALF, "--type", "2 of 4"], "Sparsity type '2 of 4' is not known"),
         ([*HALF, "--algorithm", "magnitud"], "Did you mean 'magnitude'?"),
-        ([*HALF, "--algorithm", "rigl"], "has no instant_sparsify"),
-        ([*HALF, "--algorithm", "saliency"], "scores weights by their gradients"),
         ([*HALF, "--scope", "all"], "Known: layerwise, global"),
+        (
+            [*HALF, "--scope", "global", "--type", "nm_2,4"],
+            "Use scope=Layerwise(). Here --type stands for sparsity_type.",
+        ),
         ([*HALF, "--filter", "smal"], "the nearest of 2 is 'small'"),
     ],
 )
@@ -460,6 +462,43 @@ def test_bad_choices_of_pruning_write_nothing(kernels, tmp_path, capsys, options
     target = tmp_path / "b.safetensors"
     assert message in error(capsys, "prune", kernels, target, *options)
     assert list(tmp_path.iterdir()) == [kernels]
+
+
+@pytest.mark.parametrize("name", sparsity.all_algorithm_names())
+def test_an_algorithm_prunes_a_checkpoint_or_is_refused_in_words_of_the_command(
+    name, kernels, tmp_path, capsys
+):
+    target = tmp_path / "b.safetensors"
+    updater = sparsity.create_updater_from_config({"algorithm": name, "sparsity": 0.5})
+    try:
+        mask = updater.instant_sparsify({"w": np.ones((4, 4), np.float32)})[1]["w"]
+    except (RuntimeError, ValueError):
+        mask = None
+    prune = ["prune", kernels, target, *HALF, "--algorithm", name]
+    if mask is None:
+        message = error(capsys, *prune)
+        assert "--algorithm must name an algorithm" in message
+        assert f"got '{name}'. " in message
+        assert "Known: magnitude, random," in message
+        assert "grads" not in message
+        assert not target.exists()
+    else:
+        assert main([*map(str, prune)]) == 0
+        assert np.count_nonzero(safetensors.numpy.load_file(target)["big"]) < 64
+
+
+def test_a_message_without_arguments_of_the_api_explains_none(kernels, tmp_path, capsys):
+    target = tmp_path / "b.safetensors"
+    message = error(capsys, "prune", kernels, target, *HALF, "--type", "2 of 4")
+    assert "stands for" not in message
+
+
+def test_the_help_names_the_formats_that_an_error_names(tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    formats = error(capsys, "inspect", tmp_path / "a.txt").partition("Known are ")[2]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"formats: {formats.removesuffix('.')}\n" in capsys.readouterr().out
 
 
 def test_leaves_that_do_not_fit_a_type_stay_dense_and_are_named(tmp_path, capsys):
