@@ -76,7 +76,7 @@ class ADMMPruning(MagnitudePruning):
     ) -> PyTree:
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         masked = adapt_scope(self.scope).masked(params, targets)
         start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
@@ -92,7 +92,7 @@ class ADMMPruning(MagnitudePruning):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
         moved = trees.map_matched(_sum, params, _read_memory(sparse_state)["u"])
         z, support = self._project(moved, sparse_state.target_sparsities, sites)
         u = jax.tree.map(jnp.subtract, moved, z)

@@ -93,7 +93,7 @@ class SparseTraining(BaseUpdater):
         takes_arrays = is_overridden(self, "create_masks")
         draw = generate_random_scores if takes_arrays else make_draw(params)
         scores = draw(params, self.rng_seed)
-        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        inputs = Inputs(params, None, sites or self.sites(params), {})
         return inputs.call(self.create_masks, scores, target_sparsities)
 
     def instant_sparsify(

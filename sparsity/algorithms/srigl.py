@@ -86,7 +86,7 @@ class SRigL(RigL):
             )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
         leaves = trees.leaves_by_path(params)
         targets = self.compute_targets(params, sites)
         for path, target in trees.leaves_by_path(targets).items():
@@ -104,7 +104,7 @@ class SRigL(RigL):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
         scores = generate_random_scores(params, self.rng_seed)
 
         def draw(

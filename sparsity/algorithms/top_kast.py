@@ -75,13 +75,13 @@ class TopKast(StraightThrough, MagnitudePruning):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        sites = self.sites(params) if sites is None else sites
-        return self._create(self.calculate_scores(params), target_sparsities, sites)
+        scores = self.calculate_scores(params)
+        return self._create(scores, target_sparsities, sites or self.sites(params))
 
     def init_algorithm_state(
         self, params: Params, masks: Masks, *, sites: Sites | None = None
     ) -> PyTree:
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         _check_backward(self.backward_sparsity, targets)
         backward = self._backward(self.calculate_scores(params), masks, targets, sites)
@@ -102,7 +102,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
         scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
         masks = self._create(scores, targets, sites)
         backward = self._backward(scores, masks, targets, sites)

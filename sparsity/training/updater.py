@@ -121,7 +121,7 @@ class Updater(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        inputs = Inputs(params, None, sites or self.sites(params), {})
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
@@ -186,8 +186,7 @@ class Updater(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        if sites is None:
-            sites = self.sites(jax.tree.map(_as_weights, scores))
+        sites = sites or self.sites(jax.tree.map(_as_weights, scores))
         if () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores):
             targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
             if jax.tree.leaves(targets):  # otherwise the scope refuses the sparsity
@@ -265,8 +264,8 @@ class Updater(DataclassBase):
           **extra_args: other arguments of `update`; `calculate_scores` and `create_masks` get the
             arguments that their signatures name.
         """
-        sites = self.sites(params) if sites is None else sites
-        masks = self.new_masks(sparse_state, Inputs(params, grads, sites, extra_args))
+        inputs = Inputs(params, grads, sites or self.sites(params), extra_args)
+        masks = self.new_masks(sparse_state, inputs)
         return sparse_state._replace(masks=masks)
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:

@@ -80,7 +80,7 @@ class ScoredPruning(StatisticsPruning):
         *,
         sites: Sites | None = None,
     ) -> PyTree:
-        sites = self.sites(params) if sites is None else sites
+        sites = sites or self.sites(params)
 
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
             if isinstance(statistics, Mapping) and trees.path_names(path) not in statistics:
@@ -137,7 +137,7 @@ class ScoredPruning(StatisticsPruning):
           ValueError: a parameter that has a sparsity has no statistic, or the groups of N:M or
             `FanIn` do not lie along its inputs.
         """
-        sites = self.sites(scores) if sites is None else sites
+        sites = sites or self.sites(scores)
         shapes = trees.leaves_by_path(scores)
         split_axes = {}
         for path in trees.leaves_by_path(sparsities):
