@@ -375,8 +375,8 @@ def compact(
 ) -> Compact:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    Any optimizer that works entry by entry trains the values: `tx.init(compact.params)`, and
-    `compact.apply` in the loss. The optimizer needs no wrapper.
+    Any optimizer that works entry by entry trains the values: `tx.init(model.params)`, and
+    `model.apply` in the loss. The optimizer needs no wrapper.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
