@@ -82,8 +82,9 @@ class Compact(StoredModel):
       storages: (path, storage) of each masked parameter.
       in_turn: whether dense parameters wait for the inputs of their products, which bounds memory;
         among several devices a product would cost a message.
-      params: the parameters to start from: kept values of masked parameters, and dense ones.
-      opt_state: the optimizer's state to start from, `None` without `opt_state`.
+      params: the parameters to start from: kept values of masked parameters, and dense ones. A
+        step that donates them deletes them.
+      opt_state: the optimizer's state of `params`, `None` without `opt_state`.
       update_error: the largest difference between updates of kept values and of masked parameters,
         as a part of the largest entry of an array; `None` without `tx`.
 
@@ -147,7 +148,8 @@ class Compact(StoredModel):
           tx: the optimizer, for states in which new entries are not 0, as in adagrad.
 
         Returns:
-          The compact model with the new masks, its parameters, and the optimizer's state.
+          The compact model with the new masks, its parameters, and the optimizer's state. Outside
+          of compiled functions the model has both as `params` and `opt_state`.
 
         Raises:
           ValueError: an update may change the number of kept entries of a slice, `outside` is
@@ -169,9 +171,9 @@ class Compact(StoredModel):
         """
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
-        if pruner.keeps_count and pruner.regrows is False:
-            return self, params, opt_state
-        indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
+        indices = self.indices
+        if not pruner.keeps_count or pruner.regrows is not False:
+            indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
         moved = dataclasses.replace(self, indices=indices, params=params, opt_state=opt_state)
         return moved, params, opt_state
 
@@ -241,13 +243,16 @@ class Compact(StoredModel):
           params: parameters like `self.params`.
           *args: inputs of the model.
           rounds: number of measurements of each product, at least.
-          opt_state: the optimizer's state of `params`; `None` means `self.opt_state`, which is that
-            of the first step.
+          opt_state: the optimizer's state of `params`; `None` means `self.opt_state`.
 
         Returns:
           A compact model with `params` and `opt_state` in the new formats.
+
+        Raises:
+          ValueError: `opt_state` is missing, and `self.opt_state` belongs to other parameters.
         """
         dense = self.dense(params)
+        state = self._read_state(params, opt_state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
@@ -255,7 +260,6 @@ class Compact(StoredModel):
             for path, stored in count_bytes(model).items()
         }
         chosen = choose(measure(models, args, rounds), nbytes)
-        state = self.opt_state if opt_state is None else opt_state
         state = None if state is None else self.dense_state(state)
         return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
 
@@ -282,6 +286,20 @@ class Compact(StoredModel):
           The matplotlib axes.
         """
         return plot(make_rows(self), ax)
+
+    def _read_state(self, params: PyTree, opt_state: PyTree) -> PyTree:
+        """Returns the optimizer's state of parameters: an argument, or the state of the model."""
+        if opt_state is not None or self.opt_state is None:
+            return opt_state
+        starts = trees.leaves_by_path(self.params)
+        for path, leaf in trees.leaves_by_path(params).items():
+            if leaf is not starts.get(path):
+                raise ValueError(
+                    "opt_state = None means model.opt_state, the state of model.params, and "
+                    f"{trees.path_string(path)!r} is another array. Give opt_state, the state of "
+                    "params."
+                )
+        return self.opt_state
 
     def _check_movable(self, params: PyTree, opt_state: PyTree) -> None:
         """Raises a ValueError unless parameters and their optimizer's state can move."""
@@ -357,8 +375,8 @@ def compact(
 ) -> Compact:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    Any optimizer that works entry by entry trains the values: `tx.init(compact.params)`, and
-    `compact.apply` in the loss. The optimizer needs no wrapper.
+    Any optimizer that works entry by entry trains the values: `tx.init(model.params)`, and
+    `model.apply` in the loss. The optimizer needs no wrapper.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.

@@ -88,7 +88,7 @@ def wrap_values(
             what = f"parameter {name!r} has" if storage is None else f"kept values of {name!r} have"
             raise ValueError(
                 f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
-                "compact.params."
+                "model.params."
             )
         if indices is None or storage is None:
             return leaf

@@ -15,7 +15,7 @@ from sparsity.core.trees import PyTree
 from sparsity.training import comparison
 from sparsity.training.state import SparseState
 
-_REMEDY = "start a new state: compact without opt_state, then tx.init(compact.params)"
+_REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _has_moments(owner: Owner, leaf: jax.Array) -> bool:
     raise ValueError(
         f"opt_state has a leaf of shape {shape} for {owner.name!r}, whose kept values have shape "
         f"{owner.storage.kept_shape}: it holds no moment for each of them, as factored moments, or "
-        "is that of other parameters. Give the state of an optimizer of compact.params that works "
+        "is that of other parameters. Give the state of an optimizer of model.params that works "
         "entry by entry."
     )
 

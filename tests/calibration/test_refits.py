@@ -1,5 +1,6 @@
 """Refits against normal equations and a plain program, and what all methods leave of outputs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -163,6 +164,38 @@ def test_what_a_refit_of_ones_own_returns_is_0_outside_its_mask_and_finite_or_no
         pruned, mask = run(kernel, {(): oracles.of_kernel(x)})
         np.testing.assert_array_equal(pruned, expected[0])
         np.testing.assert_array_equal(mask, expected[1])
+
+
+class Scaled:
+    """Scales kept weights to the sum of squares that dense ones have."""
+
+    statistics_kind = "squares"
+
+    def __call__(self, dense, pruned, mask, statistic, select):
+        squares = statistic.sums_of_squares()[..., None, :]
+        first, last = (jnp.sum(statistic.matrices(w) ** 2 * squares) for w in (dense, pruned))
+        return pruned * jnp.sqrt(first / last), mask
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_refit_of_ones_own_may_need_squares_alone(sequential):
+    weights, x, _ = oracles.layer(rows=10, dtype=np.float32)
+    kernel, run = jnp.asarray(weights.T), functools.partial(sparsity.oneshot, sequential=sequential)
+    first, mask, before = run(wanda(), lambda w, x: x @ w, kernel, [x])
+    new, kept, report = run(wanda(), lambda w, x: x @ w, kernel, [x], Scaled())
+    np.testing.assert_array_equal(kept, mask)
+    squares = np.square(x).sum(0)
+    scale = np.sqrt((squares @ weights.T**2).sum() / (squares @ np.square(first)).sum())
+    np.testing.assert_allclose(new, scale * first, rtol=1e-5)
+    assert report[()].unrefitted == pytest.approx(before[()].error, rel=1e-5)
+    lost = np.square(x @ (new - kernel)).sum() / np.square(x @ kernel).sum()
+    assert report[()].error == pytest.approx(lost, rel=1e-4)
+    statistics = sparsity.calibrate(lambda w, x: x @ w, kernel, [x], kind="squares")
+    np.testing.assert_allclose(prune(wanda(), kernel, statistics, Scaled())[0], new, rtol=1e-5)
+    statistics = {(): dataclasses.replace(statistics[()], squares=statistics[()].squares * 0)}
+    with pytest.warns(UserWarning, match="met nothing but zeros"):
+        unscaled, _ = prune(wanda(), kernel, statistics, Scaled())  # the scale is 0 / 0
+    assert np.isfinite(unscaled).all()
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,21 @@ def test_times_of_a_report_are_those_of_measure():
         model.report({("up",): {"values": "fast"}})
 
 
+def test_tune_carries_no_state_of_earlier_parameters():
+    tx = optax.adam(0.1)
+    model = compact(GRAPH, PARAMS, MASKS, tx.init(PARAMS))
+    values, state = model.params, model.opt_state
+    for _ in range(3):
+        updates, state = tx.update(values, state)
+        values = optax.apply_updates(values, updates)
+    with pytest.raises(ValueError, match=r"opt_state = None .* 'down' is .* Give opt_state"):
+        model.tune(values, X, rounds=1)
+    assert model.tune(values, X, rounds=1, opt_state=state).opt_state[0].count == 3
+    assert model.tune(model.params, X, rounds=1).opt_state[0].count == 0
+    without_state = compact(GRAPH, PARAMS, MASKS)
+    assert without_state.tune(values, X, rounds=1).opt_state is None
+
+
 def test_the_state_of_other_parameters_is_refused():
     with pytest.raises(ValueError, match=r"shape .3, 4. of 'up'"):
         compact(GRAPH, PARAMS, MASKS, optax.adam(0.1).init([PARAMS["up"], PARAMS["down"]]))

@@ -384,7 +384,25 @@ def test_the_format_dense_moves_and_drops_values_and_moments():
 def test_a_static_mask_does_not_move():
     pruner = make_pruner(sparsity.StaticRandomSparse, scheduler=sparsity.NoUpdateSchedule())
     _, _, model = start(pruner)
-    assert model.move(pruner, model.params, model.opt_state, 0)[0] is model
+    values, state = jax.tree.map(jnp.copy, (model.params, model.opt_state))
+    moved = model.move(pruner, values, state, 0)[0]
+    assert moved.indices is model.indices
+    assert moved.params is values
+    assert moved.opt_state is state
+
+
+def test_tune_after_a_donated_step_needs_the_state_of_that_step():
+    pruner = make_pruner(sparsity.SET)
+    model = start(pruner)[2]
+    model, values, state = model.move(pruner, model.params, model.opt_state, 0)
+    step = jax.jit(ADAM.update, donate_argnums=(0, 1))
+    values, state = step(values, state)
+    x = make_inputs()[0]
+    with pytest.raises(ValueError, match=r"opt_state = None .* 'b' is another array"):
+        model.tune(values, x, rounds=1)
+    tuned = model.tune(values, x, rounds=1, opt_state=state)
+    assert_equal(tuned.dense(tuned.params), model.dense(values))
+    assert tuned.opt_state[0].count == state[0].count == 2
 
 
 @pytest.mark.slow
@@ -513,5 +531,5 @@ def test_all_outputs_of_a_narrow_layer_may_read_the_same_inputs(pattern, target)
 def test_parameters_of_another_model_are_refused():
     model = start(make_pruner(sparsity.SET))[2]
     params = {**model.params, "layers": model.params["layers"][:, :5]}
-    with pytest.raises(ValueError, match="'layers' have the shape"):
+    with pytest.raises(ValueError, match=r"'layers' have .* like model\.params"):
         model.move(make_pruner(sparsity.SET), params, ADAM.init(params), 0)

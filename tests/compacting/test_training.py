@@ -141,7 +141,10 @@ def test_one_number_for_a_parameter_stays_in_the_state():
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (optax.adafactor(0.01, min_dim_size_to_factor=4), "holds no moment for each entry"),
+        (
+            optax.adafactor(0.01, min_dim_size_to_factor=4),
+            r"holds no moment for each entry.*tx\.init\(model\.params\)",
+        ),
         (optax.contrib.muon(0.01), "would not train|no moment"),
         (
             optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
@@ -316,5 +319,5 @@ def test_moments_of_other_parameters_or_of_rows_have_no_dense_state(holds_rows):
         state = optax.adafactor(0.1, min_dim_size_to_factor=2).init(model.params)
     else:
         state = optax.adam(0.1).init(params)
-    with pytest.raises(ValueError, match=r"opt_state has a leaf of shape .* for 'w', whose kept"):
+    with pytest.raises(ValueError, match=r"leaf of shape .* for 'w', .* of model\.params that"):
         model.dense_state(state)

@@ -1,6 +1,6 @@
 """Base of refits: the kept weights take over from the pruned ones, layer by layer.
 
-A refit gets a parameter before and after pruning, its mask, the Gram matrix of its inputs, and a
+A refit gets a parameter before and after pruning, its mask, the statistic of its inputs, and a
 way to select a new mask. The error of an output is sum((X d)^2) for the changes d of its weights.
 """
 
@@ -24,7 +24,8 @@ class Refit(Protocol):
 
     - `gram_copies`, which `StatisticsPruning` explains, and `count_bytes(outputs, inputs)`, the
       bytes of a solution beside one Gram matrix, for the estimate of memory;
-    - `statistics_kind`, 'gram' by default;
+    - `statistics_kind`, 'gram' by default; without a Gram matrix no refitted weights are compared
+      with those of the pruner;
     - `damping`, which the warning of a singular Gram matrix names;
     - `shifts_biases = True`, to leave weights as they are: `oneshot` adds the means of the lost
       outputs to biases, and the refit is not called.
@@ -44,7 +45,7 @@ class Refit(Protocol):
           dense: the parameter before pruning, whose outputs are to be reconstructed.
           pruned: the parameter as the pruner left it.
           mask: uint8 mask of the same shape.
-          statistic: with a Gram matrix, as `look_up_statistic` returns it.
+          statistic: of the kind `statistics_kind`, as `look_up_statistic` returns it.
           select: `select(scores, share) -> mask` keeps the highest scores of each matrix, all its
             outputs together, at a share of the target sparsity, in the pruner's pattern; an N:M
             pattern keeps n of m at every share. Raises a ValueError under a scope that compares

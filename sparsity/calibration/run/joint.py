@@ -59,7 +59,7 @@ class JointSolver:
         matrices = {path: each.matrices() for path, each in layers.items()}
         make = functools.partial(_Losses, filter_fn=self._is_solved)
         losses, sums = collect(*self._model, make, matrices)
-        total = dict.fromkeys(self._paths, jnp.zeros(2))
+        total = dict.fromkeys(self._paths, jnp.zeros(()))
         for number, each in sums.items():
             total[losses.uses[number].path] += each
         return {path: each._replace(losses=total[path]) for path, each in layers.items()}

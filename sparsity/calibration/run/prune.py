@@ -12,6 +12,7 @@ from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import Refit, Select, shifts_biases
 from sparsity.calibration.statistics.checks import check_solvable, look_up_statistic
 from sparsity.calibration.statistics.errors import output_error
+from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
@@ -35,8 +36,8 @@ def prune(
 
     Raises:
       ValueError: the pruner is no updater or the refit no `Refit`, either is a class, or a
-        statistic is missing, does not fit its parameter, or has no Gram matrix; the refit returns
-        arrays of another shape.
+        statistic is missing, does not fit its parameter, or lacks the sums that the refit needs;
+        the refit returns arrays of another shape.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -93,6 +94,8 @@ def reconstruct(
 ) -> tuple[PyTree, PyTree]:
     """Refits the weights that a pruner kept; a parameter that the refit makes worse stays as it is.
 
+    Without a Gram matrix a parameter stays as it is if the refit returns NaN or infinities.
+
     Args:
       refit: `LeastSquares()`, `ADMM()` or another `Refit`.
       pruner: the updater that has pruned.
@@ -105,8 +108,9 @@ def reconstruct(
       (refitted params, masks).
 
     Raises:
-      ValueError: a statistic is missing, does not fit its parameter, or has no Gram matrix.
+      ValueError: a statistic is missing, does not fit its parameter, or lacks the refit's sums.
     """
+    kind: Kind = getattr(refit, "statistics_kind", "gram")
     masks = read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
@@ -119,8 +123,9 @@ def reconstruct(
             refitted[path] = before
             continue
         site = table[path]
-        statistic = look_up_statistic(statistics, site, dense.shape, "gram", type(refit).__name__)
-        check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
+        statistic = look_up_statistic(statistics, site, dense.shape, kind, type(refit).__name__)
+        if kind == "gram":
+            check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
         select = _selection(pruner, site, statistic, targets.get(path, 0.0))
         new = refit(dense, *before, statistic, select)
         _check_refitted(refit, new, site.name, dense.shape)
@@ -154,10 +159,13 @@ def _choose_better(
 
     Refitted weights outside their mask become 0, and those that are not finite change outputs more.
     """
-    where = host.namespace([dense]).where
-    new = where(new[1] != 0, new[0], 0), new[1]
-    after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
-    weights, mask = (where(after <= first, a, b) for a, b in zip(new, before, strict=True))
+    xp = host.namespace([dense])
+    new = xp.where(new[1] != 0, new[0], 0), new[1]
+    if statistic.gram is None:
+        after, first = (xp.sum(~xp.isfinite(x)) for x, _ in (new, before))
+    else:
+        after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
+    weights, mask = (xp.where(after <= first, a, b) for a, b in zip(new, before, strict=True))
     return weights, mask
 
 

@@ -41,7 +41,7 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
-      losses: sums of squares of the lost and the dense outputs; `None` if the Gram matrices of the
+      losses: sums of squares of the outputs of `matrices`; `None` if the Gram matrices of the
         statistic have them.
     """
 
@@ -68,9 +68,10 @@ class PrunedLayer(NamedTuple):
         )
 
     def matrices(self) -> list[jax.Array]:
-        """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
-        dense, refitted = host.read((self.dense, self.refitted))
-        return [self.statistic.matrices(x) for x in (dense - refitted, dense)]
+        """Returns dense weights, lost ones, and lost ones before a refit, as matrices."""
+        before = () if self.pruned is self.refitted else (self.pruned,)
+        dense, *after = host.read((self.dense, self.refitted, *before))
+        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +265,7 @@ def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array
     """Returns lost shares of the outputs of a parameter.
 
     They are the error, the error if a bias keeps the means of the outputs, the error before the
-    refit, and the centred error. Without Gram matrices nothing is refitted.
+    refit, and the centred error.
     """
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
@@ -272,8 +273,7 @@ def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array
         lost, total = (output_error(statistic, x).sum() for x in leaves)
         before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        lost, total = layer.losses
-        before = lost
+        total, lost, before = layer.losses[0], layer.losses[1], layer.losses[-1]
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
