@@ -132,9 +132,9 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         - `update_freq`, `update_start_step`, `update_end_step`: without a start, masks are never
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`, with `power` and `initial_sparsity`. `schedule_type` chooses
-          another: 'none', 'one_shot', 'periodic', 'polynomial'. Algorithms that ignore ramps get a
-          `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0; the
-          ignored keys are logged.
+          another: 'none', 'one_shot', 'periodic', 'polynomial'. Without this key, algorithms that
+          ignore ramps get a `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default
+          at step 0; the ignored keys are logged.
         - `sparsity_type`: a pattern, or 'unstructured', 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4',
           'channel_-1', 'fanin_16'.
         - `scope`: a scope such as `Coupled(graph)`, or 'layerwise' or 'global', with
@@ -219,14 +219,13 @@ def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -
             for unused in ("update_freq", "update_start_step"):
                 keys.pop(unused, None)
         else:
-            kind = "polynomial"
+            kind = algorithm.schedule_type
             if "update_freq" not in keys:
                 raise ValueError("update_start_step and update_end_step need an update_freq.")
+            if kind != "polynomial":
+                keys = _drop_ramp(name, kind, keys)
         if kind == "none" and not keys:
             return algorithm.scheduler
-    if kind == "polynomial" and algorithm.schedule_type != kind:
-        kind = algorithm.schedule_type
-        keys = _drop_ramp(name, kind, keys)
     return _make(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
 
 
