@@ -251,14 +251,13 @@ def _take_scope(options: Options, fields: set[str]) -> Scope | None:
     keys = _pop_keys(options, scope_fields - fields)
     if scope is not None and "scope" not in fields:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
-    if scope is None or not isinstance(scope, str):
-        if keys:
-            raise ValueError(f"{sorted(keys)} needs scope = 'global'.")
-        return scope
-    kind = SCOPES.find(scope)
-    if unknown := sorted(keys.keys() - _field_names(kind)):
-        raise ValueError(f"{unknown} is no key of scope {scope!r}.")
-    return kind(**keys)
+    taken = _field_names(SCOPES.find(scope)) if isinstance(scope, str) else set()
+    for key in sorted(keys.keys() - taken):
+        names = [repr(name) for name, kind in SCOPES.items() if key in _field_names(kind)]
+        raise ValueError(
+            f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
+        )
+    return SCOPES.find(scope)(**keys) if isinstance(scope, str) else scope
 
 
 def _take_distribution(
@@ -269,7 +268,7 @@ def _take_distribution(
     if kind is not None:
         DISTRIBUTIONS.find(kind)
     keys = _pop_keys(options, _config_keys(DISTRIBUTIONS.values()) - fields)
-    if algorithm is ALGORITHM_REGISTRY["no_prune"]:
+    if issubclass(algorithm, ALGORITHM_REGISTRY["no_prune"]):
         _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
     if "sparsity" in fields:
