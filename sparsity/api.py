@@ -132,9 +132,9 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         - `update_freq`, `update_start_step`, `update_end_step`: without a start, masks are never
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`, with `power` and `initial_sparsity`. `schedule_type` chooses
-          another: 'none', 'one_shot', 'periodic', 'polynomial'. Algorithms that ignore ramps get a
-          `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0; the
-          ignored keys are logged.
+          another: 'none', 'one_shot', 'periodic', 'polynomial'. Without this key, algorithms that
+          ignore ramps get a `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default
+          at step 0; the ignored keys are logged.
         - `sparsity_type`: a pattern, or 'unstructured', 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4',
           'channel_-1', 'fanin_16'.
         - `scope`: a scope such as `Coupled(graph)`, or 'layerwise' or 'global', with
@@ -219,14 +219,13 @@ def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -
             for unused in ("update_freq", "update_start_step"):
                 keys.pop(unused, None)
         else:
-            kind = "polynomial"
+            kind = algorithm.schedule_type
             if "update_freq" not in keys:
                 raise ValueError("update_start_step and update_end_step need an update_freq.")
+            if kind != "polynomial":
+                keys = _drop_ramp(name, kind, keys)
         if kind == "none" and not keys:
             return algorithm.scheduler
-    if kind == "polynomial" and algorithm.schedule_type != kind:
-        kind = algorithm.schedule_type
-        keys = _drop_ramp(name, kind, keys)
     return _make(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
 
 
@@ -252,14 +251,13 @@ def _take_scope(options: Options, fields: set[str]) -> Scope | None:
     keys = _pop_keys(options, scope_fields - fields)
     if scope is not None and "scope" not in fields:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
-    if scope is None or not isinstance(scope, str):
-        if keys:
-            raise ValueError(f"{sorted(keys)} needs scope = 'global'.")
-        return scope
-    kind = SCOPES.find(scope)
-    if unknown := sorted(keys.keys() - _field_names(kind)):
-        raise ValueError(f"{unknown} is no key of scope {scope!r}.")
-    return kind(**keys)
+    taken = _field_names(SCOPES.find(scope)) if isinstance(scope, str) else set()
+    for key in sorted(keys.keys() - taken):
+        names = [repr(name) for name, kind in SCOPES.items() if key in _field_names(kind)]
+        raise ValueError(
+            f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
+        )
+    return SCOPES.find(scope)(**keys) if isinstance(scope, str) else scope
 
 
 def _take_distribution(
@@ -270,7 +268,7 @@ def _take_distribution(
     if kind is not None:
         DISTRIBUTIONS.find(kind)
     keys = _pop_keys(options, _config_keys(DISTRIBUTIONS.values()) - fields)
-    if algorithm is ALGORITHM_REGISTRY["no_prune"]:
+    if issubclass(algorithm, ALGORITHM_REGISTRY["no_prune"]):
         _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
     if "sparsity" in fields:

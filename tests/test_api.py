@@ -434,6 +434,17 @@ def test_a_registered_algorithm_is_made_by_its_name_with_its_fields(registry):
     assert targets(updater) == DENSE_BIAS
 
 
+def test_a_registered_baseline_without_masks_needs_no_sparsity(registry):
+    class Baseline(algorithms.NoPruning):
+        pass
+
+    sparsity.register_algorithm("baseline", Baseline)
+    for keys in ({}, {"sparsity": 0.5}):
+        updater = create({"algorithm": "baseline"} | keys)
+        assert type(updater) is Baseline
+        assert updater.sparsity_distribution_fn is None
+
+
 def test_registering_the_same_class_again_changes_nothing(registry):
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("mine", Mine)

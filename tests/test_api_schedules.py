@@ -19,8 +19,7 @@ def test_those_that_follow_no_ramp_get_a_period_and_what_they_ignore_is_logged(n
     given = config(algorithm=name, **_STEPS)
     assert create(given).scheduler == sparsity.PeriodicSchedule(5, 10, 50)
     assert not caplog.records
-    ramp = create(given | {"power": 1, "initial_sparsity": 0.2, "schedule_type": "polynomial"})
-    assert ramp == create(given)
+    assert create(given | {"power": 1, "initial_sparsity": 0.2}) == create(given)
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{name} follows no ramp: its schedule is 'periodic', which ignores "
@@ -33,7 +32,14 @@ def test_a_schedule_that_is_named_or_given_is_the_one(name):
     one = create(config(algorithm=name, schedule_type="one_shot", update_end_step=7))
     assert one.scheduler == sparsity.OneShotSchedule(7)
     ramp = sparsity.PolynomialSchedule(5, 10, 50)
+    named = create(config(algorithm=name, schedule_type="polynomial", **_STEPS))
+    assert named.scheduler == ramp
     assert create(config(algorithm=name, scheduler=ramp)).scheduler == ramp
+
+
+def test_snip_refuses_a_ramp_that_is_named():
+    with pytest.raises(ValueError, match="SnipPruning prunes once, got scheduler = Polynomial"):
+        create(config(algorithm="snip", schedule_type="polynomial", **_STEPS))
 
 
 def test_srigl_drops_along_a_cosine_to_the_end():

@@ -266,8 +266,12 @@ def test_a_compiled_apply_is_refused():
         ({"schedule_type": 3}, "schedule_type: 3 is not known. Known: none, one_shot"),
         ({"power": 2}, "'power'. is no key of schedule_type 'none'.*belongs to schedule_type 'pol"),
         ({"erk_power_scale": 2}, "no key of dist_type 'uniform'.*belongs to dist_type 'erk'"),
-        ({"use_normalization": True}, "'use_normalization'. needs scope = 'global'"),
-        ({"scope": "layerwise", "use_normalization": True}, "no key of scope 'layerwise'"),
+        ({"use_normalization": True}, "'use_normalization' needs scope = 'global', .* got .* None"),
+        ({"scope": "layerwise", "use_normalization": True}, "needs .*, got scope = 'layerwise'"),
+        (
+            {"scope": sparsity.Global(), "use_normalization": False},
+            r"needs scope = 'global', by its name, got scope = Global\(",
+        ),
         ({"sparsiti_type": "2:4"}, "'sparsiti_type' is no key.*Did you mean 'sparsity_type'"),
         ({"sparsity_type": "blok_4,4"}, "'blok_4,4' is not known. Did you mean 'block'"),
         ({"algorithm": "magnitud"}, "'magnitud' is not known. Did you mean 'magnitude'"),
@@ -356,6 +360,9 @@ def test_registered_distributions_schedules_and_scopes_are_configured_by_their_k
         sparsity.register_schedule("powers", sparsity.OneShotSchedule)
     with pytest.raises(ValueError, match=r"'update_base'. is no key of schedule_type 'none'"):
         _config(update_base=3)
+    for scope in (None, "global"):
+        with pytest.raises(ValueError, match="'strength' needs scope = 'mine'"):
+            _config(scope=scope, strength=2.0)
 
 
 @dataclasses.dataclass

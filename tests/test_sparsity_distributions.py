@@ -255,6 +255,16 @@ def test_masks_of_patterns_keep_no_more_entries_than_asked_for(pattern):
     assert 150 < kept <= 301
 
 
+@pytest.mark.parametrize("kind", [Uniform, ERK])
+def test_parameters_without_a_pattern_stay_dense_and_keep_no_entries(kind):
+    masks = masks_of(
+        kind(entries=301),
+        sparsity_type=lambda path, _: None if path[-1] == "wide" else sparsity.FanIn(1),
+    )
+    assert masks["wide"] is None
+    assert np.count_nonzero(masks["stack"]) == 300
+
+
 def test_leaves_that_are_no_arrays_keep_no_entries():
     params = {"w": np.ones((4, 8), np.float32), "name": "relu", "steps": 3}
     sparsities = Uniform(entries=8)(params)

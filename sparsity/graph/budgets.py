@@ -20,9 +20,8 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.model import Parameter
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.masks import BatchAxes, Overrides, Sites
-from sparsity.masks.distributions import Uniform
+from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured
-from sparsity.patterns.counts import entry_counter
 from sparsity.programs.axes import Axis
 from sparsity.selection.kept_counts import lowest_sparsity
 
@@ -145,18 +144,8 @@ class Budget:
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
-        arrays = trees.leaves_by_path(params)
-
-        @functools.cache
-        def counter(path: trees.KeyPath) -> Callable[[float], int]:
-            return entry_counter(sites[path].pattern, arrays[path].shape, sites[path].batch_axes)
-
-        def count(targets: Sparsities) -> Fraction:
-            sparsities = trees.leaves_by_path(targets).items()
-            kept = {path: counter(path)(float(x)) for path, x in sparsities}
-            return self._count(leaves, kept)
-
-        return count
+        count_kept = kept_counter(params, sites)
+        return lambda targets: self._count(leaves, count_kept(targets))
 
     def _count(
         self, leaves: Mapping[trees.KeyPath, Parameter], kept: Mapping[trees.KeyPath, int]

@@ -153,26 +153,26 @@ class Uniform:
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
             )
         sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        shapes = {
-            path: x.shape for path, x in trees.leaves_by_path(trees.only_arrays(params)).items()
-        }
-
-        @functools.cache
-        def counter(path: trees.KeyPath) -> Callable[[float], int]:
-            return entry_counter(sites[path].pattern, shapes[path], sites[path].batch_axes)
+        arrays = trees.leaves_by_path(params)
+        count_kept = kept_counter(params, sites)
 
         def spread(sparsity: float) -> PyTree:
-            return dataclasses.replace(self, sparsity=sparsity, entries=None)(params, batch_axes)
+            distribution = dataclasses.replace(self, sparsity=sparsity, entries=None)
+            return distribution(params, batch_axes, sites)
 
         def count(sparsity: float) -> int:
-            targets = {p: float(x) for p, x in trees.leaves_by_path(spread(sparsity)).items()}
-            ranked = [path for path in targets if not sites[path].has_override]
-            shares = {float(np.float32(targets[path])) for path in ranked}
-            kept = 0
-            if isinstance(scope, Global) and len(shares) == 1:  # these count as one parameter
-                kept = num_kept_int(sum(math.prod(shapes[path]) for path in ranked), *shares)
-                targets = {path: x for path, x in targets.items() if sites[path].has_override}
-            return kept + sum(counter(path)(target) for path, target in targets.items())
+            targets = spread(sparsity)
+            kept = count_kept(targets)
+            ranked = {
+                path: float(np.float32(target))
+                for path, target in trees.leaves_by_path(targets).items()
+                if not sites[path].has_override
+            }
+            if isinstance(scope, Global) and len(shares := {*ranked.values()}) == 1:
+                # Parameters of one share count as one parameter.
+                total = num_kept_int(sum(math.prod(arrays[path].shape) for path in ranked), *shares)
+                return total + sum(n for path, n in kept.items() if path not in ranked)
+            return sum(kept.values())
 
         if (fewest := count(1.0)) > int(self.entries or 0):
             raise ValueError(
@@ -294,6 +294,19 @@ class ERK(Uniform):
             )
         densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
         return {path: 1.0 - densities.get(path, 1.0) for path in selected}
+
+
+def kept_counter(params: Params, sites: Sites) -> Callable[[Sparsities], dict[trees.KeyPath, int]]:
+    """Returns a function from sparsities to the largest numbers of entries that masks keep."""
+    arrays = trees.leaves_by_path(params)
+
+    @functools.cache
+    def counter(path: trees.KeyPath) -> Callable[[float], int]:
+        return entry_counter(sites[path].pattern, arrays[path].shape, sites[path].batch_axes)
+
+    return lambda targets: {
+        path: counter(path)(float(x)) for path, x in trees.leaves_by_path(targets).items()
+    }
 
 
 def uniform(

@@ -118,11 +118,14 @@ def same_structure(new: PyTree, old: PyTree) -> PyTree:
     return new
 
 
-def warn_of_idle(updater: Updater, targets: Sparsities, masks: Masks, starts_dense: bool) -> None:
-    """Warns of masks that would stay all ones, and of weights that no step would train.
+def warn_of_idle(
+    updater: Updater, params: Params, targets: Sparsities, masks: Masks, starts_dense: bool
+) -> None:
+    """Warns of masks that are missing or stay all ones, and of weights that no step would train.
 
     Args:
       updater: updater of the masks.
+      params: tree of parameters.
       targets: tree of target sparsities.
       masks: tree of the first masks.
       starts_dense: whether traced masks, whose values are unknown, count as all ones.
@@ -138,6 +141,16 @@ def warn_of_idle(updater: Updater, targets: Sparsities, masks: Masks, starts_den
             "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
             "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
             "configuration), or start from masks with wrap_optax(tx, masks=masks).",
+            stacklevel=3,
+        )
+    could_prune = updater.get_distribution_fn() is not None and any(
+        trees.is_prunable(param) and param.ndim > 1 for param in jax.tree.leaves(params)
+    )
+    if steps is not None and could_prune and not leaves and not jax.tree.leaves(targets):
+        warnings.warn(
+            f"{type(updater).__name__} has scheduler = {updater.scheduler!r}, but no parameter has "
+            "a target sparsity: training stays dense. Set sparsity_distribution_fn, for example "
+            "Uniform(0.8), or start from masks with wrap_optax(tx, masks=masks).",
             stacklevel=3,
         )
     if updater.skip_gradients and steps is not None:

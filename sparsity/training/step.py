@@ -105,7 +105,7 @@ class Step(abc.ABC):
         if self.masks is not None:
             masks, targets = take_initial_masks(updater, self.masks, targets, params, inputs.sites)
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
-        warn_of_idle(updater, targets, masks, starts_dense)
+        warn_of_idle(updater, params, targets, masks, starts_dense)
         if algorithm_state is None:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
         # A hook may have created the state from Python numbers.

@@ -38,6 +38,27 @@ def test_a_target_without_a_schedule_is_warned_of(name):
     assert state.masks["w"].all()
 
 
+@pytest.mark.parametrize("kind", [sparsity.MagnitudePruning, sparsity.RigL])
+def test_a_schedule_without_a_target_is_warned_of(kind):
+    once = sparsity.OneShotSchedule(0)
+    with pytest.warns(UserWarning, match="no parameter has a target sparsity") as caught:
+        state = _init(kind(scheduler=once))
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert text.startswith(f"{kind.__name__} has scheduler = {once!r}")
+    assert "Uniform(0.8)" in text
+    assert state.masks == {"w": None, "b": None}
+
+
+def test_schedules_of_dense_baselines_own_masks_and_vectors_are_not_warned_of():
+    once = sparsity.OneShotSchedule(0)
+    _init(sparsity.NoPruning(scheduler=once))
+    _init(sparsity.MagnitudePruning(scheduler=once, sparsity_distribution_fn=None))
+    masks = {"w": jnp.ones((4, 8), bool).at[0].set(False), "b": None}
+    _init(sparsity.MagnitudePruning(scheduler=once), masks=masks)
+    sparsity.MagnitudePruning(scheduler=once).wrap_optax(optax.sgd(0.1)).init({"b": jnp.ones(8)})
+
+
 def test_the_schedule_that_the_text_proposes_is_one():
     with pytest.warns(UserWarning, match="Set a scheduler") as caught:
         _init(_make("magnitude"))

@@ -15,6 +15,7 @@ from tests import helpers
 pytestmark = pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
 
 
+@pytest.mark.filterwarnings("ignore:.*training stays dense")
 @pytest.mark.parametrize("name", [n for n in sparsity.all_algorithm_names() if n != "no_prune"])
 def test_missing_parameters_raise_the_message_of_optax(name):
     tx = sparsity.ALGORITHM_REGISTRY[name]().wrap_optax(optax.sgd(0.1))
