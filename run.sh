@@ -106,6 +106,7 @@ check() {
 # folder; the doctests of the package with them.
 test_installed() {
   local others=(examples documents.py kill_resume.py runs/test_models.py # need pages or examples
+    updaters/test_table_of_hooks.py
     test_{baselines,benchmarks,docs,language,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' EXIT
@@ -144,7 +145,7 @@ check_package() {
 # Runs the tests with the oldest versions of what the package and its extras need.
 check_lowest() {
   local lowest=$root/.venv-lowest
-  rm -rf -- "$lowest"
+  rm -rf -- "$lowest" "$root/build/lib" # setuptools would install modules of an earlier build, too
   "$(find_python)" -m venv "$lowest"
   "$lowest/bin/python" - "$root/pyproject.toml" "$@" >"$lowest/constraints.txt" <<'EOF'
 import sys, tomllib
