@@ -251,7 +251,7 @@ def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    before, fitting = _mesh_axes(sharding, len(shape)), []
+    before, fitting = mesh_axes(sharding, len(shape)), []
     for size, names in zip(shape, before, strict=False):
         while size % _count_devices(sharding, names):
             names = names[:-1]
@@ -266,10 +266,10 @@ def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
 
 def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:
     """Returns for each axis of an array the number of devices that share it."""
-    return [_count_devices(sharding, names) for names in _mesh_axes(sharding, ndim)]
+    return [_count_devices(sharding, names) for names in mesh_axes(sharding, ndim)]
 
 
-def _mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     """Returns for each axis of an array the names of the mesh axes that share it."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]  # a spec may be short
     return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]

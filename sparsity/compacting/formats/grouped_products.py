@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
-from sparsity.core.sharding import explicit_sharding, fit, vary_alike
+from sparsity.core.sharding import explicit_sharding, fit, mesh_axes, vary_alike
 from sparsity.core.trees import PyTree, is_array
 
 Carry = TypeVar("Carry")
@@ -192,9 +192,7 @@ def _multiply_shards(
 def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
     """Returns for each axis of an array the Explicit axes of the mesh that split it."""
     sharding = explicit_sharding(jax.typeof(array))
-    spec = () if sharding is None else sharding.spec
-    entries = [*spec, *[None] * (array.ndim - len(spec))]
-    return [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in entries]
+    return [()] * array.ndim if sharding is None else mesh_axes(sharding, array.ndim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
