@@ -251,13 +251,13 @@ def _take_scope(options: Options, fields: set[str]) -> Scope | None:
     keys = _pop_keys(options, scope_fields - fields)
     if scope is not None and "scope" not in fields:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
-    taken = _field_names(SCOPES.find(scope)) if isinstance(scope, str) else set()
-    for key in sorted(keys.keys() - taken):
-        names = [repr(name) for name, kind in SCOPES.items() if key in _field_names(kind)]
+    kind = SCOPES.find(scope) if isinstance(scope, str) else None
+    for key in sorted(keys.keys() - (_field_names(kind) if kind else set())):
+        names = [repr(name) for name, cls in SCOPES.items() if key in _field_names(cls)]
         raise ValueError(
             f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
         )
-    return SCOPES.find(scope)(**keys) if isinstance(scope, str) else scope
+    return kind(**keys) if kind else scope
 
 
 def _take_distribution(

@@ -87,7 +87,7 @@ class Budget:
                 f"across = {scope.across!r} keeps what all groups cost, but not the "
                 f"{self.quantity} of this budget. Use across = {across!r}."
             )
-        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        sites = sites or Sites(params, Unstructured(), batch_axes)
         leaves = self.graph.traced.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)

@@ -152,7 +152,7 @@ class Uniform:
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
             )
-        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        sites = sites or Sites(params, Unstructured(), batch_axes)
         arrays = trees.leaves_by_path(params)
         count_kept = kept_counter(params, sites)
 
