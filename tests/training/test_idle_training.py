@@ -39,7 +39,7 @@ def test_a_target_without_a_schedule_is_warned_of(name):
 
 
 @pytest.mark.parametrize("kind", [sparsity.MagnitudePruning, sparsity.RigL])
-def test_a_schedule_without_a_target_is_warned_of(kind):
+def test_init_warns_of_a_schedule_without_a_target_sparsity(kind):
     once = sparsity.OneShotSchedule(0)
     with pytest.warns(UserWarning, match="no parameter has a target sparsity") as caught:
         state = _init(kind(scheduler=once))
@@ -50,7 +50,7 @@ def test_a_schedule_without_a_target_is_warned_of(kind):
     assert state.masks == {"w": None, "b": None}
 
 
-def test_schedules_of_dense_baselines_own_masks_and_vectors_are_not_warned_of():
+def test_init_accepts_dense_baselines_masks_of_users_and_vectors_without_a_warning():
     once = sparsity.OneShotSchedule(0)
     _init(sparsity.NoPruning(scheduler=once))
     _init(sparsity.MagnitudePruning(scheduler=once, sparsity_distribution_fn=None))
