@@ -444,6 +444,16 @@ def test_a_tree_of_eligible_entries_is_checked_by_path():
     assert masks["a"].tolist() == [1, 0, 1, 1]
 
 
+def test_eligible_entries_of_some_leaves_only_compete_with_all_of_the_others(every_search):
+    rng = np.random.default_rng(5)
+    a, b = rng.integers(0, 9, (2, 30, 20))  # with ties
+    where = rng.integers(0, 2, (30, 20))
+    masks = selection.global_topk_mask({"a": a, "b": b}, 700, where={"a": where})
+    allowed = np.concatenate([where.ravel(), np.ones(600, int)])
+    kept = np.concatenate([masks["a"].ravel(), masks["b"].ravel()])
+    np.testing.assert_array_equal(kept, best(np.concatenate([a, b]).ravel(), 700, allowed))
+
+
 @pytest.mark.parametrize("n", ["a", None, 10.5, 1j])
 def test_a_number_of_weights_is_an_integer(n):
     with pytest.raises(ValueError, match="n must be an integer in"):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparsity.core.exact import Words
 from sparsity.core.kernels import use_flat
@@ -31,16 +32,24 @@ def select_by_rows(
     Parameters have one recipe, or compete together. None is empty.
     """
     if len({Recipe.read(leaf) for leaf in leaves}) > 1:
-        leaves = [_stored(leaf) for leaf in leaves]
+        leaves = _stored(leaves)
     if sorting.is_small(leaves, across_leaves=across_leaves):
         return sorting.select_by_sorting(leaves, k, across_leaves=across_leaves)
     masks, eligible, _ = threshold.select_by_thresholds(leaves, k, across_leaves=across_leaves)
     return masks, eligible
 
 
-def _stored(leaf: Ranked) -> Ranked:
-    """Returns the parameter with its scores computed."""
-    mask = leaf.eligible(leaf.arrays)
-    where = None if mask is None else mask.astype(jnp.uint8)
-    scores = Scores.wrap(leaf.scores.compute())
-    return Ranked(scores, where, leaf.batch_axes, last_axes=leaf.last_axes)
+def _stored(leaves: Sequence[Ranked]) -> list[Ranked]:
+    """Returns the parameters with their scores computed; all have masks of entries, or none has."""
+    masks = [leaf.eligible(leaf.arrays) for leaf in leaves]
+    one = lax.optimization_barrier(jnp.uint8(1))  # or XLA would count a mask of ones as it compiles
+    stored = list[Ranked]()
+    for leaf, mask in zip(leaves, masks, strict=True):
+        where = None
+        if mask is not None:
+            where = mask.astype(jnp.uint8)
+        elif any(mask is not None for mask in masks):
+            where = jnp.broadcast_to(one, leaf.scores.shape)
+        scores = Scores.wrap(leaf.scores.compute())
+        stored.append(Ranked(scores, where, leaf.batch_axes, last_axes=leaf.last_axes))
+    return stored
