@@ -176,7 +176,8 @@ def _end(
     xp, weights = host.namespace([weights]), weights + duals
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
-    live = xp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
+    kept = statistic.matrices(pruned).astype(weights.dtype)  # jax promotes no float8
+    live = xp.where(scale > 0, statistic.matrices(weights) * scale, kept)
     new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0)
     return new.astype(pruned.dtype)
 
