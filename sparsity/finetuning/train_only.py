@@ -52,8 +52,8 @@ def train_only(
     chosen entries only: an update is the dense one, restricted to the chosen entries.
 
     Updates of other entries are -0.0, the one number that changes no other in a sum, -0.0 included.
-    So give wrappers that scale, clip or accumulate as `tx`, inside. XLA on CPUs reads subnormal
-    numbers as 0, and quiets signalling NaN, in each sum.
+    So give wrappers that scale, clip or accumulate as `tx`, inside. In each sum, XLA on
+    CPUs reads subnormal numbers as 0 and quiets signalling NaN, and a GPU writes one NaN for all.
 
     Args:
       tx: an optimizer that works entry by entry; global norms may be used.
