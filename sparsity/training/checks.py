@@ -72,10 +72,10 @@ def take_masks(masks: Masks, old: PyTree, params: Params, packed: bool) -> Masks
     return trees.map_matched(lambda _, before, mask: mask, old, masks)
 
 
-def take_initial_masks(
-    updater: Updater, masks: Masks, targets: Sparsities, params: Params, sites: Sites
-) -> tuple[PyTree, PyTree]:
-    """Returns the initial masks of a user, and a target for each leaf with a mask."""
+def take_user_masks(
+    updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
+) -> SparseState:
+    """Returns the first state with masks of a user, and a target for each leaf with a mask."""
     masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
     first = place_masks(masks, params)
 
@@ -93,7 +93,8 @@ def take_initial_masks(
         return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
-    return first, trees.map_matched(target_sparsity, params, first, targets)
+    targets = trees.map_matched(target_sparsity, params, first, state.target_sparsities)
+    return state._replace(masks=first, target_sparsities=targets)
 
 
 def check_algorithm_state(updater: Updater, state: SparseState, inputs: Inputs) -> None:
