@@ -20,6 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.graph import retrace
+from sparsity.graph.model import Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -160,22 +161,12 @@ def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
 def make_rows(model: StoredModel) -> list[Row]:
     """Returns the rows of tables and pictures, in tree order."""
     storages, readers, stored = dict(model.storages), find_readers(model), count_bytes(model)
-    rows = []
-    for leaf in model.graph.leaves:
+
+    def make_row(leaf: Parameter) -> Row:
         storage = storages.get(leaf.path)
-        row = Row(
-            name=leaf.name,
-            path=leaf.path,
-            shape=leaf.shape,
-            format=storage.format if storage else "",
-            kept=storage.num_kept if storage else leaf.size,
-            padding=storage.padding if storage else 0,
-            nbytes=leaf.size * leaf.dtype.itemsize,
-            stored=stored[leaf.path],
-            readers=tuple(sorted(readers.get(leaf.name, ()))),
-        )
-        rows.append(row)
-    return rows
+        return Row(leaf, storage, stored[leaf.path], sorted(readers.get(leaf.name, ())))
+
+    return [make_row(leaf) for leaf in model.graph.leaves]
 
 
 def _retrace(
