@@ -19,7 +19,7 @@ from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.products import read_product
+from sparsity.programs.products import Product, read_product
 from sparsity.programs.program import Equation
 
 
@@ -97,17 +97,15 @@ class Grouped(Storage):
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
     ) -> jax.Array | None:
-        contraction = None
+        product, num_inputs = read_product(equation), len(self.inputs)
         if not kept.is_plain:
             return None
-        kind = read_product(equation).kind
-        if kind == "dot" and equation.params.get("out_sharding") is None:
-            contraction = _read_dot(equation, at)
-        elif kind == "convolution" and at == 1 and _is_pointwise(equation):
-            contraction = _read_pointwise(equation)
+        if product.kind == "convolution" and at == 1 and _is_pointwise(equation, product):
             other = _stride(equation, other)
-        num_inputs = len(self.inputs)
-        if contraction is None or not _fits(contraction, kept, num_inputs):
+        elif product.kind != "dot" or equation.params.get("out_sharding") is not None:
+            return None
+        contraction = _read_contraction(product, at)
+        if not _fits(contraction, kept, num_inputs):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)
 
@@ -179,41 +177,29 @@ class Contraction(NamedTuple):
     result: tuple[tuple[bool, int], ...]
 
 
-def _read_dot(equation: Equation, at: int) -> Contraction:
-    product = read_product(equation)
+def _read_contraction(product: Product, at: int) -> Contraction:
+    """Returns a dot, or a convolution that multiplies each place by one matrix."""
     kept, other = product.operands[at], product.operands[1 - at]
-    batch = tuple(zip(kept.batch, other.batch, strict=True))
-    places = product.places(at)
+    space = [axis for number, axis in product.ordered if number == 2]  # of the result
+    places = {place: (True, axis) for place, axis in product.places(at).items()}
+    places |= {place: (False, axis) for place, axis in zip(space, other.window, strict=True)}
     return Contraction(
-        tuple(zip(kept.contracted, other.contracted, strict=True)),
-        batch,
-        other.free,
-        tuple(
-            (place in places, places.get(place, source[1]))
-            for place, source in enumerate(product.output)
-            if source is not None
-        ),
+        tuple(zip(kept.inputs, other.inputs, strict=True)),
+        tuple(zip(kept.batch, other.batch, strict=True)),
+        (*other.free, *other.window),
+        tuple(places.get(i, (False, x[1] if x else 0)) for i, x in enumerate(product.output)),
     )
 
 
-def _read_pointwise(equation: Equation) -> Contraction:
-    spec = equation.params["dimension_numbers"]
-    (batch, channels, *space), (out, inputs, *_) = spec.lhs_spec, spec.rhs_spec
-    sources = {spec.out_spec[0]: (False, batch), spec.out_spec[1]: (True, out)}
-    sources |= {i: (False, axis) for i, axis in zip(spec.out_spec[2:], space, strict=True)}
-    result = tuple(sources[i] for i in range(len(sources)))
-    return Contraction(((inputs, channels),), (), (batch, *space), result)
-
-
-def _is_pointwise(equation: Equation) -> bool:
+def _is_pointwise(equation: Equation, product: Product) -> bool:
     """Returns whether a convolution multiplies each place by one matrix."""
     params, kernel = equation.params, equation.inputs[1]
-    window = [kernel.shape[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
     return (
-        all(size == 1 for size in window)
+        all(kernel.shape[axis] == 1 for axis in product.rhs.window)
         and all(pad == (0, 0) for pad in params["padding"])
         and all(step == 1 for step in params["lhs_dilation"])
-        and params["feature_group_count"] == params["batch_group_count"] == 1
+        and product.groups == 1
+        and product.refusal is None
     )
 
 
