@@ -23,10 +23,11 @@ from sparsity.training import comparison
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+Arguments: TypeAlias = tuple[StoredModel, PyTree, PyTree, chex.Numeric]
 
 
 def move(
-    arguments: tuple[StoredModel, PyTree, PyTree, chex.Numeric],
+    arguments: Arguments,
     pruner: BaseUpdater,
     loss: Loss | None,
     tx: optax.GradientTransformation | None,
@@ -55,22 +56,19 @@ def move(
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
     is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
     run = _move if is_inside else _move_compiled
-    moved: tuple[PyTree, PyTree, PyTree] = run(*arguments, arrays, pruner, objects, treedef, tx)
+    moved: tuple[PyTree, PyTree, PyTree] = run(arguments, arrays, pruner, (treedef, objects), tx)
     return moved
 
 
 def _move(
-    model: StoredModel,
-    params: PyTree,
-    opt_state: PyTree,
-    count: chex.Numeric,
+    arguments: Arguments,
     arrays: list[jax.Array | None],
     pruner: BaseUpdater,
-    objects: tuple[object, ...],
-    treedef: jax.tree_util.PyTreeDef,
+    static_loss: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]],
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns `move`; `arrays` and `objects` are the leaves of the loss."""
+    """Returns `move`; a loss has the leaves `arrays`, and its structure and others are static."""
+    (model, params, opt_state, count), (treedef, objects) = arguments, static_loss
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
@@ -116,7 +114,7 @@ def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: PyTree) -> j
     return value
 
 
-_move_compiled = jax.jit(_move, static_argnames=("pruner", "objects", "treedef", "tx"))
+_move_compiled = jax.jit(_move, static_argnames=("pruner", "static_loss", "tx"))
 
 
 def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:
