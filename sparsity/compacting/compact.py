@@ -333,7 +333,9 @@ class Compact(StoredModel):
             )
         masks, models = self.masks, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(describe_masked(self.graph, arrays, self._outside == "frozen"))
+        possible = list_formats(
+            describe_masked(self.graph, dense, arrays, self._outside == "frozen")
+        )
         for name in FORMATS:
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
@@ -418,7 +420,7 @@ def compact(
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
-    masked = describe_masked(graph, read_masks(graph, masks, is_frozen), is_frozen)
+    masked = describe_masked(graph, params, read_masks(graph, masks, is_frozen), is_frozen)
     stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = spread_state(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)

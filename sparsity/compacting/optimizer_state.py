@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsity.compacting.formats.dtypes import to_bits
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
@@ -32,10 +33,25 @@ class Owner:
     storage: Storage | None
     indices: jax.Array | np.ndarray | None
 
-    def take(self, leaf: jax.Array) -> jax.Array:
-        """Returns the entries of a dense array that the mask keeps."""
+    def place_indices(self, leaf: PyTree) -> jax.Array | None:
+        """Returns the positions on the devices of a parameter."""
+        if self.storage is None:
+            return None
+        return self.storage.place(np.asarray(self.indices), leaf, self.name)
+
+    def freeze(self, leaf: PyTree) -> PyTree:
+        """Returns the dense slices of a parameter if entries outside the mask are frozen."""
+        if self.storage is None or self.storage.base_dtype is None:
+            return None
+        order = self.storage.order
+        return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
+
+    def take(self, leaf: PyTree) -> PyTree:
+        """Returns the entries of a dense array, or of its shape, that the mask keeps."""
         if self.storage is None:
             return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return self.storage.shrink(leaf)
         values = self.storage.take(np.asarray(leaf), np.asarray(self.indices))
         if self.storage.is_quantized and values.dtype == self.storage.base_dtype:
             values = values.astype(np.float32)
@@ -131,11 +147,10 @@ def compare_kept_updates(
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-    owned = trees.leaves_by_path(owner_tree)
+    owned: dict[trees.KeyPath, Owner] = trees.leaves_by_path(owner_tree)
 
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        owner: Owner = owned[path]
-        return owner.densify(owner.take(leaf))
+        return owned[path].densify(owned[path].take(leaf))
 
     def cut(tree: PyTree) -> PyTree:
         return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)

@@ -41,13 +41,13 @@ class MaskedParameter(NamedTuple):
       mask: the mask, not packed.
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
-      is_frozen: whether entries outside the mask are stored.
+      base_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
-    is_frozen: bool
+    base_dtype: np.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
