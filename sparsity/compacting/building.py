@@ -40,17 +40,17 @@ def build(
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
-    storages, indices = _make_storages(masked, formats)
+    storages, positions = _make_storages(masked, formats)
     owners: dict[trees.KeyPath, Owner] = {}
 
     def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)
-        owners[path] = Owner(trees.path_string(path), storages.get(names), indices.get(names))
+        owners[path] = Owner(trees.path_string(path), storages.get(names), positions.get(names))
         return owners[path]
 
     owner_tree = trees.map_matched(describe, params)
     model = StoredModel(
-        trees.map_matched(lambda path, leaf: owners[path].place_indices(leaf), params),
+        trees.map_matched(lambda path, leaf: owners[path].place_positions(leaf), params),
         trees.map_matched(lambda path, leaf: owners[path].freeze(leaf), params),
         graph,
         tuple(storages.items()),
@@ -85,7 +85,7 @@ def _make_storages(
     Raises:
       ValueError: a parameter cannot have the chosen format.
     """
-    storages, indices = {}, {}
+    storages, positions = {}, {}
     for path, parameter in masked.items():
         if path in formats:
             chosen = FORMATS[formats[path]]
@@ -97,9 +97,9 @@ def _make_storages(
                 )
         else:
             made = next(filter(None, (each.make_automatic(parameter) for each in AUTOMATIC)))
-        storage, indices[path] = made
+        storage, positions[path] = made
         storages[path] = dataclasses.replace(storage, base_dtype=parameter.base_dtype)
-    return storages, indices
+    return storages, positions
 
 
 def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]]:

@@ -171,10 +171,10 @@ class Compact(StoredModel):
         """
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
-        indices = self.indices
+        positions = self.indices
         if not pruner.keeps_count or pruner.regrows is not False:
-            indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
-        moved = dataclasses.replace(self, indices=indices, params=params, opt_state=opt_state)
+            positions, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
+        moved = dataclasses.replace(self, indices=positions, params=params, opt_state=opt_state)
         return moved, params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
@@ -201,9 +201,9 @@ class Compact(StoredModel):
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
         storages = dict(self.storages)
 
-        def mask(path: trees.KeyPath, indices: jax.Array) -> jax.Array:
+        def mask(path: trees.KeyPath, positions: jax.Array) -> jax.Array:
             storage = storages[trees.path_names(path)]
-            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), indices).densify()
+            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), positions).densify()
 
         return trees.map_matched(mask, self.indices)
 
@@ -315,8 +315,8 @@ class Compact(StoredModel):
     def _owners(self) -> PyTree:
         storages = dict(self.storages)
 
-        def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
-            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
+        def describe(path: trees.KeyPath, positions: jax.Array) -> Owner:
+            return Owner(trees.path_string(path), storages[trees.path_names(path)], positions)
 
         return trees.map_matched(describe, self.indices)
 

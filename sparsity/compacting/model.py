@@ -80,7 +80,7 @@ def wrap_values(
     shapes = {parameter.path: parameter.shape for parameter in model.graph.leaves}
 
     def wrap(
-        path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
+        path: trees.KeyPath, leaf: PyTree, positions: jax.Array | None, base: jax.Array | None
     ) -> PyTree:
         names, name = trees.path_names(path), trees.path_string(path)
         storage = storages.get(names)
@@ -91,9 +91,9 @@ def wrap_values(
                 f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
                 "model.params."
             )
-        if indices is None or storage is None:
+        if positions is None or storage is None:
             return leaf
-        return storage.wrap(leaf, indices, base, name, observers.get(names))
+        return storage.wrap(leaf, positions, base, name, observers.get(names))
 
     return trees.map_matched(
         wrap, params, model.indices, model.base, others_role="positions of kept values"
@@ -146,7 +146,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
     """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
     storages, nbytes = dict(model.storages), {}
-    indices, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
+    positions, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
     for leaf in model.graph.leaves:
         if (storage := storages.get(leaf.path)) is None:
             nbytes[leaf.path] = leaf.size * leaf.dtype.itemsize, 0, 0
@@ -154,7 +154,7 @@ def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
         itemsize = 4 if storage.is_quantized else leaf.dtype.itemsize  # float32
         frozen = base[leaf.path].nbytes if leaf.path in base else 0
         values = math.prod(storage.kept_shape) * itemsize
-        nbytes[leaf.path] = values, indices[leaf.path].nbytes, frozen
+        nbytes[leaf.path] = values, positions[leaf.path].nbytes, frozen
     return nbytes
 
 

@@ -26,18 +26,18 @@ class Owner:
     Attributes:
       name: the path.
       storage: the storage of the kept values, `None` for a dense parameter.
-      indices: positions of the kept values.
+      positions: where the kept values lie.
     """
 
     name: str
     storage: Storage | None
-    indices: jax.Array | np.ndarray | None
+    positions: jax.Array | np.ndarray | None
 
-    def place_indices(self, leaf: PyTree) -> jax.Array | None:
+    def place_positions(self, leaf: PyTree) -> jax.Array | None:
         """Returns the positions on the devices of a parameter."""
         if self.storage is None:
             return None
-        return self.storage.place(np.asarray(self.indices), leaf, self.name)
+        return self.storage.place(np.asarray(self.positions), leaf, self.name)
 
     def freeze(self, leaf: PyTree) -> PyTree:
         """Returns the dense slices of a parameter if entries outside the mask are frozen."""
@@ -52,7 +52,7 @@ class Owner:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self.storage.shrink(leaf)
-        values = self.storage.take(np.asarray(leaf), np.asarray(self.indices))
+        values = self.storage.take(np.asarray(leaf), np.asarray(self.positions))
         if self.storage.is_quantized and values.dtype == self.storage.base_dtype:
             values = values.astype(np.float32)
         return self.storage.place(values, leaf, self.name)
@@ -61,7 +61,7 @@ class Owner:
         """Returns kept values as a dense array, with zeros outside the mask."""
         if self.storage is None:
             return values
-        return self.storage.wrap(values, jnp.asarray(self.indices)).densify()
+        return self.storage.wrap(values, jnp.asarray(self.positions)).densify()
 
 
 def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:

@@ -30,8 +30,8 @@ class Backwards(Storage):
     def take(self, array, positions):
         return super().take(flip(array, self.stack), positions)
 
-    def build(self, values, indices, outside):
-        return outside[::-1].at[indices].set(values)[::-1]
+    def build(self, values, positions, outside):
+        return outside[::-1].at[positions].set(values)[::-1]
 
     def rows(self, mask):
         return self.slices(mask)[..., ::-1].reshape(-1, self.slice_size)

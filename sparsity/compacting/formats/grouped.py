@@ -59,10 +59,10 @@ class Grouped(Storage):
         groups = find_groups(_to_matrices(mask, stack, inputs).swapaxes(-1, -2), group)
         if groups is None:
             return None
-        group, indices = groups
-        size = (*indices.shape[len(stack) :], group)
-        padding = indices.size * group - int(np.count_nonzero(mask))
-        return cls(mask.shape, stack, size=size, padding=padding, inputs=inputs), indices
+        group, positions = groups
+        size = (*positions.shape[len(stack) :], group)
+        padding = positions.size * group - int(np.count_nonzero(mask))
+        return cls(mask.shape, stack, size=size, padding=padding, inputs=inputs), positions
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Grouped(Storage):
         return SliceLayout(self.shape, (*self.stack, *self.inputs)).order
 
     @property
-    def indices_shape(self) -> tuple[int, ...]:
+    def positions_shape(self) -> tuple[int, ...]:
         return self.kept_shape[:-1]
 
     @property
@@ -91,8 +91,8 @@ class Grouped(Storage):
 
     def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        indices = kept.indices if token is None else kept.indices + token
-        return grouped_products.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
+        positions = kept.positions if token is None else kept.positions + token
+        return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
@@ -112,7 +112,7 @@ class Grouped(Storage):
     def rows(self, mask: jax.Array) -> jax.Array:
         matrices = _to_matrices(mask, self.stack, self.inputs)
         units = matrices[..., :: self.size[-1]].swapaxes(-1, -2)
-        return units.reshape(math.prod(self.indices_shape[:-1]), self.num_units)
+        return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
         # Padding is the number of inputs, which 16 bits hold.
@@ -251,7 +251,7 @@ def _contract(
         run = jax.vmap(run)
     size = math.prod(rows)
     inputs = math.prod(kept.sizes[kept.depth : end])
-    y = run(kept.read_values(), kept.indices, x.reshape(*stack, size, inputs))
+    y = run(kept.read_values(), kept.positions, x.reshape(*stack, size, inputs))
     y = y.reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}

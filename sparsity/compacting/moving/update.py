@@ -73,7 +73,7 @@ def _move(
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
     movers = make_movers(pruner, model.graph.traced.model.example[0], dict(model.storages))
-    values, indices = map(trees.leaves_by_names, (params, model.indices))
+    values, positions = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
 
@@ -85,7 +85,7 @@ def _move(
             lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
         )
     slices = {
-        path: mover.slices(values[path], indices[path], count, direct.get(path))
+        path: mover.slices(values[path], positions[path], count, direct.get(path))
         for path, mover in movers.items()
     }
     if loss is None:
@@ -100,7 +100,7 @@ def _move(
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
     carriers = {
-        path: Carrier(storage, indices[path], new[path])
+        path: Carrier(storage, positions[path], new[path])
         for path, storage in model.storages
         if path in movers
     }
