@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
-from sparsity.compacting.formats.dtypes import is_quantized
+from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import MaskedParameter, Storage
-from sparsity.compacting.model import StoredModel, find_readers
 from sparsity.compacting.optimizer_state import Owner
+from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Path, PyTree

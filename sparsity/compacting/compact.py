@@ -22,13 +22,6 @@ from sparsity.compacting.building import (
 )
 from sparsity.compacting.formats import ANY_MASK, FORMATS
 from sparsity.compacting.formats.storage import is_kept
-from sparsity.compacting.model import (
-    StoredModel,
-    count_bytes,
-    make_rows,
-    run_stored,
-    wrap_values,
-)
 from sparsity.compacting.moving.update import Loss, move
 from sparsity.compacting.optimizer_state import (
     Owner,
@@ -36,6 +29,13 @@ from sparsity.compacting.optimizer_state import (
     compare_kept_updates,
     densify_state,
     take_state,
+)
+from sparsity.compacting.stored_model import (
+    StoredModel,
+    count_bytes,
+    make_rows,
+    run_stored,
+    wrap_values,
 )
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
@@ -45,8 +45,8 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training import comparison
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.checks import check_optimizer
 from sparsity.training.kept_state import spread_state
+from sparsity.training.step_checks import check_optimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

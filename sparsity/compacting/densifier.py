@@ -17,7 +17,7 @@ from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in
 from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
-from sparsity.compacting.formats.dtypes import is_quantized
+from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import Kept
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy

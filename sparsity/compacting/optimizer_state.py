@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.compacting.formats.dtypes import to_bits
+from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree

@@ -15,7 +15,7 @@ import numpy as np
 from sparsity.compacting.deferred import Lazy, densify, kept_in
 from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.storage import is_kept
-from sparsity.compacting.model import Read, StoredModel, list_reads
+from sparsity.compacting.stored_model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.reports.times import rounds_in_turn

@@ -18,9 +18,9 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
-from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.kept_state import KeptLayout, KeptParameter, KeptState, gather
+from sparsity.training.step_checks import check_optimizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

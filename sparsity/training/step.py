@@ -28,7 +28,11 @@ from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
-from sparsity.training.checks import (
+from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.regrow import pack_first
+from sparsity.training.skip import update_unless
+from sparsity.training.state import SparseState, store_first
+from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
     check_state,
@@ -37,10 +41,6 @@ from sparsity.training.checks import (
     take_user_masks,
     warn_of_idle,
 )
-from sparsity.training.hooks import ExtraArg, Inputs
-from sparsity.training.regrow import pack_first
-from sparsity.training.skip import update_unless
-from sparsity.training.state import SparseState, store_first
 from sparsity.training.updater import Updater, is_overridden
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
-from sparsity.compacting.formats.dtypes import (
+from sparsity.compacting.formats.narrow_dtypes import (
     is_narrow,
     is_quantized,
     read_layer,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.formats.dtypes import unsigned_like
+from sparsity.compacting.formats.narrow_dtypes import unsigned_like
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType

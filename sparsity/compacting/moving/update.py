@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.model import StoredModel, run_stored
 from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
+from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
