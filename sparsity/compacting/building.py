@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
+from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, STORAGES
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import MaskedParameter, Storage
 from sparsity.compacting.optimizer_state import Owner
@@ -88,7 +88,7 @@ def _make_storages(
     storages, positions = {}, {}
     for path, parameter in masked.items():
         if path in formats:
-            chosen = FORMATS[formats[path]]
+            chosen = STORAGES[formats[path]]
             made = chosen.make(parameter)
             if made is None:
                 raise ValueError(
@@ -105,7 +105,7 @@ def _make_storages(
 def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]]:
     """Returns the formats that each masked parameter can have."""
     return {
-        path: [name for name, each in FORMATS.items() if each.make(parameter) is not None]
+        path: [name for name, each in STORAGES.items() if each.make(parameter) is not None]
         for path, parameter in masked.items()
     }
 
@@ -222,7 +222,7 @@ def read_formats(
                 f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
                 f"{trees.listed([trees.join_names(path) for path in masked])}."
             )
-        if not isinstance(name, str) or name not in FORMATS:
-            raise ValueError(f"formats[{key!r}] must be one of {(*FORMATS,)}, got {name!r}.")
+        if not isinstance(name, str) or name not in STORAGES:
+            raise ValueError(f"formats[{key!r}] must be one of {(*STORAGES,)}, got {name!r}.")
         chosen[path] = name
     return chosen

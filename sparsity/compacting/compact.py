@@ -20,7 +20,7 @@ from sparsity.compacting.building import (
     read_formats,
     read_masks,
 )
-from sparsity.compacting.formats import ANY_MASK, FORMATS
+from sparsity.compacting.formats import ANY_MASK, STORAGES
 from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.moving.update import Loss, move
 from sparsity.compacting.optimizer_state import (
@@ -336,7 +336,7 @@ class Compact(StoredModel):
         possible = list_formats(
             describe_masked(self.graph, dense, arrays, self._outside == "frozen")
         )
-        for name in FORMATS:
+        for name in STORAGES:
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models

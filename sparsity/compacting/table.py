@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.formats import FORMATS
+from sparsity.compacting.formats import STORAGES
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
@@ -47,7 +47,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
         for name, time in times.items():
             check_number(f"seconds[{path!r}][{name!r}]", time)
     measured_formats = {name for times in seconds.values() for name in times}
-    columns = [name for name in FORMATS if name in measured_formats]
+    columns = [name for name in STORAGES if name in measured_formats]
     texts = "parameter", "shape", "format"
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
     if not any(row.stored[2] for row in rows):

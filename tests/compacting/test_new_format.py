@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
-from sparsity.compacting.formats import FORMATS
+from sparsity.compacting.formats import STORAGES
 from sparsity.compacting.formats.storage import Storage
 from sparsity.masks.slice_layout import SliceLayout
 
@@ -48,7 +48,7 @@ def fn(params, x):
 
 @pytest.mark.slow
 def test_a_format_of_one_class_and_one_entry_is_stored_multiplied_moved_and_reported(monkeypatch):
-    monkeypatch.setitem(FORMATS, Backwards.format, Backwards)
+    monkeypatch.setitem(STORAGES, Backwards.format, Backwards)
     rng = np.random.default_rng(0)
     masks = {"layers": np.zeros((2, 3, 3), np.uint8), "w": np.zeros((3, 2), np.uint8)}
     masks["layers"][:, :, 1] = 1
