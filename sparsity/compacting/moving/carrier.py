@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from sparsity.compacting.deferred import make_token
@@ -18,15 +17,6 @@ from sparsity.compacting.formats.storage import Storage, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Path, PyTree
-
-
-def check_fresh_state(state: PyTree) -> None:
-    """Raises a ValueError for states in which a new entry is not 0, which only `init` knows."""
-    if nodes := trees.find_nodes(state, optax.ScaleByRssState):
-        raise ValueError(
-            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
-            "0, as in adagrad. Give the optimizer to move: tx=tx."
-        )
 
 
 class SliceMove(NamedTuple):

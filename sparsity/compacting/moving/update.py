@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh_state
+from sparsity.compacting.moving.carrier import Carrier, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
@@ -47,10 +47,14 @@ def move(
       ValueError: the state needs `tx`, or is that of another optimizer; or masks cannot move, see
         `make_movers`.
     """
-    if tx is None:
-        check_fresh_state(arguments[2])
-    else:
-        comparison.read_state(tx, *arguments[1:3])
+    _, params, opt_state, _ = arguments
+    if tx is not None:
+        comparison.read_state(tx, params, opt_state)
+    elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
+        raise ValueError(
+            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
+            "0, as in adagrad. Give the optimizer to move: tx=tx."
+        )
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
