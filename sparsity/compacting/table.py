@@ -9,7 +9,7 @@ from sparsity.compacting.formats import STORAGES
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
-from sparsity.core.pictures import bars, new_axes
+from sparsity.core.pictures import bars, pick_axes
 from sparsity.core.trees import Path
 from sparsity.graph.model import Parameter
 
@@ -76,10 +76,10 @@ def _numbers(row: Row) -> tuple[int, ...]:
     return kept, padding, row.nbytes, *row.stored
 
 
-def plot(rows: Sequence[Row], axes: Axes | None) -> Axes:
+def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
     shown = [row for row in rows if row.storage or len(row.leaf.shape) > 1]
-    ax = new_axes(len(shown))[0] if axes is None else axes
+    ax = pick_axes(ax, len(shown))
     names, before = [row.leaf.name for row in shown], [row.nbytes for row in shown]
     bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
     return ax
