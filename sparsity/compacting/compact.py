@@ -43,7 +43,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.kept_state import spread_state
 from sparsity.training.step_checks import check_optimizer
@@ -414,7 +414,7 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    comparison.check_arguments(masks, opt_state, tx)
+    entrywise_check.check_arguments(masks, opt_state, tx)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)

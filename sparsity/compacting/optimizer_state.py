@@ -13,7 +13,7 @@ from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
@@ -156,7 +156,7 @@ def compare_kept_updates(
         return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
-    return comparison.check_updates(
+    return entrywise_check.check_updates(
         tx,
         masked,
         state,

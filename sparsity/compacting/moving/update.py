@@ -19,7 +19,7 @@ from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
@@ -49,7 +49,7 @@ def move(
     """
     _, params, opt_state, _ = arguments
     if tx is not None:
-        comparison.read_state(tx, params, opt_state)
+        entrywise_check.read_state(tx, params, opt_state)
     elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
         raise ValueError(
             f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
