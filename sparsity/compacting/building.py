@@ -123,6 +123,10 @@ def describe_masked(
       params: the parameters.
       masks: masks by path, from `read_masks`.
       is_frozen: whether entries outside the masks are stored.
+
+    Raises:
+      ValueError: jax reads a parameter with frozen entries in another dtype. The error names the
+        parameter.
     """
     scanned, masked = graph.traced.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
     leaves = trees.leaves_by_names(params)
@@ -135,6 +139,12 @@ def describe_masked(
         stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
         inputs = _find_inputs(graph, path, stack)
         base_dtype = np.dtype(leaves[path].dtype) if is_frozen else None
+        if base_dtype is not None and jax.dtypes.canonicalize_dtype(base_dtype) != base_dtype:
+            raise ValueError(
+                f"outside = 'frozen' keeps the bits of {trees.join_names(path)!r}, whose dtype "
+                f"{base_dtype} jax reads as {jax.dtypes.canonicalize_dtype(base_dtype)}. Cast the "
+                "parameter, or set jax_enable_x64."
+            )
         masked[path] = MaskedParameter(mask, stack, inputs, base_dtype)
     return masked
 
