@@ -253,6 +253,7 @@ class Compact(StoredModel):
         """
         dense = self.dense(params)
         state = self._read_state(params, opt_state)
+        check_kept_state(self._owners, state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
