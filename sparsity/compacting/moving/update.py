@@ -47,14 +47,6 @@ def move(
       ValueError: the state needs `tx`, or is that of another optimizer; or masks cannot move, see
         `make_movers`.
     """
-    _, params, opt_state, _ = arguments
-    if tx is not None:
-        entrywise_check.read_state(tx, params, opt_state)
-    elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
-        raise ValueError(
-            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
-            "0, as in adagrad. Give the optimizer to move: tx=tx."
-        )
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
@@ -73,6 +65,13 @@ def _move(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `move`; a loss has the leaves `arrays`, and its structure and others are static."""
     (model, params, opt_state, count), (treedef, objects) = arguments, static_loss
+    if tx is not None:
+        entrywise_check.read_state(tx, params, opt_state)
+    elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
+        raise ValueError(
+            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
+            "0, as in adagrad. Give the optimizer to move: tx=tx."
+        )
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
