@@ -221,8 +221,7 @@ class Uniform:
                 dense.append(labels[path])
             else:
                 selected[path] = (param, axes)
-        has_sparsity = self.sparsity is not None
-        removes = has_sparsity and (is_traced(self.sparsity) or self.sparsity > 0)
+        removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         removes |= self.entries is not None
         if prunable and removes and not selected and not custom:
             raise ValueError(self._nothing_selected(list(labels.values()), dense))
