@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
 
+Record: TypeAlias = Callable[[Equation, Sequence[Lazy], bool], None]
+
 
 class Densifier(Interpreter[Lazy]):
     """Interpreter of programs whose inputs may be kept values.
@@ -41,7 +44,7 @@ class Densifier(Interpreter[Lazy]):
         self,
         is_data: Callable[[Value], bool],
         in_turn: bool,
-        record: Callable[[Equation, Sequence[Lazy], bool], None] = lambda *_: None,
+        record: Record = lambda *_: None,
     ) -> None:
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 

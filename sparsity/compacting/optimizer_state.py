@@ -47,7 +47,7 @@ class Owner:
         return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
 
     def take(self, leaf: PyTree) -> PyTree:
-        """Returns the entries of a dense array, or of its shape, that the mask keeps."""
+        """Returns the entries that the mask keeps, of a dense array or of its shape."""
         if self.storage is None:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -80,7 +80,7 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
     names = {owner.storage.shape: owner.name for owner in masked}
 
-    def take(owner: Owner | None, leaf: jax.Array) -> jax.Array:
+    def take(owner: Owner | None, leaf: PyTree) -> PyTree:
         shape = jnp.shape(leaf)
         if owner is None:
             owners.check_stray(leaf, names, _REMEDY)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.compacting.deferred import Lazy, kept_in
-from sparsity.compacting.densifier import Densifier
+from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
@@ -58,13 +58,22 @@ def run_stored(
     params: PyTree,
     *args: PyTree,
     observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+    record: Record = lambda *_: None,
 ) -> PyTree:
-    """Returns `Compact.apply`, with gradients of dense parameters for some observers."""
+    """Returns `Compact.apply`, with gradients of dense parameters for some observers.
+
+    Args:
+      model: the model.
+      params: parameters like `model.params`.
+      *args: inputs of the model.
+      observers: observers of gradients by path.
+      record: called with the equations that read masked parameters, see `Densifier`.
+    """
     graph, inputs = _retrace(model, params, args, observers)
-    outputs = Densifier(graph.traced.tracker.is_data, model.in_turn).run(
-        graph.traced.model.program, inputs
-    )
-    return jax.tree.unflatten(graph.traced.model.output_tree, outputs)
+    traced = graph.traced
+    densifier = Densifier(traced.tracker.is_data, model.in_turn, record)
+    outputs = densifier.run(traced.model.program, inputs)
+    return jax.tree.unflatten(traced.model.output_tree, outputs)
 
 
 def wrap_values(
@@ -133,11 +142,9 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 
     arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
 
-    def run(arrays: list[jax.Array]) -> list[Lazy]:
-        graph, inputs = _retrace(model, *rebuild(arrays))
-        return Densifier(graph.traced.tracker.is_data, False, record).run(
-            graph.traced.model.program, inputs
-        )
+    def run(arrays: list[jax.Array]) -> PyTree:
+        params, args = rebuild(arrays)
+        return run_stored(dataclasses.replace(model, in_turn=False), params, *args, record=record)
 
     jax.eval_shape(run, arrays)
     return reads
@@ -173,7 +180,7 @@ def _retrace(
     model: StoredModel,
     params: PyTree,
     args: tuple[PyTree, ...],
-    observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+    observers: Mapping[Path, Observer],
 ) -> tuple[Graph, list[Lazy]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)

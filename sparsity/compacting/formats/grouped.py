@@ -104,7 +104,7 @@ class Grouped(Storage):
             other = _stride(equation, other)
         elif product.kind != "dot" or equation.params.get("out_sharding") is not None:
             return None
-        contraction = _read_contraction(product, at)
+        contraction = _read_contraction(product, at, kept)
         if not _fits(contraction, kept, num_inputs):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)
@@ -164,28 +164,30 @@ def _to_matrices(array: AnyArray, stack: tuple[int, ...], inputs: tuple[int, ...
 class Contraction(NamedTuple):
     """A product as a dot of the kept values with the other operand.
 
+    Axes of the parameter are those of `Kept.sizes`.
+
     Attributes:
-      contracted: pairs (axis of the parameter, axis of the other operand) that are summed over.
-      batch: pairs that index separate products.
+      summed: {axis of the parameter: axis of the other operand} that are summed over.
+      stacked: the same for axes that index separate products.
       free: axes of the other operand that become axes of the result.
       result: for each axis of the result (whether the parameter has the axis, the axis there).
     """
 
-    contracted: tuple[tuple[int, int], ...]
-    batch: tuple[tuple[int, int], ...]
+    summed: dict[int, int]
+    stacked: dict[int, int]
     free: tuple[int, ...]
     result: tuple[tuple[bool, int], ...]
 
 
-def _read_contraction(product: Product, at: int) -> Contraction:
+def _read_contraction(product: Product, at: int, kept: Kept) -> Contraction:
     """Returns a dot, or a convolution that multiplies each place by one matrix."""
-    kept, other = product.operands[at], product.operands[1 - at]
+    roles, other = product.operands[at], product.operands[1 - at]
     space = [axis for number, axis in product.ordered if number == 2]  # of the result
-    places = {place: (True, axis) for place, axis in product.places(at).items()}
+    places = {place: (True, kept.axes[axis]) for place, axis in product.places(at).items()}
     places |= {place: (False, axis) for place, axis in zip(space, other.window, strict=True)}
     return Contraction(
-        tuple(zip(kept.inputs, other.inputs, strict=True)),
-        tuple(zip(kept.batch, other.batch, strict=True)),
+        {kept.axes[i]: j for i, j in zip(roles.inputs, other.inputs, strict=True)},
+        {kept.axes[i]: j for i, j in zip(roles.batch, other.batch, strict=True)},
         (*other.free, *other.window),
         tuple(places.get(i, (False, x[1] if x else 0)) for i, x in enumerate(product.output)),
     )
@@ -213,49 +215,35 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
 
 def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
-    summed = {kept.axes[axis] for axis, _ in contraction.contracted}
-    first, end = kept.depth, kept.depth + num_inputs
-    unsummed = [i for i in range(first, end) if i not in summed]
-    batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
-    sums_inputs = all(first <= i < end for i in summed) and all(
-        kept.sizes[i] == 1 for i in unsummed
-    )
-    return sums_inputs and batch == list(range(kept.depth))
+    summed, inputs = {*contraction.summed}, {*range(kept.depth, kept.depth + num_inputs)}
+    sums_inputs = summed <= inputs and all(kept.sizes[i] == 1 for i in inputs - summed)
+    return sums_inputs and {*contraction.stacked} == {*range(kept.depth)}
 
 
 def _contract(
     equation: Equation, contraction: Contraction, kept: Kept, num_inputs: int, other: jax.Array
 ) -> jax.Array:
     """Brings the other operand to [*stack, rows, inputs], and the result to its own axes."""
-    stored = {kept.axes[axis]: axis_of_other for axis, axis_of_other in contraction.contracted}
-    stacked = {kept.axes[axis]: axis_of_other for axis, axis_of_other in contraction.batch}
-    order = (
-        [stacked[i] for i in sorted(stacked)],
-        contraction.free,
-        [stored[i] for i in sorted(stored)],
-    )
-    x = other.transpose([axis for axes in order for axis in axes])
+    summed, stacked, free, result = contraction
+    stack_axes, inputs_axes = ([axes[i] for i in sorted(axes)] for axes in (stacked, summed))
+    x = other.transpose([*stack_axes, *free, *inputs_axes])
     stack = x.shape[: kept.depth]
-    rows = x.shape[kept.depth : kept.depth + len(contraction.free)]
+    rows = x.shape[kept.depth : kept.depth + len(free)]
     end = kept.depth + num_inputs
-    outputs = kept.sizes[end:]
-    count = math.prod(outputs)
-    precision = equation.params["precision"]
+    inputs, outputs = kept.sizes[kept.depth : end], kept.sizes[end:]
     run = functools.partial(
         grouped_products.grouped_product,
-        outputs=count,
-        precision=precision,
+        outputs=math.prod(outputs),
+        precision=equation.params["precision"],
         preferred_element_type=equation.params["preferred_element_type"],
     )
     for _ in range(kept.depth):
         run = jax.vmap(run)
-    size = math.prod(rows)
-    inputs = math.prod(kept.sizes[kept.depth : end])
-    y = run(kept.read_values(), kept.positions, x.reshape(*stack, size, inputs))
-    y = y.reshape(*stack, *rows, *outputs)
+    x = x.reshape(*stack, math.prod(rows), math.prod(inputs))
+    y = run(kept.read_values(), kept.positions, x).reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
-    places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}
-    places |= {(False, axis): kept.depth + i for i, axis in enumerate(contraction.free)}
+    places = {(True, i): i for i in range(kept.depth)}
+    places |= {(False, axis): kept.depth + i for i, axis in enumerate(free)}
     shift = len(rows) - num_inputs
-    places |= {(True, axis): i + shift for axis, i in enumerate(kept.axes) if i >= end}
-    return y.transpose([places[source] for source in contraction.result])
+    places |= {(True, i): i + shift for i in range(end, len(kept.sizes))}
+    return y.transpose([places[source] for source in result])
