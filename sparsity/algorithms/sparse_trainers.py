@@ -84,7 +84,6 @@ class SparseTraining(BaseUpdater):
 
     is_sparse_gradients: bool = True
 
-    keeps_count: ClassVar[bool | None] = True
     prunes_at_once: ClassVar[bool] = False
 
     def get_initial_masks(
