@@ -427,23 +427,6 @@ def test_a_move_leaks_no_tracer():
         model.move(pruner, model.params, model.opt_state, 0, loss)
 
 
-def test_a_second_move_asks_the_optimizer_for_nothing():
-    calls = []
-
-    def init(params):
-        calls.append(params)
-        return ADAM.init(params)
-
-    tx = optax.GradientTransformation(init, ADAM.update)
-    pruner, model = make_pruner(sparsity.SET), start(make_pruner(sparsity.SET))[2]
-    moved, params, state = model.move(pruner, model.params, model.opt_state, 0, tx=tx)
-    count = len(calls)
-    moved.move(pruner, params, state, 1, tx=tx)
-    assert len(calls) == count > 0
-    with pytest.raises(ValueError, match=r"opt_state is no state of tx for these params"):
-        moved.move(pruner, params, optax.sgd(0.1, momentum=0.9).init(params), 2, tx=tx)
-
-
 @pytest.mark.slow
 def test_a_subclass_that_ranks_complete_parameters_gets_them():
     class Normalized(sparsity.RigL):
