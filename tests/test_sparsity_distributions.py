@@ -289,6 +289,10 @@ def test_overrides_count_and_billions_of_entries_are_within_rounding():
 def test_numbers_of_entries_that_cannot_be_kept_are_errors():
     with pytest.raises(ValueError, match=r"entries = 1 is less than the 2 entries"):
         masks_of(Uniform(entries=1))
+    with pytest.raises(ValueError, match=r"selects no parameter, so entries = 9 has nothing"):
+        masks_of(Uniform(entries=9, filter_fn=lambda path, param: False))
+    with pytest.raises(ValueError, match=r"keeps all selected .*, so entries = 9 has nothing"):
+        masks_of(Uniform(entries=9), sparsity_type=lambda path, param: None)
     with pytest.raises(ValueError, match=r"sparsity = 0.5 and entries = 3"):
         Uniform(0.5, entries=3)
     with pytest.raises(ValueError, match="entries must be"):

@@ -12,10 +12,10 @@ import optax
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks.distributions import Distribution
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.checks import check_optimizer, check_state
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import is_placeholder
+from sparsity.training.step_checks import check_optimizer, check_state
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -84,7 +84,6 @@ class SparseTraining(BaseUpdater):
 
     is_sparse_gradients: bool = True
 
-    keeps_count: ClassVar[bool | None] = True
     prunes_at_once: ClassVar[bool] = False
 
     def get_initial_masks(
@@ -131,7 +130,7 @@ class DropAndGrow(SparseTraining):
 
     The number of active entries (blocks, channels) of every leaf never changes; with a global
     scope, the number of all leaves together. Regrown weights start at zero with a fresh optimizer
-    state.
+    state. Of a `PolynomialSchedule` only the steps count: no ramp changes the number.
 
     Attributes:
       drop_fraction_fn: function from the step to the fraction of active weights to replace, in

@@ -80,6 +80,11 @@ class SRigL(RigL):
             check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, SparsityType):
             _check_pattern(self.sparsity_type)
+        if self.topk_fn is not None:
+            raise ValueError(
+                "SRigL chooses the weights of each neuron itself and takes no topk_fn, got topk_fn "
+                f"= {self.topk_fn!r}. Leave topk_fn out."
+            )
         if not keeps_targets(self.scope):
             raise ValueError(
                 f"SRigL moves within each layer and needs scope = Layerwise(), got {self.scope!r}."

@@ -1,7 +1,8 @@
 """Models whose masked parameters are stored, multiplied and trained as their kept values.
 
 - `compact` builds a `Compact`, by `building`.
-- `model` runs the program of a model by `densifier`; `dense_read` makes a parameter dense there.
+- `stored_model` runs the program of a model by `densifier`, and `dense_read` makes a parameter
+  dense there.
 - `formats` says how the kept values of a parameter lie in memory, and multiplies them.
 - `moving` moves masks; `optimizer_state` cuts moments down to kept values.
 - `table` and `tune` describe a model and measure its formats.

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
-from sparsity.compacting.formats.dtypes import is_quantized, to_bits
+from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, STORAGES
+from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import MaskedParameter, Storage
-from sparsity.compacting.model import StoredModel, find_readers
 from sparsity.compacting.optimizer_state import Owner
+from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Path, PyTree
@@ -40,60 +40,29 @@ def build(
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
-    storages, indices = _make_storages(masked, formats)
-    leaves = trees.leaves_by_names(params)
-    for path, storage in storages.items():
-        if masked[path].is_frozen:
-            dtype = np.dtype(leaves[path].dtype)
-            storages[path] = dataclasses.replace(storage, base_dtype=dtype)
+    storages, positions = _make_storages(masked, formats)
+    owners: dict[trees.KeyPath, Owner] = {}
 
     def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)
-        return Owner(trees.path_string(path), storages.get(names), indices.get(names))
+        owners[path] = Owner(trees.path_string(path), storages.get(names), positions.get(names))
+        return owners[path]
 
     owner_tree = trees.map_matched(describe, params)
-    model = _store(graph, params, owner_tree, storages)
+    model = StoredModel(
+        trees.map_matched(lambda path, leaf: owners[path].place_positions(leaf), params),
+        trees.map_matched(lambda path, leaf: owners[path].freeze(leaf), params),
+        graph,
+        tuple(storages.items()),
+        jax.device_count() == 1,
+        trees.map_matched(lambda path, leaf: owners[path].take(leaf), params),
+    )
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts
     if refused := _find_refused(model, formats):
         formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
         return build(graph, params, masked, formats)
     return model, owner_tree
-
-
-def _store(
-    graph: Graph, params: PyTree, owner_tree: PyTree, storages: Mapping[Path, Storage]
-) -> StoredModel:
-    """Returns the model with positions, frozen entries and values on the devices of `params`."""
-    owners = trees.leaves_by_path(owner_tree)
-
-    def index(path: trees.KeyPath, leaf: PyTree) -> jax.Array | None:
-        owner: Owner = owners[path]
-        if owner.storage is None or owner.indices is None:
-            return None
-        return owner.storage.place(np.asarray(owner.indices), leaf, owner.name)
-
-    def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        storage = owners[path].storage
-        if storage is None or storage.base_dtype is None:
-            return None
-        is_ordered = storage.order == tuple(range(leaf.ndim))
-        return to_bits(leaf if is_ordered else leaf.transpose(storage.order))
-
-    def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        owner: Owner = owners[path]
-        if owner.storage is not None and isinstance(leaf, jax.ShapeDtypeStruct):
-            return owner.storage.shrink(leaf)
-        return owner.take(leaf)
-
-    return StoredModel(
-        trees.map_matched(index, params),
-        trees.map_matched(freeze, params),
-        graph,
-        tuple(storages.items()),
-        jax.device_count() == 1,
-        trees.map_matched(take, params),
-    )
 
 
 def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]:
@@ -116,10 +85,10 @@ def _make_storages(
     Raises:
       ValueError: a parameter cannot have the chosen format.
     """
-    storages, indices = {}, {}
+    storages, positions = {}, {}
     for path, parameter in masked.items():
         if path in formats:
-            chosen = FORMATS[formats[path]]
+            chosen = STORAGES[formats[path]]
             made = chosen.make(parameter)
             if made is None:
                 raise ValueError(
@@ -128,20 +97,21 @@ def _make_storages(
                 )
         else:
             made = next(filter(None, (each.make_automatic(parameter) for each in AUTOMATIC)))
-        storages[path], indices[path] = made
-    return storages, indices
+        storage, positions[path] = made
+        storages[path] = dataclasses.replace(storage, base_dtype=parameter.base_dtype)
+    return storages, positions
 
 
 def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]]:
     """Returns the formats that each masked parameter can have."""
     return {
-        path: [name for name, each in FORMATS.items() if each.make(parameter) is not None]
+        path: [name for name, each in STORAGES.items() if each.make(parameter) is not None]
         for path, parameter in masked.items()
     }
 
 
 def describe_masked(
-    graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
+    graph: Graph, params: PyTree, masks: Mapping[Path, np.ndarray], is_frozen: bool
 ) -> dict[Path, MaskedParameter]:
     """Returns the masked parameters by path.
 
@@ -150,10 +120,16 @@ def describe_masked(
 
     Args:
       graph: the graph of the model.
+      params: the parameters.
       masks: masks by path, from `read_masks`.
       is_frozen: whether entries outside the masks are stored.
+
+    Raises:
+      ValueError: jax reads a parameter with frozen entries in another dtype. The error names the
+        parameter.
     """
     scanned, masked = graph.traced.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
+    leaves = trees.leaves_by_names(params)
     for path, mask in masks.items():
         batches = [{*use.batch} for use in graph.traced.tracker.find_products(path)]
         batch = set.intersection(*batches) if batches else set()
@@ -162,7 +138,14 @@ def describe_masked(
         counts = np.count_nonzero(SliceLayout(mask.shape, slices).slices(mask), axis=-1)
         stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
         inputs = _find_inputs(graph, path, stack)
-        masked[path] = MaskedParameter(mask, stack, inputs, is_frozen)
+        base_dtype = np.dtype(leaves[path].dtype) if is_frozen else None
+        if base_dtype is not None and jax.dtypes.canonicalize_dtype(base_dtype) != base_dtype:
+            raise ValueError(
+                f"outside = 'frozen' keeps the bits of {trees.join_names(path)!r}, whose dtype "
+                f"{base_dtype} jax reads as {jax.dtypes.canonicalize_dtype(base_dtype)}. Cast the "
+                "parameter, or set jax_enable_x64."
+            )
+        masked[path] = MaskedParameter(mask, stack, inputs, base_dtype)
     return masked
 
 
@@ -249,7 +232,7 @@ def read_formats(
                 f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
                 f"{trees.listed([trees.join_names(path) for path in masked])}."
             )
-        if not isinstance(name, str) or name not in FORMATS:
-            raise ValueError(f"formats[{key!r}] must be one of {(*FORMATS,)}, got {name!r}.")
+        if not isinstance(name, str) or name not in STORAGES:
+            raise ValueError(f"formats[{key!r}] must be one of {(*STORAGES,)}, got {name!r}.")
         chosen[path] = name
     return chosen

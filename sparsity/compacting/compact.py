@@ -20,15 +20,8 @@ from sparsity.compacting.building import (
     read_formats,
     read_masks,
 )
-from sparsity.compacting.formats import ANY_MASK, FORMATS
+from sparsity.compacting.formats import ANY_MASK, STORAGES
 from sparsity.compacting.formats.storage import is_kept
-from sparsity.compacting.model import (
-    StoredModel,
-    count_bytes,
-    make_rows,
-    run_stored,
-    wrap_values,
-)
 from sparsity.compacting.moving.update import Loss, move
 from sparsity.compacting.optimizer_state import (
     Owner,
@@ -37,16 +30,23 @@ from sparsity.compacting.optimizer_state import (
     densify_state,
     take_state,
 )
+from sparsity.compacting.stored_model import (
+    StoredModel,
+    count_bytes,
+    make_rows,
+    run_stored,
+    wrap_values,
+)
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.checks import check_optimizer
 from sparsity.training.kept_state import spread_state
+from sparsity.training.step_checks import check_optimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,10 +171,10 @@ class Compact(StoredModel):
         """
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
-        indices = self.indices
+        positions = self.indices
         if not pruner.keeps_count or pruner.regrows is not False:
-            indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
-        moved = dataclasses.replace(self, indices=indices, params=params, opt_state=opt_state)
+            positions, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
+        moved = dataclasses.replace(self, indices=positions, params=params, opt_state=opt_state)
         return moved, params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
@@ -201,9 +201,9 @@ class Compact(StoredModel):
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
         storages = dict(self.storages)
 
-        def mask(path: trees.KeyPath, indices: jax.Array) -> jax.Array:
+        def mask(path: trees.KeyPath, positions: jax.Array) -> jax.Array:
             storage = storages[trees.path_names(path)]
-            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), indices).densify()
+            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), positions).densify()
 
         return trees.map_matched(mask, self.indices)
 
@@ -253,6 +253,7 @@ class Compact(StoredModel):
         """
         dense = self.dense(params)
         state = self._read_state(params, opt_state)
+        check_kept_state(self._owners, state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
@@ -315,8 +316,8 @@ class Compact(StoredModel):
     def _owners(self) -> PyTree:
         storages = dict(self.storages)
 
-        def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
-            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
+        def describe(path: trees.KeyPath, positions: jax.Array) -> Owner:
+            return Owner(trees.path_string(path), storages[trees.path_names(path)], positions)
 
         return trees.map_matched(describe, self.indices)
 
@@ -333,8 +334,10 @@ class Compact(StoredModel):
             )
         masks, models = self.masks, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(describe_masked(self.graph, arrays, self._outside == "frozen"))
-        for name in FORMATS:
+        possible = list_formats(
+            describe_masked(self.graph, dense, arrays, self._outside == "frozen")
+        )
+        for name in STORAGES:
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
@@ -412,13 +415,13 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    comparison.check_arguments(masks, opt_state, tx)
+    entrywise_check.check_arguments(masks, opt_state, tx)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
-    masked = describe_masked(graph, read_masks(graph, masks, is_frozen), is_frozen)
+    masked = describe_masked(graph, params, read_masks(graph, masks, is_frozen), is_frozen)
     stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = spread_state(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in
 from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
-from sparsity.compacting.formats.dtypes import is_quantized
+from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import Kept
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
@@ -25,6 +26,8 @@ from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
+
+Record: TypeAlias = Callable[[Equation, Sequence[Lazy], bool], None]
 
 
 class Densifier(Interpreter[Lazy]):
@@ -41,7 +44,7 @@ class Densifier(Interpreter[Lazy]):
         self,
         is_data: Callable[[Value], bool],
         in_turn: bool,
-        record: Callable[[Equation, Sequence[Lazy], bool], None] = lambda *_: None,
+        record: Record = lambda *_: None,
     ) -> None:
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 

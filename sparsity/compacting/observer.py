@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.core.sharding import shard_like
+from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 
 
@@ -57,6 +57,7 @@ def _observe(
 ) -> tuple[None, None, jax.Array]:
     """Returns the cotangents of slices, arrays and result; see `Observer`."""
     arrays, result = residuals
+    like = sharding.abstract(result)  # a rule that held the array would leak a traced one
 
     def run(arrays: PyTree, gradient: jax.Array) -> jax.Array:
         def run_slice(pair: tuple[PyTree, jax.Array]) -> jax.Array:
@@ -67,7 +68,7 @@ def _observe(
         return run_slice((arrays, gradient))
 
     def run_sharded(arrays: PyTree, gradient: jax.Array) -> jax.Array:
-        return shard_like(result, run, arrays, gradient)
+        return sharding.shard_like(like, run, arrays, gradient)
 
     observe = custom_vmap(run_sharded)
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
@@ -25,18 +26,33 @@ class Owner:
     Attributes:
       name: the path.
       storage: the storage of the kept values, `None` for a dense parameter.
-      indices: positions of the kept values.
+      positions: where the kept values lie.
     """
 
     name: str
     storage: Storage | None
-    indices: jax.Array | np.ndarray | None
+    positions: jax.Array | np.ndarray | None
 
-    def take(self, leaf: jax.Array) -> jax.Array:
-        """Returns the entries of a dense array that the mask keeps."""
+    def place_positions(self, leaf: PyTree) -> jax.Array | None:
+        """Returns the positions on the devices of a parameter."""
+        if self.storage is None:
+            return None
+        return self.storage.place(np.asarray(self.positions), leaf, self.name)
+
+    def freeze(self, leaf: PyTree) -> PyTree:
+        """Returns the dense slices of a parameter if entries outside the mask are frozen."""
+        if self.storage is None or self.storage.base_dtype is None:
+            return None
+        order = self.storage.order
+        return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
+
+    def take(self, leaf: PyTree) -> PyTree:
+        """Returns the entries that the mask keeps, of a dense array or of its shape."""
         if self.storage is None:
             return leaf
-        values = self.storage.take(np.asarray(leaf), np.asarray(self.indices))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return self.storage.shrink(leaf)
+        values = self.storage.take(np.asarray(leaf), np.asarray(self.positions))
         if self.storage.is_quantized and values.dtype == self.storage.base_dtype:
             values = values.astype(np.float32)
         return self.storage.place(values, leaf, self.name)
@@ -45,7 +61,7 @@ class Owner:
         """Returns kept values as a dense array, with zeros outside the mask."""
         if self.storage is None:
             return values
-        return self.storage.wrap(values, jnp.asarray(self.indices)).densify()
+        return self.storage.wrap(values, jnp.asarray(self.positions)).densify()
 
 
 def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
@@ -64,7 +80,7 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
     names = {owner.storage.shape: owner.name for owner in masked}
 
-    def take(owner: Owner | None, leaf: jax.Array) -> jax.Array:
+    def take(owner: Owner | None, leaf: PyTree) -> PyTree:
         shape = jnp.shape(leaf)
         if owner is None:
             owners.check_stray(leaf, names, _REMEDY)
@@ -131,17 +147,16 @@ def compare_kept_updates(
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-    owned = trees.leaves_by_path(owner_tree)
+    owned: dict[trees.KeyPath, Owner] = trees.leaves_by_path(owner_tree)
 
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        owner: Owner = owned[path]
-        return owner.densify(owner.take(leaf))
+        return owned[path].densify(owned[path].take(leaf))
 
     def cut(tree: PyTree) -> PyTree:
         return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
-    return comparison.check_updates(
+    return entrywise_check.check_updates(
         tx,
         masked,
         state,

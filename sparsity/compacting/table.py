@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.formats import FORMATS
+from sparsity.compacting.formats import STORAGES
+from sparsity.compacting.formats.storage import Storage
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
-from sparsity.core.pictures import bars, new_axes
+from sparsity.core.pictures import bars, pick_axes
 from sparsity.core.trees import Path
+from sparsity.graph.model import Parameter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,26 +21,21 @@ class Row(NamedTuple):
     """A row of the table: one parameter.
 
     Attributes:
-      name: the path as text.
-      path: the path.
-      shape: shape of the parameter.
-      format: format of the kept values, '' without a mask.
-      kept: number of kept values.
-      padding: number of stored values that are no entries of the parameter.
-      nbytes: bytes of the parameter when dense.
+      leaf: the parameter.
+      storage: storage of the kept values, `None` without a mask.
       stored: bytes of the values, of their positions, and of frozen entries.
       readers: operations other than products that read the parameter as a dense array.
     """
 
-    name: str
-    path: Path
-    shape: tuple[int, ...]
-    format: str
-    kept: int
-    padding: int
-    nbytes: int
+    leaf: Parameter
+    storage: Storage | None
     stored: tuple[int, int, int]
-    readers: tuple[str, ...] = ()
+    readers: Sequence[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter when dense."""
+        return self.leaf.size * self.leaf.dtype.itemsize
 
 
 def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] | None) -> str:
@@ -50,7 +47,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
         for name, time in times.items():
             check_number(f"seconds[{path!r}][{name!r}]", time)
     measured_formats = {name for times in seconds.values() for name in times}
-    columns = [name for name in FORMATS if name in measured_formats]
+    columns = [name for name in STORAGES if name in measured_formats]
     texts = "parameter", "shape", "format"
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
     if not any(row.stored[2] for row in rows):
@@ -58,26 +55,31 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
     parameters = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
     counts = [_numbers(row)[: len(numbers)] for row in rows]
     for row, count in zip(rows, counts, strict=True):
-        about = row.name, trees.shape_text(row.shape), row.format or "no mask"
-        measured = seconds.get(row.path, {})
+        storage_format = row.storage.format if row.storage else "no mask"
+        about = row.leaf.name, trees.shape_text(row.leaf.shape), storage_format
+        measured = seconds.get(row.leaf.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
         parameters.add_row(*about, *map("{:,}".format, count), *shown)
     totals = [sum(column) for column in zip(*counts, strict=True)]
     parameters.add_section()
     parameters.add_row("all", "", "", *map("{:,}".format, totals), *[""] * len(columns))
     notes = [f"Columns {', '.join(numbers[2:-1])} and {numbers[-1]} are bytes."]
-    notes += [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
+    notes += [
+        f"{row.leaf.name} is made dense by {reader}." for row in rows for reader in row.readers
+    ]
     return "\n".join([extras.as_text(parameters), *notes])
 
 
 def _numbers(row: Row) -> tuple[int, ...]:
-    return row.kept, row.padding, row.nbytes, *row.stored
+    storage = row.storage
+    kept, padding = (storage.num_kept, storage.padding) if storage else (row.leaf.size, 0)
+    return kept, padding, row.nbytes, *row.stored
 
 
-def plot(rows: Sequence[Row], axes: Axes | None) -> Axes:
+def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
-    shown = [row for row in rows if row.format or len(row.shape) > 1]
-    ax = new_axes(len(shown))[0] if axes is None else axes
-    names, before = [row.name for row in shown], [row.nbytes for row in shown]
+    shown = [row for row in rows if row.storage or len(row.leaf.shape) > 1]
+    ax = pick_axes(ax, len(shown))
+    names, before = [row.leaf.name for row in shown], [row.nbytes for row in shown]
     bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
     return ax

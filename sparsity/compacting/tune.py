@@ -15,7 +15,7 @@ import numpy as np
 from sparsity.compacting.deferred import Lazy, densify, kept_in
 from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.storage import is_kept
-from sparsity.compacting.model import Read, StoredModel, list_reads
+from sparsity.compacting.stored_model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.reports.times import rounds_in_turn
@@ -135,7 +135,7 @@ def _make_inputs(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
 
     Frozen entries count as zeros. A product within a scan gets the first layer.
     """
-    values, indices = (
+    values, positions = (
         {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
         for tree in (model.params, model.indices)
     )
@@ -145,7 +145,7 @@ def _make_inputs(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
             return dataclasses.replace(
                 leaf,
                 values=_first_slice(values[leaf.name], leaf.values),
-                indices=_first_slice(indices[leaf.name], leaf.indices),
+                positions=_first_slice(positions[leaf.name], leaf.positions),
                 base=None,
             )
         rng = np.random.default_rng(0)

@@ -24,6 +24,15 @@ def new_axes(num_rows: int, num_columns: int = 1) -> list[Axes]:
     return list(axes[0])
 
 
+def pick_axes(ax: Axes | None, num_rows: int) -> Axes:
+    """Returns the axes of a user, or new ones for `None`; raises a ValueError for others."""
+    if ax is None:
+        return new_axes(num_rows)[0]
+    if not callable(getattr(ax, "barh", None)):
+        raise ValueError(f"ax must be matplotlib axes or None, got ax = {ax!r}.")
+    return ax
+
+
 def bars(
     ax: Axes,
     quantity: str,

@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
-from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise_proof import check_entrywise
-from sparsity.training.kept_state import KeptLayout, KeptParameter, KeptState, gather
+from sparsity.training.kept_state import KeptLayout, KeptParameter, KeptState, find_sharding, gather
+from sparsity.training.step_checks import check_optimizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,15 +197,14 @@ def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
         array = np.asarray(mask)
         check_entries(array, name)
         if array.any():
-            supports[path] = _read_support(name, array != 0, getattr(mask, "sharding", None))
+            supports[path] = _read_support(name, array != 0, _count_parts(mask))
     if not supports:
         raise ValueError("masks keep no entry, so that train_only has nothing to train.")
     return supports
 
 
-def _read_support(name: str, mask: np.ndarray, placed: object) -> Support:
-    """Returns the chosen entries of a mask, bool, by the parts that `placed` makes."""
-    parts = _count_parts(placed, mask.ndim)
+def _read_support(name: str, mask: np.ndarray, parts: tuple[int, ...]) -> Support:
+    """Returns the chosen entries of a mask, bool, by the parts that devices share."""
     if mask.all():
         return Support(None, np.zeros(0, np.int32), mask.shape, parts)
     layout = _layout_parts(mask.shape, parts)
@@ -229,11 +227,10 @@ def _layout_parts(shape: tuple[int, ...], parts: tuple[int, ...]) -> KeptLayout:
     return KeptLayout(shape, tuple(range(0, len(split), 2)), split)
 
 
-def _count_parts(placed: object, ndim: int) -> tuple[int, ...]:
-    """Returns the number of parts that a sharding makes along each axis."""
-    if not isinstance(placed, NamedSharding) or placed.mesh.empty:
-        return (1,) * ndim
-    return tuple(sharding.num_devices(placed, ndim))
+def _count_parts(array: PyTree) -> tuple[int, ...]:
+    """Returns the number of parts that a mesh makes of an array along each axis."""
+    placed, ndim = find_sharding(array), np.ndim(array)
+    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
 
 
 def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) -> None:
@@ -244,9 +241,7 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) ->
             f"The masks have a leaf at {name!r}, which is no floating array but of "
             f"{getattr(param, 'dtype', type(param))}. Give it no mask: None."
         )
-    placed = jax.typeof(param).sharding if is_traced(param) else getattr(param, "sharding", None)
-    parts = _count_parts(placed, param.ndim)
-    is_placed = isinstance(placed, NamedSharding) and not placed.mesh.empty
+    parts, is_placed = _count_parts(param), find_sharding(param) is not None
     # Axes of the kind Auto are in no type of a traced array.
     if support.layout is None or not is_placed or (is_traced(param) and math.prod(parts) == 1):
         return

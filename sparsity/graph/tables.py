@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparsity.core import extras, trees
-from sparsity.core.pictures import bars, new_axes
+from sparsity.core.pictures import bars, pick_axes
 from sparsity.graph.model import Parameter
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def show_leaves(
 def plot(rows: Sequence[CostRow], total: int, has_masks: bool, ax: Axes | None) -> Axes:
     """Draws `Graph.plot`; the arguments are those of `table`."""
     shown = [row for row in rows if row.dense]
-    if ax is None:
-        (ax,) = new_axes(len(shown))
+    ax = pick_axes(ax, len(shown))
     names, dense = [row.parameter.name for row in shown], [row.dense for row in shown]
     masked = [row.masked for row in shown] if has_masks else None
     bars(ax, "multiply-adds", names, dense, masked, total)

@@ -152,6 +152,7 @@ class Uniform:
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
             )
+        self._filter_params(params, batch_axes, sites)  # raises an error for an empty selection
         sites = sites or Sites(params, Unstructured(), batch_axes)
         arrays = trees.leaves_by_path(params)
         count_kept = kept_counter(params, sites)
@@ -221,16 +222,19 @@ class Uniform:
             else:
                 selected[path] = (param, axes)
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
+        removes |= self.entries is not None
         if prunable and removes and not selected and not custom:
             raise ValueError(self._nothing_selected(list(labels.values()), dense))
         return selected, custom
 
     def _nothing_selected(self, labels: list[str], dense: list[str]) -> str:
         """Returns the error of a filter and a pattern that select no parameter."""
+        amount = f"sparsity = {self.sparsity}"
+        amount = amount if self.entries is None else f"entries = {self.entries}"
         if dense:
             return (
                 f"sparsity_type keeps all selected parameters dense, {trees.listed(dense)}, so "
-                f"sparsity = {self.sparsity} has nothing to remove. Give another pattern."
+                f"{amount} has nothing to remove. Give another pattern."
             )
         reason = (
             "filter_fn selects no parameter"
@@ -238,7 +242,7 @@ class Uniform:
             else "No parameter has more than one axis beyond its batch axes"
         )
         return (
-            f"{reason}, so sparsity = {self.sparsity} has nothing to remove. The parameters are "
+            f"{reason}, so {amount} has nothing to remove. The parameters are "
             f"{trees.listed(labels)}. Select some with filter_fn(path, param), path a tuple of "
             "strings, or name them in custom_sparsity_map; a wrapper that flattens parameters "
             "belongs inside wrap_optax."

@@ -9,7 +9,7 @@ import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.pictures import DARK, add_legend, label_rows, new_axes
+from sparsity.core.pictures import DARK, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Params
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.state import get_sparse_state
@@ -124,8 +124,7 @@ def plot_sparsity(
     """
     layers = layer_summary(params, opt_state, updater)
     rows = [row for row in layers if row.target is not None or len(row.shape) > 1]
-    if ax is None:
-        (ax,) = new_axes(len(rows))
+    ax = pick_axes(ax, len(rows))
     position = np.arange(len(rows))
     ax.barh(position, [row.achieved for row in rows], color=DARK, label="achieved")
     goals = [(i, row.target) for i, row in enumerate(rows) if row.target is not None]

@@ -21,7 +21,7 @@ from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_m
 from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.shrinking.smaller import take
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
@@ -120,7 +120,7 @@ class Cutter:
         """
         masked = self._mask_params(params, masks)
         small = self.params(masked)
-        return comparison.check_updates(
+        return entrywise_check.check_updates(
             tx,
             masked,
             state,

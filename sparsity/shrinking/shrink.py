@@ -27,7 +27,7 @@ from sparsity.shrinking.cutting import Cutter
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
 from sparsity.shrinking.savings import SizeRow
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def shrink(
       (5, 2)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    comparison.check_arguments(masks, opt_state, tx)
+    entrywise_check.check_arguments(masks, opt_state, tx)
     graph.traced.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cutter = Cutter(graph, plan)

@@ -19,7 +19,6 @@ from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
-from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import (
     check_fields,
@@ -29,6 +28,7 @@ from sparsity.training.field_checks import (
 )
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.masked_step import MaskedStep
+from sparsity.training.step_checks import check_gradients, check_optimizer
 from sparsity.training.updater import INFERRED, Updater, is_overridden
 
 

@@ -280,14 +280,20 @@ def spread_state(state: PyTree, params: Params) -> PyTree:
     return state
 
 
+def find_sharding(array: PyTree) -> NamedSharding | None:
+    """Returns how a mesh divides an array, by its type if traced; `None` for no mesh."""
+    placed = jax.typeof(array).sharding if is_traced(array) else getattr(array, "sharding", None)
+    return placed if isinstance(placed, NamedSharding) and not placed.mesh.empty else None
+
+
 def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:
     """Raises a ValueError if a masked parameter is sharded along another axis than batch axes.
 
     Flat positions within a slice that lies on several devices would gather it in every step, and
     its shards keep different numbers of entries.
     """
-    placed = getattr(jax.typeof(param), "sharding", None) if is_traced(param) else param.sharding
-    if not isinstance(placed, NamedSharding) or placed.mesh.empty:
+    placed = find_sharding(param)
+    if placed is None:
         return
     counts = sharding.num_devices(placed, param.ndim)
     cut = [axis for axis in range(batch_axes, param.ndim) if counts[axis] > 1]

@@ -126,7 +126,7 @@ def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
         return "sparsity.train_only"
     if trees.find_nodes(inner_state, optax.LookaheadState):
         return "optax.lookahead"
-    arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
+    arrays = trees.leaves_by_path(trees.only_arrays(params))
     # A parameter without a tree has the path of every leaf of a state, and so owns them all.
     is_bare = () in arrays
     if not arrays or (is_bare and arrays[()].ndim == 1):
@@ -149,7 +149,3 @@ def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
         if jnp.shape(leaf) in shapes:
             return f"arrays such as {trees.path_string(path)!r} outside of trees of parameters"
     return None
-
-
-def _is_array(leaf: object) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "size")

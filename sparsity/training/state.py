@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_kind
+from sparsity.core.sharding import on_device
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import packed_shape
+from sparsity.masks import pack_masks, packed_shape, place_masks, read_masks
 
 
 class SparseState(NamedTuple):
@@ -38,6 +40,30 @@ class SparseState(NamedTuple):
     target_sparsities: Sparsities = None
     count: PyTree = None
     algorithm_state: PyTree = None
+
+
+def store_first(
+    state: SparseState, params: Params, packed: bool, role: str = "masks"
+) -> SparseState:
+    """Returns the first state of a hook or a user as training stores the state.
+
+    Args:
+      state: masks of any real dtype, packed or not; targets and count may be Python numbers.
+      params: tree of parameters, whose devices get the masks.
+      packed: whether masks are stored as bits.
+      role: name of the masks in messages.
+
+    Raises:
+      ValueError: as `read_masks`.
+    """
+    masks = read_masks(state.masks, params, packed, role)
+    if packed:
+        masks = pack_masks(masks, params)
+    return state._replace(
+        masks=place_masks(masks, params),
+        target_sparsities=jax.tree.map(on_device, state.target_sparsities),
+        count=on_device(0 if state.count is None else state.count, np.int32),
+    )
 
 
 def get_sparse_state(opt_state: PyTree) -> SparseState:
@@ -66,16 +92,9 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
 
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
     """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
-    get_sparse_state(opt_state)
+    old = get_sparse_state(opt_state)
     check_kind("sparse_state", sparse_state, SparseState, "a SparseState")
-
-    def is_state(node: object) -> bool:
-        return isinstance(node, SparseState)
-
-    def replace(node: PyTree) -> PyTree:
-        return sparse_state if is_state(node) else node
-
-    replaced: optax.OptState = jax.tree.map(replace, opt_state, is_leaf=is_state)
+    replaced: optax.OptState = trees.replace_node(opt_state, old, sparse_state)
     return replaced
 
 

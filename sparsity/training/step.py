@@ -22,34 +22,25 @@ from typing import NamedTuple, Self
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
-from sparsity.core.sharding import on_device
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import (
-    Sites,
-    check_masks,
-    pack_masks,
-    place_masks,
-    read_masks,
-    unpack_masks,
-)
-from sparsity.training.checks import (
+from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
+from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.regrow import pack_first
+from sparsity.training.skip import update_unless
+from sparsity.training.state import SparseState, store_first
+from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
     check_state,
     same_structure,
-    take_initial_masks,
     take_masks,
+    take_user_masks,
     warn_of_idle,
 )
-from sparsity.training.hooks import ExtraArg, Inputs
-from sparsity.training.regrow import pack_first
-from sparsity.training.skip import update_unless
-from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater, is_overridden
 
 
@@ -100,22 +91,17 @@ class Step(abc.ABC):
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
-        masks = read_masks(state.masks, params, self.packed, "initial masks")
-        targets, algorithm_state = state.target_sparsities, state.algorithm_state
         if self.masks is not None:
-            masks, targets = take_initial_masks(updater, self.masks, targets, params, inputs.sites)
+            state = take_user_masks(updater, self.masks, state, params, inputs.sites)
+        state = store_first(state, params, self.packed, "initial masks")
+        masks = self.as_hooks_see(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
-        warn_of_idle(updater, params, targets, masks, starts_dense)
+        warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
+        algorithm_state = state.algorithm_state
         if algorithm_state is None:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
-        # A hook may have created the state from Python numbers.
-        return SparseState(
-            masks=place_masks(self.as_stored(masks, params), params),
-            inner_state=self.init_inner(params, masks, inputs.sites),
-            target_sparsities=jax.tree.map(on_device, targets),
-            count=on_device(0 if state.count is None else state.count, np.int32),
-            algorithm_state=algorithm_state,
-        )
+        inner_state = self.init_inner(params, masks, inputs.sites)
+        return state._replace(inner_state=inner_state, algorithm_state=algorithm_state)
 
     def update(
         self,

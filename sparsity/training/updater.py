@@ -9,7 +9,6 @@ from typing import ClassVar, cast
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
@@ -35,7 +34,7 @@ from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
-from sparsity.training.state import SparseState, get_sparse_state
+from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
 
@@ -124,11 +123,8 @@ class Updater(DataclassBase):
         inputs = Inputs(params, None, sites or self.sites(params), {})
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
-        masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
-        if self.use_packed_masks:
-            masks = masks_lib.pack_masks(masks, params)
-        masks = masks_lib.place_masks(masks, params)
-        return SparseState(masks, target_sparsities=targets, count=on_device(0, np.int32))
+        state = SparseState(masks, target_sparsities=targets)
+        return store_first(state, params, self.use_packed_masks)
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two

@@ -181,6 +181,8 @@ def test_settings_out_of_range_are_errors():
         sparsity.SRigL(min_salient=1.5)
     with pytest.raises(ValueError, match=r"within each layer and needs scope = Layerwise\(\)"):
         sparsity.SRigL(scope=sparsity.Global())
+    with pytest.raises(ValueError, match=r"SRigL chooses .* takes no topk_fn, got topk_fn = <"):
+        sparsity.SRigL(topk_fn=lambda scores, sparsity: scores > 0)
     sparse = sparsity.SRigL(sparsity_distribution_fn=helpers.uniform(0.95))
     with pytest.raises(ValueError, match=r"0.95 leaves 'layer/kernel' of shape \(6, 10\).*10 neur"):
         sparse.wrap_optax(optax.sgd(0.1)).init({"layer": {"kernel": jnp.ones((6, 10))}})

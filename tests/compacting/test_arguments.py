@@ -8,6 +8,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
+from sparsity.compacting import tune
 from tests import helpers
 from tests.compacting.models import masked
 
@@ -256,6 +257,13 @@ def test_tune_carries_no_state_of_earlier_parameters():
     assert model.tune(model.params, X, rounds=1).opt_state[0].count == 0
     without_state = compact(GRAPH, PARAMS, MASKS)
     assert without_state.tune(values, X, rounds=1).opt_state is None
+
+
+def test_tune_refuses_the_state_of_other_parameters_before_it_measures(monkeypatch):
+    monkeypatch.setattr(tune, "time_until_clear", lambda *_: pytest.fail("measured"))
+    model = compact(GRAPH, PARAMS, MASKS)
+    with pytest.raises(ValueError, match=r"opt_state has a leaf of shape .3, 4. for 'up'"):
+        model.tune(model.params, X, rounds=7, opt_state=optax.adam(0.1).init(PARAMS))
 
 
 def test_the_state_of_other_parameters_is_refused():

@@ -224,3 +224,14 @@ def test_groups_among_frozen_entries_are_stored_one_by_one():
     assert set(compact(graph, params, masks).formats.values()) == {"grouped"}
     frozen = compact(graph, params, masks, outside="frozen")
     assert set(frozen.formats.values()) == {"values"}
+
+
+def test_frozen_entries_of_a_dtype_that_jax_does_not_hold_are_refused():
+    params, x = {"w": np.arange(6.0).reshape(3, 2)}, np.ones((1, 3))
+    mask = {"w": np.array([[1, 0], [0, 1], [0, 0]], np.uint8)}
+    graph = trace(lambda params, x: x @ params["w"], params, x)
+    with pytest.raises(ValueError, match=r"bits of 'w', whose dtype float64 .* as float32"):
+        compact(graph, params, mask, outside="frozen")
+    with jax.enable_x64(True):
+        model = compact(graph, params, mask, outside="frozen")
+        np.testing.assert_array_equal(model.dense(model.params)["w"], params["w"])

@@ -418,6 +418,15 @@ def test_grown_entries_start_as_init_of_the_optimizer_gives_them():
     assert set(sums[grown].tolist()) == {0.25}
 
 
+def test_a_move_leaks_no_tracer():
+    pruner = make_pruner(sparsity.RigL)
+    _, _, model = start(pruner)
+    x, y = make_inputs()
+    loss = jax.tree_util.Partial(loss_fn, x=x, y=y)
+    with jax.checking_leaks():
+        model.move(pruner, model.params, model.opt_state, 0, loss)
+
+
 @pytest.mark.slow
 def test_a_subclass_that_ranks_complete_parameters_gets_them():
     class Normalized(sparsity.RigL):

@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
-from sparsity.compacting.formats import FORMATS
+from sparsity.compacting.formats import STORAGES
 from sparsity.compacting.formats.storage import Storage
 from sparsity.masks.slice_layout import SliceLayout
 
@@ -30,8 +30,8 @@ class Backwards(Storage):
     def take(self, array, positions):
         return super().take(flip(array, self.stack), positions)
 
-    def build(self, values, indices, outside):
-        return outside[::-1].at[indices].set(values)[::-1]
+    def build(self, values, positions, outside):
+        return outside[::-1].at[positions].set(values)[::-1]
 
     def rows(self, mask):
         return self.slices(mask)[..., ::-1].reshape(-1, self.slice_size)
@@ -48,7 +48,7 @@ def fn(params, x):
 
 @pytest.mark.slow
 def test_a_format_of_one_class_and_one_entry_is_stored_multiplied_moved_and_reported(monkeypatch):
-    monkeypatch.setitem(FORMATS, Backwards.format, Backwards)
+    monkeypatch.setitem(STORAGES, Backwards.format, Backwards)
     rng = np.random.default_rng(0)
     masks = {"layers": np.zeros((2, 3, 3), np.uint8), "w": np.zeros((3, 2), np.uint8)}
     masks["layers"][:, :, 1] = 1

@@ -173,14 +173,14 @@ SPECIAL = {
     ("ERK", "sparsity"): optional(FRACTION),
     ("Graph.is_weight", "path"): (),  # called by the library
     ("Graph.is_weight", "param"): (),
-    ("Graph.plot", "ax"): (),  # of matplotlib
+    ("Graph.plot", "ax"): (3, ODD),
     ("Compact.apply", "args"): (),  # of the model
     ("Compact.dense_state", "opt_state"): (),  # any tree
     ("Compact.move", "opt_state"): (),
     ("Compact.tune", "opt_state"): (),
     ("Compact.measure", "args"): (),
     ("Compact.measure", "rounds"): COUNT,
-    ("Compact.plot", "ax"): (),  # of matplotlib
+    ("Compact.plot", "ax"): (3, ODD),
     ("Compact.tune", "args"): (),
     ("Compact.tune", "rounds"): COUNT,
     ("Plan.apply", "args"): (),

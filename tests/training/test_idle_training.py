@@ -57,6 +57,9 @@ def test_init_accepts_dense_baselines_masks_of_users_and_vectors_without_a_warni
     masks = {"w": jnp.ones((4, 8), bool).at[0].set(False), "b": None}
     _init(sparsity.MagnitudePruning(scheduler=once), masks=masks)
     sparsity.MagnitudePruning(scheduler=once).wrap_optax(optax.sgd(0.1)).init({"b": jnp.ones(8)})
+    for batch_axes in (1, lambda path, param: param.ndim - 1):
+        stacked = sparsity.MagnitudePruning(scheduler=once, batch_axes=batch_axes)
+        stacked.wrap_optax(optax.sgd(0.1)).init({"b": jnp.ones((3, 8))})
 
 
 def test_the_schedule_that_the_text_proposes_is_one():

@@ -12,7 +12,7 @@ import numpy as np
 from sparsity.calibration.run.outputs import OutputReport
 from sparsity.calibration.run.sensitivity import Sensitivity, measure
 from sparsity.core import extras, trees
-from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
+from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
 
@@ -87,8 +87,7 @@ class Report(dict[Path, LayerReport]):
         Returns:
           The matplotlib axes.
         """
-        if ax is None:
-            (ax,) = new_axes(len(self))
+        ax = pick_axes(ax, len(self))
         rows, position = list(self.values()), np.arange(len(self))
         is_refitted = any(row.error != row.unrefitted for row in rows)
         if is_refitted:

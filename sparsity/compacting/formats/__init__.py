@@ -7,9 +7,9 @@ from sparsity.compacting.formats.storage import Storage
 from sparsity.compacting.formats.values import Values
 
 _ALL: tuple[type[Storage], ...] = Values, Grouped, WholeSlices, Dense
-FORMATS = {storage.format: storage for storage in _ALL}
+STORAGES = {storage.format: storage for storage in _ALL}
 # The first that fits, for parameters without a chosen format.
 AUTOMATIC = WholeSlices, Grouped, Values
 ANY_MASK = Values.format  # the format that every parameter can have
 
-__all__ = ["ANY_MASK", "AUTOMATIC", "FORMATS"]
+__all__ = ["ANY_MASK", "AUTOMATIC", "STORAGES"]

@@ -35,11 +35,11 @@ class Dense(Storage):
         # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
         # derivatives of any order are 0 outside the mask.
         values = kept.read_values()
-        values = jnp.where(kept.indices > 0, values, lax.stop_gradient(values))
+        values = jnp.where(kept.positions > 0, values, lax.stop_gradient(values))
         return values.reshape(kept.sizes).transpose(kept.axes)
 
-    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-        return jnp.where(indices.reshape(-1) > 0, values.reshape(-1), outside)
+    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
+        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), outside)
 
     def locate(self, mask: jax.Array) -> jax.Array:
         return mask.transpose(self.order)

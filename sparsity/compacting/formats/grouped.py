@@ -19,7 +19,7 @@ from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.products import read_product
+from sparsity.programs.products import Product, read_product
 from sparsity.programs.program import Equation
 
 
@@ -54,15 +54,15 @@ class Grouped(Storage):
     def _make(cls, parameter: MaskedParameter, group: int | None) -> tuple[Self, np.ndarray] | None:
         """Returns the storage and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
-        if parameter.is_frozen or not inputs:
+        if parameter.base_dtype is not None or not inputs:
             return None
         groups = find_groups(_to_matrices(mask, stack, inputs).swapaxes(-1, -2), group)
         if groups is None:
             return None
-        group, indices = groups
-        size = (*indices.shape[len(stack) :], group)
-        padding = indices.size * group - int(np.count_nonzero(mask))
-        return cls(mask.shape, stack, size=size, padding=padding, inputs=inputs), indices
+        group, positions = groups
+        size = (*positions.shape[len(stack) :], group)
+        padding = positions.size * group - int(np.count_nonzero(mask))
+        return cls(mask.shape, stack, size=size, padding=padding, inputs=inputs), positions
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Grouped(Storage):
         return SliceLayout(self.shape, (*self.stack, *self.inputs)).order
 
     @property
-    def indices_shape(self) -> tuple[int, ...]:
+    def positions_shape(self) -> tuple[int, ...]:
         return self.kept_shape[:-1]
 
     @property
@@ -91,30 +91,28 @@ class Grouped(Storage):
 
     def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        indices = kept.indices if token is None else kept.indices + token
-        return grouped_products.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
+        positions = kept.positions if token is None else kept.positions + token
+        return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
     ) -> jax.Array | None:
-        contraction = None
+        product, num_inputs = read_product(equation), len(self.inputs)
         if not kept.is_plain:
             return None
-        kind = read_product(equation).kind
-        if kind == "dot" and equation.params.get("out_sharding") is None:
-            contraction = _read_dot(equation, at)
-        elif kind == "convolution" and at == 1 and _is_pointwise(equation):
-            contraction = _read_pointwise(equation)
+        if product.kind == "convolution" and at == 1 and _is_pointwise(equation, product):
             other = _stride(equation, other)
-        num_inputs = len(self.inputs)
-        if contraction is None or not _fits(contraction, kept, num_inputs):
+        elif product.kind != "dot" or equation.params.get("out_sharding") is not None:
+            return None
+        contraction = _read_contraction(product, at, kept)
+        if not _fits(contraction, kept, num_inputs):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)
 
     def rows(self, mask: jax.Array) -> jax.Array:
         matrices = _to_matrices(mask, self.stack, self.inputs)
         units = matrices[..., :: self.size[-1]].swapaxes(-1, -2)
-        return units.reshape(math.prod(self.indices_shape[:-1]), self.num_units)
+        return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
         # Padding is the number of inputs, which 16 bits hold.
@@ -166,54 +164,44 @@ def _to_matrices(array: AnyArray, stack: tuple[int, ...], inputs: tuple[int, ...
 class Contraction(NamedTuple):
     """A product as a dot of the kept values with the other operand.
 
+    Axes of the parameter are those of `Kept.sizes`.
+
     Attributes:
-      contracted: pairs (axis of the parameter, axis of the other operand) that are summed over.
-      batch: pairs that index separate products.
+      summed: {axis of the parameter: axis of the other operand} that are summed over.
+      stacked: the same for axes that index separate products.
       free: axes of the other operand that become axes of the result.
       result: for each axis of the result (whether the parameter has the axis, the axis there).
     """
 
-    contracted: tuple[tuple[int, int], ...]
-    batch: tuple[tuple[int, int], ...]
+    summed: dict[int, int]
+    stacked: dict[int, int]
     free: tuple[int, ...]
     result: tuple[tuple[bool, int], ...]
 
 
-def _read_dot(equation: Equation, at: int) -> Contraction:
-    product = read_product(equation)
-    kept, other = product.operands[at], product.operands[1 - at]
-    batch = tuple(zip(kept.batch, other.batch, strict=True))
-    places = product.places(at)
+def _read_contraction(product: Product, at: int, kept: Kept) -> Contraction:
+    """Returns a dot, or a convolution that multiplies each place by one matrix."""
+    roles, other = product.operands[at], product.operands[1 - at]
+    space = [axis for number, axis in product.ordered if number == 2]  # of the result
+    places = {place: (True, kept.axes[axis]) for place, axis in product.places(at).items()}
+    places |= {place: (False, axis) for place, axis in zip(space, other.window, strict=True)}
     return Contraction(
-        tuple(zip(kept.contracted, other.contracted, strict=True)),
-        batch,
-        other.free,
-        tuple(
-            (place in places, places.get(place, source[1]))
-            for place, source in enumerate(product.output)
-            if source is not None
-        ),
+        {kept.axes[i]: j for i, j in zip(roles.inputs, other.inputs, strict=True)},
+        {kept.axes[i]: j for i, j in zip(roles.batch, other.batch, strict=True)},
+        (*other.free, *other.window),
+        tuple(places.get(i, (False, x[1] if x else 0)) for i, x in enumerate(product.output)),
     )
 
 
-def _read_pointwise(equation: Equation) -> Contraction:
-    spec = equation.params["dimension_numbers"]
-    (batch, channels, *space), (out, inputs, *_) = spec.lhs_spec, spec.rhs_spec
-    sources = {spec.out_spec[0]: (False, batch), spec.out_spec[1]: (True, out)}
-    sources |= {i: (False, axis) for i, axis in zip(spec.out_spec[2:], space, strict=True)}
-    result = tuple(sources[i] for i in range(len(sources)))
-    return Contraction(((inputs, channels),), (), (batch, *space), result)
-
-
-def _is_pointwise(equation: Equation) -> bool:
+def _is_pointwise(equation: Equation, product: Product) -> bool:
     """Returns whether a convolution multiplies each place by one matrix."""
     params, kernel = equation.params, equation.inputs[1]
-    window = [kernel.shape[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
     return (
-        all(size == 1 for size in window)
+        all(kernel.shape[axis] == 1 for axis in product.rhs.window)
         and all(pad == (0, 0) for pad in params["padding"])
         and all(step == 1 for step in params["lhs_dilation"])
-        and params["feature_group_count"] == params["batch_group_count"] == 1
+        and product.groups == 1
+        and product.refusal is None
     )
 
 
@@ -227,49 +215,35 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
 
 def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
-    summed = {kept.axes[axis] for axis, _ in contraction.contracted}
-    first, end = kept.depth, kept.depth + num_inputs
-    unsummed = [i for i in range(first, end) if i not in summed]
-    batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
-    sums_inputs = all(first <= i < end for i in summed) and all(
-        kept.sizes[i] == 1 for i in unsummed
-    )
-    return sums_inputs and batch == list(range(kept.depth))
+    summed, inputs = {*contraction.summed}, {*range(kept.depth, kept.depth + num_inputs)}
+    sums_inputs = summed <= inputs and all(kept.sizes[i] == 1 for i in inputs - summed)
+    return sums_inputs and {*contraction.stacked} == {*range(kept.depth)}
 
 
 def _contract(
     equation: Equation, contraction: Contraction, kept: Kept, num_inputs: int, other: jax.Array
 ) -> jax.Array:
     """Brings the other operand to [*stack, rows, inputs], and the result to its own axes."""
-    stored = {kept.axes[axis]: axis_of_other for axis, axis_of_other in contraction.contracted}
-    stacked = {kept.axes[axis]: axis_of_other for axis, axis_of_other in contraction.batch}
-    order = (
-        [stacked[i] for i in sorted(stacked)],
-        contraction.free,
-        [stored[i] for i in sorted(stored)],
-    )
-    x = other.transpose([axis for axes in order for axis in axes])
+    summed, stacked, free, result = contraction
+    stack_axes, inputs_axes = ([axes[i] for i in sorted(axes)] for axes in (stacked, summed))
+    x = other.transpose([*stack_axes, *free, *inputs_axes])
     stack = x.shape[: kept.depth]
-    rows = x.shape[kept.depth : kept.depth + len(contraction.free)]
+    rows = x.shape[kept.depth : kept.depth + len(free)]
     end = kept.depth + num_inputs
-    outputs = kept.sizes[end:]
-    count = math.prod(outputs)
-    precision = equation.params["precision"]
+    inputs, outputs = kept.sizes[kept.depth : end], kept.sizes[end:]
     run = functools.partial(
         grouped_products.grouped_product,
-        outputs=count,
-        precision=precision,
+        outputs=math.prod(outputs),
+        precision=equation.params["precision"],
         preferred_element_type=equation.params["preferred_element_type"],
     )
     for _ in range(kept.depth):
         run = jax.vmap(run)
-    size = math.prod(rows)
-    inputs = math.prod(kept.sizes[kept.depth : end])
-    y = run(kept.read_values(), kept.indices, x.reshape(*stack, size, inputs))
-    y = y.reshape(*stack, *rows, *outputs)
+    x = x.reshape(*stack, math.prod(rows), math.prod(inputs))
+    y = run(kept.read_values(), kept.positions, x).reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
-    places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}
-    places |= {(False, axis): kept.depth + i for i, axis in enumerate(contraction.free)}
+    places = {(True, i): i for i in range(kept.depth)}
+    places |= {(False, axis): kept.depth + i for i, axis in enumerate(free)}
     shift = len(rows) - num_inputs
-    places |= {(True, axis): i + shift for axis, i in enumerate(kept.axes) if i >= end}
-    return y.transpose([places[source] for source in contraction.result])
+    places |= {(True, i): i + shift for i in range(end, len(kept.sizes))}
+    return y.transpose([places[source] for source in result])

@@ -54,24 +54,24 @@ class WholeSlices(Storage):
         mask, stack = parameter.mask, parameter.stack
         slices = mask.transpose(SliceLayout(mask.shape, stack).order) != 0
         depth, is_partial = len(stack), slices.any() and not slices.all()
-        if not parameter.is_frozen or not is_partial or slices.ndim < depth + 2:
+        if parameter.base_dtype is None or not is_partial or slices.ndim < depth + 2:
             return None
         for axis in range(depth, slices.ndim):
             full_axes = tuple(i for i in range(depth, slices.ndim) if i != axis)
             rows = slices.any(axis=full_axes, keepdims=True)
             if (slices == rows).all():
-                indices = list_kept(rows.squeeze(full_axes))
+                positions = list_kept(rows.squeeze(full_axes))
                 shape = [*slices.shape]
-                shape[axis] = indices.shape[-1]
+                shape[axis] = positions.shape[-1]
                 kept = int(np.count_nonzero(mask))
                 padding = math.prod(shape) - kept
                 size, along = tuple(shape[depth:]), axis - depth
                 storage = cls(mask.shape, stack, size=size, padding=padding, axis=along)
-                return None if padding > kept else (storage, indices)
+                return None if padding > kept else (storage, positions)
         return None
 
     @property
-    def indices_shape(self) -> tuple[int, ...]:
+    def positions_shape(self) -> tuple[int, ...]:
         return (*self.batch, self.size[self.axis])
 
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -83,8 +83,8 @@ class WholeSlices(Storage):
         values = np.take_along_axis(slices, np.minimum(at, slices.shape[axis] - 1), axis)
         return np.where(at < slices.shape[axis], values, np.zeros((), slices.dtype))
 
-    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-        places = (*(slice(None) for _ in range(self.axis)), indices.astype(jnp.int32))
+    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
+        places = (*(slice(None) for _ in range(self.axis)), positions.astype(jnp.int32))
         dense = outside.reshape(self.slice_shape)
         return dense.at[places].set(values, mode="drop").reshape(-1)
 
@@ -108,7 +108,7 @@ class WholeSlices(Storage):
         if not {*stack} <= {*batch} or not (axis in partners or axis in results):
             return None
         for_other, for_result = (
-            _take_slices(array, kept.indices, axes[axis], [axes[i] for i in stack])
+            _take_slices(array, kept.positions, axes[axis], [axes[i] for i in stack])
             if axis in axes
             else array
             for array, axes in ((other, partners), (cotangent, results))
@@ -124,23 +124,23 @@ class WholeSlices(Storage):
 
 
 def _take_slices(
-    array: jax.Array, indices: jax.Array, axis: int, stack: Sequence[int]
+    array: jax.Array, positions: jax.Array, axis: int, stack: Sequence[int]
 ) -> jax.Array:
     """Returns slices of an array along an axis; those at padding are 0.
 
     Args:
       array: any floats.
-      indices: integers [*stack, k].
+      positions: integers [*stack, k].
       axis: axis of the array, whose size becomes k.
       stack: axes of the array that index separate products.
     """
     depth = range(len(stack))
     axis_in_slice = axis - sum(each < axis for each in stack)
 
-    def take(array: jax.Array, indices: jax.Array) -> jax.Array:
-        return jnp.take(array, indices, axis_in_slice, mode="fill", fill_value=0)
+    def take(array: jax.Array, positions: jax.Array) -> jax.Array:
+        return jnp.take(array, positions, axis_in_slice, mode="fill", fill_value=0)
 
     for _ in depth:
         take = jax.vmap(take)
-    selected = take(jnp.moveaxis(array, stack, depth), indices)
+    selected = take(jnp.moveaxis(array, stack, depth), positions)
     return jnp.moveaxis(selected, depth, stack)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
-from sparsity.compacting.formats.dtypes import (
+from sparsity.compacting.formats.narrow_dtypes import (
     is_narrow,
     is_quantized,
     read_layer,
@@ -41,13 +41,13 @@ class MaskedParameter(NamedTuple):
       mask: the mask, not packed.
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
-      is_frozen: whether entries outside the mask are stored.
+      base_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
-    is_frozen: bool
+    base_dtype: np.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,12 @@ class Storage(SliceLayout):
         """Returns `make` for a parameter without a chosen format; `None` if another is faster."""
         return cls.make(parameter)
 
-    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           values: the kept values of the slice.
-          indices: their positions.
+          positions: where they lie.
           outside: flat dense array whose entries stay outside the mask.
         """
         raise NotImplementedError
@@ -106,7 +106,7 @@ class Storage(SliceLayout):
         return (*self.batch, *self.size)
 
     @property
-    def indices_shape(self) -> tuple[int, ...]:
+    def positions_shape(self) -> tuple[int, ...]:
         """Shape of the positions."""
         return self.kept_shape
 
@@ -138,14 +138,14 @@ class Storage(SliceLayout):
     def wrap(
         self,
         values: jax.Array,
-        indices: jax.Array,
+        positions: jax.Array,
         base: jax.Array | None = None,
         name: str = "params",
         observer: Observer | None = None,
     ) -> Kept:
         """Returns kept values with their positions."""
         axes = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return Kept(values, indices, base, observer, self, axes, name)
+        return Kept(values, positions, base, observer, self, axes, name)
 
     # Programs
 
@@ -160,14 +160,14 @@ class Storage(SliceLayout):
         start = jnp.asarray(0 if token is None else token)
         if kept.base is None or self.base_dtype is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
-            return self.build(kept.values, kept.indices, zeros)
+            return self.build(kept.values, kept.positions, zeros)
         outside = lax.stop_gradient(kept.base).reshape(size)
         if jnp.issubdtype(self.base_dtype, jnp.floating):
             # Frozen entries wait, too: their copy is made when a product needs the slice.
             unsigned = unsigned_like(self.base_dtype)
             outside = lax.bitcast_convert_type(outside, unsigned) + start.astype(unsigned)
         outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
-        return self.build(kept.values, kept.indices + start, outside)
+        return self.build(kept.values, kept.positions + start, outside)
 
     def read(self, kept: Kept) -> jax.Array | None:
         """Returns the dense array for an equation of the model, `None` to build its slices."""
@@ -213,10 +213,9 @@ class Storage(SliceLayout):
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
         """Returns the positions of the units that `rows` keep."""
-        positions: jax.Array = map_rows(
-            lambda row: kept_positions(row, self.indices_shape[-1]), rows
-        )
-        return positions.reshape(self.indices_shape)
+        k = self.positions_shape[-1]
+        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), rows)
+        return positions.reshape(self.positions_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """Returns where the values of new positions are stored, and whether they are.
@@ -293,7 +292,7 @@ class Kept:
 
     Attributes:
       values: [*stack, *size] the kept values of each slice.
-      indices: [*stack, ...] their positions.
+      positions: [*stack, ...] where they lie.
       base: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of less
         than 32 bits are unsigned integers of the same bits, see `to_bits`.
       observer: gets the gradients of dense slices, in place of the kept values.
@@ -305,7 +304,7 @@ class Kept:
     """
 
     values: jax.Array
-    indices: jax.Array
+    positions: jax.Array
     base: jax.Array | None
     observer: Observer | None
     storage: Storage
@@ -395,7 +394,7 @@ class Kept:
 
 
 jax.tree_util.register_dataclass(
-    Kept, ["values", "indices", "base", "observer", "layers"], ["storage", "axes", "name"]
+    Kept, ["values", "positions", "base", "observer", "layers"], ["storage", "axes", "name"]
 )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.formats.dtypes import unsigned_like
+from sparsity.compacting.formats.narrow_dtypes import unsigned_like
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType
@@ -27,9 +27,9 @@ class Values(Storage):
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
         mask, stack = parameter.mask, parameter.stack
-        indices = SliceLayout(mask.shape, stack).list_positions(mask)
-        padding = indices.size - int(np.count_nonzero(mask))
-        return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
+        positions = SliceLayout(mask.shape, stack).list_positions(mask)
+        padding = positions.size - int(np.count_nonzero(mask))
+        return cls(mask.shape, stack, size=positions.shape[-1:], padding=padding), positions
 
     def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
@@ -39,10 +39,10 @@ class Values(Storage):
         bits = lax.bitcast_convert_type(
             lax.stop_gradient(kept.base), unsigned_like(kept.values.dtype)
         )
-        return _write(kept.values, kept.indices, bits.reshape(self.slice_size))
+        return _write(kept.values, kept.positions, bits.reshape(self.slice_size))
 
-    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-        return _scatter(outside, indices, values)
+    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
+        return _scatter(outside, positions, values)
 
     def rows(self, mask: jax.Array) -> jax.Array:
         return self.slices(mask).reshape(math.prod(self.batch), self.num_units)
@@ -51,10 +51,10 @@ class Values(Storage):
         return 1 if pattern.is_elementwise and pattern.ranks_units else None
 
 
-def _scatter(outside: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+def _scatter(outside: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
     return lax.scatter(
         outside,
-        indices[:, None],
+        positions[:, None],
         values,
         lax.ScatterDimensionNumbers((), (0,), (0,)),
         indices_are_sorted=True,
@@ -64,12 +64,12 @@ def _scatter(outside: jax.Array, indices: jax.Array, values: jax.Array) -> jax.A
 
 
 @jax.custom_jvp
-def _write(values: jax.Array, indices: jax.Array, bits: jax.Array) -> jax.Array:
+def _write(values: jax.Array, positions: jax.Array, bits: jax.Array) -> jax.Array:
     """Returns a flat slice of frozen entries with values at ascending positions.
 
     The bits are written: XLA on CPUs would widen both arrays to write floats of 16 bits.
     """
-    written = _scatter(bits, indices, lax.bitcast_convert_type(values, bits.dtype))
+    written = _scatter(bits, positions, lax.bitcast_convert_type(values, bits.dtype))
     return lax.bitcast_convert_type(written, values.dtype)
 
 
@@ -77,6 +77,6 @@ def _write(values: jax.Array, indices: jax.Array, bits: jax.Array) -> jax.Array:
 def _write_tangents(
     primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    values, indices, bits = primals
+    values, positions, bits = primals
     zeros = jnp.zeros(bits.shape, values.dtype)
-    return _write(values, indices, bits), _scatter(zeros, indices, tangents[0])
+    return _write(values, positions, bits), _scatter(zeros, positions, tangents[0])

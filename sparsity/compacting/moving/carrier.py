@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from sparsity.compacting.deferred import make_token
@@ -18,15 +17,6 @@ from sparsity.compacting.formats.storage import Storage, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Path, PyTree
-
-
-def check_fresh_state(state: PyTree) -> None:
-    """Raises a ValueError for states in which a new entry is not 0, which only `init` knows."""
-    if nodes := trees.find_nodes(state, optax.ScaleByRssState):
-        raise ValueError(
-            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
-            "0, as in adagrad. Give the optimizer to move: tx=tx."
-        )
 
 
 class SliceMove(NamedTuple):
@@ -51,12 +41,12 @@ class Carrier:
 
     Attributes:
       storage: storage of the kept values.
-      indices: positions of the values.
+      positions: where the values lie before.
       new: the new positions, as `read_positions` takes them.
     """
 
     storage: Storage
-    indices: jax.Array
+    positions: jax.Array
     new: jax.Array
 
     def carry(
@@ -69,11 +59,11 @@ class Carrier:
           fresh: values for entries that are new, for each of `kept`; `None` for 0.
           token: an int32 0 that depends on the arrays that were carried before.
         """
-        move = SliceMove(self.indices, self.new, kept, fresh)
-        carry = functools.partial(sharding.shard_like, [self.indices, *kept], self._carry)
+        move = SliceMove(self.positions, self.new, kept, fresh)
+        carry = functools.partial(sharding.shard_like, [self.positions, *kept], self._carry)
         # XLA carries a donated array in place in a branch, and all arrays at once without one.
-        indices, *values = lax.cond(token == 0, carry, lambda move: [move.old, *move.kept], move)
-        return indices, values
+        positions, *values = lax.cond(token == 0, carry, lambda move: [move.old, *move.kept], move)
+        return positions, values
 
     def _carry(self, move: SliceMove) -> list[jax.Array]:
         sizes = self.storage.batch
@@ -136,14 +126,14 @@ def carry_state(
     moves_params = owners.map_owned(collect, owner_tree, params)
     fresh_states = () if fresh is None else (fresh,)
     moves_state = owners.map_owned(collect, owner_tree, state, *fresh_states)
-    indices, moved, values = {}, {}, list[jax.Array]()
+    positions, moved, values = {}, {}, list[jax.Array]()
     for path, owner in carriers.items():
         token = make_token([*values, *kept[owner]]) if in_turn else 0
-        indices[path], values = owner.carry(kept[owner], starts[owner], token)
+        positions[path], values = owner.carry(kept[owner], starts[owner], token)
         moved[owner] = iter(values)
 
     def replace(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
         return next(moved[owner]) if owner is not None and is_kept else leaf
 
     params = owners.map_owned(replace, owner_tree, params, moves_params)
-    return indices, params, owners.map_owned(replace, owner_tree, state, moves_state)
+    return positions, params, owners.map_owned(replace, owner_tree, state, moves_state)

@@ -88,7 +88,7 @@ def _observe_positions(mover: Mover, slices: SliceArrays) -> Observer:
         digits = [new] if is_small else [new % _BASE, new // _BASE]
         return jnp.stack(digits, axis=-1).astype(jnp.float32)
 
-    shape = *slices.indices.shape, 1 if is_small else 2
+    shape = *slices.positions.shape, 1 if is_small else 2
     return Observer(find, slices, jnp.zeros(shape, jnp.float32))
 
 

@@ -34,7 +34,7 @@ class SliceArrays(NamedTuple):
 
     Attributes:
       values: kept values.
-      indices: their positions.
+      positions: where they lie.
       offset: flat index of the first entry of each slice.
       step: number of steps so far, for each slice.
       word: hash of the path of the parameter, for each slice.
@@ -42,7 +42,7 @@ class SliceArrays(NamedTuple):
     """
 
     values: jax.Array
-    indices: jax.Array
+    positions: jax.Array
     offset: jax.Array
     step: jax.Array
     word: jax.Array
@@ -100,7 +100,11 @@ class Mover:
         return self.part_storage, site.pattern, site.batch_axes, number, dtype
 
     def slices(
-        self, values: jax.Array, indices: jax.Array, count: chex.Numeric, gradient: jax.Array | None
+        self,
+        values: jax.Array,
+        positions: jax.Array,
+        count: chex.Numeric,
+        gradient: jax.Array | None,
     ) -> SliceArrays:
         """Returns the slices of the parameter."""
         stack = self.storage.stack[: self.depth]
@@ -109,7 +113,7 @@ class Mover:
         offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
         return SliceArrays(
             values,
-            indices,
+            positions,
             jnp.asarray(np.broadcast_to(offset, sizes).astype(np.int32)),
             jnp.broadcast_to(jnp.asarray(count, jnp.int32), sizes),
             jnp.full(sizes, hashing.leaf_word(self.path)),
@@ -125,35 +129,35 @@ class Mover:
         """
         # Before a loop XLA computes, and stores, all that its rounds share, such as the flat
         # indices of entries. Out of a branch XLA takes nothing.
-        always = jnp.min(part.indices, initial=0) >= 0
+        always = jnp.min(part.positions, initial=0) >= 0
         moved: jax.Array = lax.cond(
-            always, lambda: self._move(part, gradient), lambda: part.indices
+            always, lambda: self._move(part, gradient), lambda: part.positions
         )
         return moved
 
     def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
         storage = self.part_storage
-        shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
+        shape, positions = storage.kept_shape, part.positions.reshape(storage.positions_shape)
         # A dense slice that waits for the gradient is not built before.
         token = 0 if gradient is None else make_token([gradient])
 
         def densify(values: jax.Array) -> jax.Array:
-            return storage.wrap(values.reshape(shape), indices).densify(token)
+            return storage.wrap(values.reshape(shape), positions).densify(token)
 
         if gradient is not None:
-            kept = storage.wrap(part.values.reshape(shape), indices)
+            kept = storage.wrap(part.values.reshape(shape), positions)
             gradient = gradient.reshape(kept.sizes).transpose(kept.axes)
             if part.gradient is not None:
                 gradient = gradient + densify(part.gradient)
         param = densify(part.values)  # compiled only where a score reads the weight
         if self.rule is not None and (rows := self._rows()) is not None:
-            waiting = part._replace(indices=indices + token)
+            waiting = part._replace(positions=positions + token)
             new = self._move_units(waiting, rows, param, gradient)
         else:
             mask = densify(jnp.ones(shape, jnp.uint8))
             move = self._move_parameter if self.rule is None else self._move_slice
             new = storage.locate(move(part, param, mask, gradient))
-        return new.astype(part.indices.dtype).reshape(part.indices.shape)
+        return new.astype(part.positions.dtype).reshape(part.positions.shape)
 
     def _move_parameter(
         self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
@@ -197,10 +201,10 @@ class Mover:
             scores = self._grow_scores(part, param, gradient)
             grow = pattern.pool(scores, self.site.batch_axes).reshape(shape)
         if move_matrix is not None:
-            positions, drop = (x.reshape(-1) for x in (part.indices, drop))
+            positions, drop = (x.reshape(-1) for x in (part.positions, drop))
             mask = move_matrix(positions, drop, grow, fraction, self.target).reshape(rows, -1)
         else:
-            drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
+            drop, positions = (x.reshape(rows, -1) for x in (drop, part.positions))
             mask = _drop_and_grow(drop, grow, positions, fraction)
         return storage.locate_rows(mask)
 
@@ -232,7 +236,7 @@ class Mover:
         places = np.repeat(np.arange(len(parts)), counts), np.concatenate([*map(np.arange, counts)])
         moved = lax.map(move, places)
         pairs = zip(jnp.split(moved, np.cumsum(counts)[:-1]), each, strict=True)
-        return [new.reshape(old.indices.shape) for new, (old, _) in pairs]
+        return [new.reshape(old.positions.shape) for new, (old, _) in pairs]
 
     def _tree(self, array: chex.Numeric | None) -> PyTree:
         """Returns a tree like the parameters with one array or number."""
@@ -267,7 +271,7 @@ def move_all(
     new: dict[Path, jax.Array] = {}
     for paths in kinds.values():
         each = [(slices[path], gradients.get(path)) for path in paths]
-        likes = [slices[path].indices for path in paths]
+        likes = [slices[path].positions for path in paths]
         moved = sharding.shard_like(likes, movers[paths[0]].move_alike, each)
         new |= zip(paths, moved, strict=True)
     return new

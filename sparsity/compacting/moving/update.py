@@ -11,22 +11,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.model import StoredModel, run_stored
-from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh_state
+from sparsity.compacting.moving.carrier import Carrier, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
+from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.training import comparison
+from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+Arguments: TypeAlias = tuple[StoredModel, PyTree, PyTree, chex.Numeric]
 
 
 def move(
-    arguments: tuple[StoredModel, PyTree, PyTree, chex.Numeric],
+    arguments: Arguments,
     pruner: BaseUpdater,
     loss: Loss | None,
     tx: optax.GradientTransformation | None,
@@ -46,36 +47,36 @@ def move(
       ValueError: the state needs `tx`, or is that of another optimizer; or masks cannot move, see
         `make_movers`.
     """
-    if tx is None:
-        check_fresh_state(arguments[2])
-    else:
-        comparison.read_state(tx, *arguments[1:3])
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
     is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
     run = _move if is_inside else _move_compiled
-    moved: tuple[PyTree, PyTree, PyTree] = run(*arguments, arrays, pruner, objects, treedef, tx)
+    moved: tuple[PyTree, PyTree, PyTree] = run(arguments, arrays, pruner, (treedef, objects), tx)
     return moved
 
 
 def _move(
-    model: StoredModel,
-    params: PyTree,
-    opt_state: PyTree,
-    count: chex.Numeric,
+    arguments: Arguments,
     arrays: list[jax.Array | None],
     pruner: BaseUpdater,
-    objects: tuple[object, ...],
-    treedef: jax.tree_util.PyTreeDef,
+    static_loss: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]],
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns `move`; `arrays` and `objects` are the leaves of the loss."""
+    """Returns `move`; a loss has the leaves `arrays`, and its structure and others are static."""
+    (model, params, opt_state, count), (treedef, objects) = arguments, static_loss
+    if tx is not None:
+        entrywise_check.read_state(tx, params, opt_state)
+    elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
+        raise ValueError(
+            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
+            "0, as in adagrad. Give the optimizer to move: tx=tx."
+        )
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
     movers = make_movers(pruner, model.graph.traced.model.example[0], dict(model.storages))
-    values, indices = map(trees.leaves_by_names, (params, model.indices))
+    values, positions = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
 
@@ -87,7 +88,7 @@ def _move(
             lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
         )
     slices = {
-        path: mover.slices(values[path], indices[path], count, direct.get(path))
+        path: mover.slices(values[path], positions[path], count, direct.get(path))
         for path, mover in movers.items()
     }
     if loss is None:
@@ -102,7 +103,7 @@ def _move(
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
     carriers = {
-        path: Carrier(storage, indices[path], new[path])
+        path: Carrier(storage, positions[path], new[path])
         for path, storage in model.storages
         if path in movers
     }
@@ -116,7 +117,7 @@ def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: PyTree) -> j
     return value
 
 
-_move_compiled = jax.jit(_move, static_argnames=("pruner", "objects", "treedef", "tx"))
+_move_compiled = jax.jit(_move, static_argnames=("pruner", "static_loss", "tx"))
 
 
 def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.compacting.deferred import Lazy, kept_in
-from sparsity.compacting.densifier import Densifier
+from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
@@ -20,6 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.graph import retrace
+from sparsity.graph.model import Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -57,13 +58,22 @@ def run_stored(
     params: PyTree,
     *args: PyTree,
     observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+    record: Record = lambda *_: None,
 ) -> PyTree:
-    """Returns `Compact.apply`, with gradients of dense parameters for some observers."""
+    """Returns `Compact.apply`, with gradients of dense parameters for some observers.
+
+    Args:
+      model: the model.
+      params: parameters like `model.params`.
+      *args: inputs of the model.
+      observers: observers of gradients by path.
+      record: called with the equations that read masked parameters, see `Densifier`.
+    """
     graph, inputs = _retrace(model, params, args, observers)
-    outputs = Densifier(graph.traced.tracker.is_data, model.in_turn).run(
-        graph.traced.model.program, inputs
-    )
-    return jax.tree.unflatten(graph.traced.model.output_tree, outputs)
+    traced = graph.traced
+    densifier = Densifier(traced.tracker.is_data, model.in_turn, record)
+    outputs = densifier.run(traced.model.program, inputs)
+    return jax.tree.unflatten(traced.model.output_tree, outputs)
 
 
 def wrap_values(
@@ -79,7 +89,7 @@ def wrap_values(
     shapes = {parameter.path: parameter.shape for parameter in model.graph.leaves}
 
     def wrap(
-        path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
+        path: trees.KeyPath, leaf: PyTree, positions: jax.Array | None, base: jax.Array | None
     ) -> PyTree:
         names, name = trees.path_names(path), trees.path_string(path)
         storage = storages.get(names)
@@ -90,9 +100,9 @@ def wrap_values(
                 f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
                 "model.params."
             )
-        if indices is None or storage is None:
+        if positions is None or storage is None:
             return leaf
-        return storage.wrap(leaf, indices, base, name, observers.get(names))
+        return storage.wrap(leaf, positions, base, name, observers.get(names))
 
     return trees.map_matched(
         wrap, params, model.indices, model.base, others_role="positions of kept values"
@@ -132,11 +142,9 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 
     arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
 
-    def run(arrays: list[jax.Array]) -> list[Lazy]:
-        graph, inputs = _retrace(model, *rebuild(arrays))
-        return Densifier(graph.traced.tracker.is_data, False, record).run(
-            graph.traced.model.program, inputs
-        )
+    def run(arrays: list[jax.Array]) -> PyTree:
+        params, args = rebuild(arrays)
+        return run_stored(dataclasses.replace(model, in_turn=False), params, *args, record=record)
 
     jax.eval_shape(run, arrays)
     return reads
@@ -145,7 +153,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
     """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
     storages, nbytes = dict(model.storages), {}
-    indices, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
+    positions, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
     for leaf in model.graph.leaves:
         if (storage := storages.get(leaf.path)) is None:
             nbytes[leaf.path] = leaf.size * leaf.dtype.itemsize, 0, 0
@@ -153,36 +161,26 @@ def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
         itemsize = 4 if storage.is_quantized else leaf.dtype.itemsize  # float32
         frozen = base[leaf.path].nbytes if leaf.path in base else 0
         values = math.prod(storage.kept_shape) * itemsize
-        nbytes[leaf.path] = values, indices[leaf.path].nbytes, frozen
+        nbytes[leaf.path] = values, positions[leaf.path].nbytes, frozen
     return nbytes
 
 
 def make_rows(model: StoredModel) -> list[Row]:
     """Returns the rows of tables and pictures, in tree order."""
     storages, readers, stored = dict(model.storages), find_readers(model), count_bytes(model)
-    rows = []
-    for leaf in model.graph.leaves:
+
+    def make_row(leaf: Parameter) -> Row:
         storage = storages.get(leaf.path)
-        row = Row(
-            name=leaf.name,
-            path=leaf.path,
-            shape=leaf.shape,
-            format=storage.format if storage else "",
-            kept=storage.num_kept if storage else leaf.size,
-            padding=storage.padding if storage else 0,
-            nbytes=leaf.size * leaf.dtype.itemsize,
-            stored=stored[leaf.path],
-            readers=tuple(sorted(readers.get(leaf.name, ()))),
-        )
-        rows.append(row)
-    return rows
+        return Row(leaf, storage, stored[leaf.path], sorted(readers.get(leaf.name, ())))
+
+    return [make_row(leaf) for leaf in model.graph.leaves]
 
 
 def _retrace(
     model: StoredModel,
     params: PyTree,
     args: tuple[PyTree, ...],
-    observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+    observers: Mapping[Path, Observer],
 ) -> tuple[Graph, list[Lazy]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)

@@ -17,8 +17,8 @@ import optax
 from sparsity.core import sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.training.checks import check_optimizer
 from sparsity.training.state import SparseState
+from sparsity.training.step_checks import check_optimizer
 
 _MOST_UPDATES = 64
 # Of the gradients in each of four updates; 0 for both signs. Removed entries, which are 0, are then

@@ -14,6 +14,7 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, check_complete, check_user_mask, place_masks, read_masks
+from sparsity.masks.sites import leading_axes
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -72,10 +73,10 @@ def take_masks(masks: Masks, old: PyTree, params: Params, packed: bool) -> Masks
     return trees.map_matched(lambda _, before, mask: mask, old, masks)
 
 
-def take_initial_masks(
-    updater: Updater, masks: Masks, targets: Sparsities, params: Params, sites: Sites
-) -> tuple[PyTree, PyTree]:
-    """Returns the initial masks of a user, and a target for each leaf with a mask."""
+def take_user_masks(
+    updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
+) -> SparseState:
+    """Returns the first state with masks of a user, and a target for each leaf with a mask."""
     masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
     first = place_masks(masks, params)
 
@@ -93,7 +94,8 @@ def take_initial_masks(
         return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
-    return first, trees.map_matched(target_sparsity, params, first, targets)
+    targets = trees.map_matched(target_sparsity, params, first, state.target_sparsities)
+    return state._replace(masks=first, target_sparsities=targets)
 
 
 def check_algorithm_state(updater: Updater, state: SparseState, inputs: Inputs) -> None:
@@ -143,10 +145,8 @@ def warn_of_idle(
             "configuration), or start from masks with wrap_optax(tx, masks=masks).",
             stacklevel=3,
         )
-    could_prune = updater.get_distribution_fn() is not None and any(
-        trees.is_prunable(param) and param.ndim > 1 for param in jax.tree.leaves(params)
-    )
-    if steps is not None and could_prune and not leaves and not jax.tree.leaves(targets):
+    has_no_target = updater.get_distribution_fn() is not None and not jax.tree.leaves(targets)
+    if steps is not None and has_no_target and not leaves and _has_matrices(updater, params):
         warnings.warn(
             f"{type(updater).__name__} has scheduler = {updater.scheduler!r}, but no parameter has "
             "a target sparsity: training stays dense. Set sparsity_distribution_fn, for example "
@@ -166,6 +166,15 @@ def warn_of_idle(
                 "update_freq, or skip_gradients=False.",
                 stacklevel=3,
             )
+
+
+def _has_matrices(updater: Updater, params: Params) -> bool:
+    """Returns whether a parameter has more than one axis beyond its batch axes."""
+    weights = trees.leaves_by_path(trees.prunable(params))
+    return any(
+        param.ndim - leading_axes(updater.batch_axes, trees.path_names(path), param) > 1
+        for path, param in weights.items()
+    )
 
 
 def _is_all_ones(mask: jax.Array) -> bool:
