@@ -65,8 +65,8 @@ class Meter:
     def __init__(self, task: PruningTask, batches: Sequence[PyTree]) -> None:
         calibration = task.make_calibration()
         self._graph, self._uses = task.graph, calibration.uses
-        self._copies, self._batches = task.gram_copies, len(batches)
-        self._count_bytes = getattr(task.refit, "count_bytes", None)
+        self._copies, self._batches = task.needs.gram_copies, len(batches)
+        self._count_bytes = task.needs.count_bytes
         self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         grams = calibration.grams(one_layer=True)
         self._grams = {name: _bytes(gram) for name, gram in grams.items()}
@@ -149,9 +149,7 @@ class Meter:
             outputs = part // 4 // inputs
             is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
-            solution = self._copies * gram
-            if self._count_bytes is not None:
-                solution = max(solution, gram + self._count_bytes(outputs, inputs))
+            solution = max(self._copies * gram, gram + self._count_bytes(outputs, inputs))
             work = max(rows + 2 * gram, solution + _WEIGHTS * part)
         else:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part

@@ -40,7 +40,7 @@ class JointSolver:
 
     def solve(self, path: Path) -> PrunedLayer:
         """Returns a pruned parameter."""
-        return self._solve(path) if self._task.kind == "gram" else self._with_losses[path]
+        return self._solve(path) if self._task.needs.has_grams else self._with_losses[path]
 
     def _solve(self, path: Path) -> PrunedLayer:
         return self._task.solve(self._weights, path, (), self._statistics.get(path))
@@ -50,7 +50,7 @@ class JointSolver:
 
     @functools.cached_property
     def _statistics(self) -> dict[Path, Statistic]:
-        return calibrate(*self._model, self._task.kind, self._is_solved)
+        return calibrate(*self._model, self._task.needs.statistics_kind, self._is_solved)
 
     @functools.cached_property
     def _with_losses(self) -> dict[Path, PrunedLayer]:

@@ -234,9 +234,9 @@ class _Run:
     def _run_in_lockstep(self) -> None:
         """Runs the model on all batches, and prunes each parameter when the run reaches it."""
         calibration = self._task.make_calibration()
-        if self._task.kind == "gram":
+        if self._task.needs.has_grams:
             for name, gram in calibration.grams(one_layer=True).items():
-                check_memory({name: gram}, self._task.gram_copies)  # one is held at a time
+                check_memory({name: gram}, self._task.needs.gram_copies)  # one is held at a time
         Lockstep(
             calibration, self._batches, self.weights.read, self._is_done, self._finish_layer
         ).run()
@@ -279,7 +279,7 @@ class _Run:
             return inputs.solve(path)
         statistic = inputs.statistic(self._task.name(path, index))
         layer = self._task.solve(self.weights, path, index, statistic)
-        if self._task.kind == "gram":
+        if self._task.needs.has_grams:
             return layer
         return layer._replace(losses=inputs.losses(*layer.matrices()))
 
