@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from sparsity.calibration.run.frames import last_uses
 from sparsity.calibration.run.task import PruningTask
-from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -67,7 +66,6 @@ class Meter:
         self._graph, self._uses = task.graph, calibration.uses
         self._copies, self._batches = task.needs.gram_copies, len(batches)
         self._count_bytes = task.needs.count_bytes
-        self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         grams = calibration.grams(one_layer=True)
         self._grams = {name: _bytes(gram) for name, gram in grams.items()}
         self._batch_bytes = sum(
@@ -118,9 +116,9 @@ class Meter:
           live_bytes: bytes that live before it.
           ends: bytes of a batch that the equation is the last to read.
         """
-        for number in self._interpreter.at(equation):
+        for number in self._uses.at(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        within = self._interpreter.within(equation)
+        within = self._uses.within(equation)
         if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
             (body,) = equation.within()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))

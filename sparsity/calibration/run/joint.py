@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from sparsity.calibration.run.task import PrunedLayer, PruningTask
 from sparsity.calibration.run.weights import ModelWeights
-from sparsity.calibration.statistics.capture import Collector, calibrate, collect
+from sparsity.calibration.statistics.capture import Calibration, calibrate, collect
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps
 from sparsity.core.trees import Path, PyTree
+from sparsity.graph import Graph
 
 
 class JointSolver:
@@ -57,20 +58,21 @@ class JointSolver:
         """All parameters, with their losses from one run of the model."""
         layers = {path: self._solve(path) for path in self._paths}
         matrices = {path: each.matrices() for path, each in layers.items()}
-        make = functools.partial(_Losses, filter_fn=self._is_solved)
-        losses, sums = collect(*self._model, make, matrices)
+
+        def make(graph: Graph) -> Calibration:
+            return Calibration(graph, self._task.needs.statistics_kind, self._is_solved)
+
+        calibration, sums = collect(*self._model, make, _sum_losses, matrices, stacks=False)
         total = dict.fromkeys(self._paths, jnp.zeros(()))
         for number, each in sums.items():
-            total[losses.uses[number].path] += each
+            total[calibration.uses[number].path] += each
         return {path: each._replace(losses=total[path]) for path, each in layers.items()}
 
 
-class _Losses(Collector):
-    """Sums |y|^2 over the outputs of matrices; `arguments` holds the matrices by path."""
-
-    stacks = False
-
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
-        use = self.uses[number]
-        layer = tuple(steps[scan] for scan in use.view.scans)
-        return self.sum_outputs(number, x, steps, [each[layer] for each in arguments[use.path]])
+def _sum_losses(
+    calibration: Calibration, number: int, x: jax.Array, steps: Steps, matrices: PyTree
+) -> jax.Array:
+    """Returns the sums of |y|^2 over the outputs of a use by matrices, a list by path."""
+    use = calibration.uses[number]
+    layer = tuple(steps[scan] for scan in use.view.scans)
+    return calibration.sum_outputs(number, x, steps, [each[layer] for each in matrices[use.path]])

@@ -19,7 +19,6 @@ from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
-from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -51,7 +50,7 @@ class Lockstep:
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._on_reached = read, is_done, on_reached
-        self._uses = SummingInterpreter(calibration.uses, calibration.sum_up)
+        self._uses = calibration.uses
         self._frames: list[Frame] = []
 
     def run(self) -> None:
@@ -145,7 +144,7 @@ class Lockstep:
             for number in self._uses.at(equation):
                 yield number, layers
             within = self._uses.within(equation)
-            takes_apart = any(equation in self._calibration.uses[n].view.scans for n in within)
+            takes_apart = any(equation in self._uses[n].view.scans for n in within)
             for layer in _trips(equation) if takes_apart else [None]:
                 inside = layers if layer is None else {**layers, equation: layer}
                 yield from self._order(equation.bodies if within else (), inside)
@@ -153,7 +152,7 @@ class Lockstep:
     def _takes_apart(self, equation: Equation, layers: Layers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
-            equation in (use := self._calibration.uses[number]).view.scans
+            equation in (use := self._uses[number]).view.scans
             and not self._is_done(use.path, _layer_index(use, inside))
             for layer in _trips(equation)
             for number, inside in self._order(equation.bodies, {**layers, equation: layer})
@@ -193,7 +192,7 @@ class Lockstep:
 
     def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
-        use = self._calibration.uses[number]
+        use = self._uses[number]
         index = _layer_index(use, layers)
         if self._is_done(use.path, index):
             return
@@ -219,7 +218,7 @@ class Lockstep:
         """
         layers: dict[int, Layers] = {}
         for number in numbers:
-            other, layer_by_axis = self._calibration.uses[number], dict(index)
+            other, layer_by_axis = self._uses[number], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
             pairs = zip(other.view.scans, other.view.stacked, strict=True)

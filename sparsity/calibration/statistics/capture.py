@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,21 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_outputs, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
+from sparsity.calibration.statistics.summing import (
+    Steps,
+    SummingInterpreter,
+    Sums,
+    Uses,
+    add,
+    add_in_place,
+)
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
-from sparsity.graph import Graph, Parameter, Use, trace
+from sparsity.graph import Graph, Parameter, trace
 from sparsity.graph.graph import retrace
 from sparsity.programs.share import share_at_call
-
-C = TypeVar("C", bound="Collector")
 
 
 def calibrate(
@@ -87,131 +92,31 @@ def calibrate(
     return calibration.statistics(total)
 
 
-def collect(
-    fn: Callable[..., PyTree],
-    params: PyTree,
-    batches: Iterable[PyTree],
-    make: Callable[[Graph], C],
-    arguments: PyTree = None,
-) -> tuple[C, Sums]:
-    """Runs a model on batches and adds up their sums.
-
-    Args:
-      fn: the model.
-      params: its parameters.
-      batches: batches, which may differ in shape.
-      make: makes the collector of a graph; called once for each shape of a batch.
-      arguments: arrays that the sums depend on.
-
-    Returns:
-      (the collector of the last batch, the sums of all batches).
-    """
-    graph: Graph | None = None
-    first: PyTree = None
-    total: Sums = {}
-
-    @functools.cache
-    def compile_sums(graph: Graph) -> tuple[C, Callable[..., PyTree]]:
-        collector = make(graph)
-        return collector, share_at_call(jax.jit(collector.run))
-
-    for number, batch in enumerate(batches):
-        if graph is None:
-            graph, first = trace(fn, params, batch), batch
-        check_structure(batch, first, number)
-        collector, run = compile_sums(retrace(graph, params, batch))
-        check_values("params", params, "Calibrate outside of jit.")
-        check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
-        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
-        sums, finite = run(*arrays)
-        for use, finite_sums in jax.device_get(finite).items():
-            if not finite_sums:
-                raise not_finite(trees.join_names(collector.uses[use].path), number)
-        total = _add(total, sums) if total else sums
-    if graph is None:
-        raise ValueError("batches has no batch: give at least one.")
-    return collector, total
-
-
-_add = jax.jit(add, donate_argnums=0)
-
-
-def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
-    """Raises a ValueError for a batch that differs from the first one in more than arrays."""
-    if _without_arrays(batch) != _without_arrays(first):
-        raise ValueError(
-            f"Batch {number} differs from batch 0 in more than arrays: {_without_arrays(batch)}, "
-            f"{_without_arrays(first)}. All must be of one structure; numbers that differ must be "
-            "arrays."
-        )
-
-
-def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
-    """Returns the structure of a tree, and its leaves, with a word in place of arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, ["array" if trees.is_array(x) else x for x in leaves]
-
-
-class Collector:
-    """Runs a graph's program with sums beside it; a subclass defines the sums.
-
-    Args:
-      graph: the graph.
-      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
-    """
-
-    stacks: ClassVar[bool] = True  # whether the layers of a stacked weight have sums of their own
-
-    def __init__(
-        self, graph: Graph, filter_fn: Callable[[Path, Parameter], bool] | None = None
-    ) -> None:
-        leaves = {param.path: param for param in graph.leaves}
-        self.graph = graph
-        self.uses: dict[int, Use] = {}
-        self.alignments: dict[int, Alignment] = {}  # of one layer, where scans run over several
-        for number, use in enumerate(graph.uses):
-            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                alignment = align(use, graph, one_layer=True)
-                if alignment is not None and align(use, graph) is not None:
-                    self.uses[number], self.alignments[number] = use, alignment
-
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> PyTree:
-        """Returns the sums of a use over the rows of its inputs."""
-        raise NotImplementedError
-
-    def sum_outputs(
-        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
-    ) -> jax.Array:
-        """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
-        sum_up = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
-        return sharding.replicated(sum_up, x, *matrices)
-
-    def run(
-        self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
-    ) -> tuple[Sums, dict[int, jax.Array]]:
-        """Returns the sums of a call, and whether each is finite."""
-        interpreter = SummingInterpreter(
-            self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
-        )
-        interpreter.run(self.graph.traced.model.program, [*leaves, *inputs])
-        sums = interpreter.sums
-        return sums, {number: _are_finite(each) for number, each in sums.items()}
-
-
-class Calibration(Collector):
-    """Sums up the inputs of uses.
+class Calibration:
+    """Uses of parameters in a graph, and the sums over their rows.
 
     Args:
       graph: the graph.
       kind: the kind of sums.
       filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
+
+    Attributes:
+      uses: the uses whose inputs match entries of their parameter, by number.
+      alignments: by number of the use, of one layer where scans run over several.
     """
 
     def __init__(
         self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
     ) -> None:
-        super().__init__(graph, filter_fn)
-        self.kind = kind
+        leaves = {param.path: param for param in graph.leaves}
+        self.graph, self.kind = graph, kind
+        self.alignments: dict[int, Alignment] = {}
+        for number, use in enumerate(graph.uses):
+            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
+                alignment = align(use, graph, one_layer=True)
+                if alignment is not None and align(use, graph) is not None:
+                    self.alignments[number] = alignment
+        self.uses = Uses({number: graph.uses[number] for number in self.alignments})
 
     def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
@@ -226,11 +131,17 @@ class Calibration(Collector):
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
-    def sum_up(
-        self, number: int, x: jax.Array, steps: Steps | None = None, arguments: PyTree = None
-    ) -> RowSums:
+    def sum_inputs(self, number: int, x: jax.Array, *_: object) -> RowSums:
+        """Returns the sums of a use over the rows of its inputs."""
         sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
         return sharding.replicated(sum_rows, x)
+
+    def sum_outputs(
+        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
+        sum_rows = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
+        return sharding.replicated(sum_rows, x, *matrices)
 
     def statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
@@ -257,6 +168,81 @@ class Calibration(Collector):
         assert alignment is not None  # or there would be none of a layer
         sums: Mapping[str, Any] = summed[0]
         return dataclasses.replace(alignment.axes, count=summed[1], **sums)
+
+
+def collect(
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    make: Callable[[Graph], Calibration],
+    sum_rows: Callable[..., PyTree] = Calibration.sum_inputs,
+    arguments: PyTree = None,
+    stacks: bool = True,
+) -> tuple[Calibration, Sums]:
+    """Runs a model on batches and adds up their sums.
+
+    Args:
+      fn: the model.
+      params: its parameters.
+      batches: batches, which may differ in shape.
+      make: makes the calibration of a graph; called once for each shape of a batch.
+      sum_rows: `sum_rows(calibration, number, x, steps, arguments)` returns the sums of a use.
+      arguments: arrays that the sums depend on.
+      stacks: keep the sums of each layer of a stacked weight apart.
+
+    Returns:
+      (the calibration of the last batch, the sums of all batches).
+    """
+    graph: Graph | None = None
+    first: PyTree = None
+    total: Sums = {}
+
+    @functools.cache
+    def compile_sums(graph: Graph) -> tuple[Calibration, Callable[..., PyTree]]:
+        calibration = make(graph)
+
+        def run(leaves: PyTree, inputs: PyTree, arguments: PyTree) -> tuple[Sums, PyTree]:
+            interpreter = SummingInterpreter(
+                calibration.uses, lambda *use: sum_rows(calibration, *use, arguments), stacks
+            )
+            interpreter.run(graph.traced.model.program, [*leaves, *inputs])
+            sums = interpreter.sums
+            return sums, {number: _are_finite(each) for number, each in sums.items()}
+
+        return calibration, share_at_call(jax.jit(run))
+
+    for number, batch in enumerate(batches):
+        if graph is None:
+            graph, first = trace(fn, params, batch), batch
+        check_structure(batch, first, number)
+        calibration, run = compile_sums(retrace(graph, params, batch))
+        check_values("params", params, "Calibrate outside of jit.")
+        check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
+        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
+        sums, finite = run(*arrays)
+        for use, finite_sums in jax.device_get(finite).items():
+            if not finite_sums:
+                raise not_finite(trees.join_names(calibration.uses[use].path), number)
+        total = add_in_place(total, sums) if total else sums
+    if graph is None:
+        raise ValueError("batches has no batch: give at least one.")
+    return calibration, total
+
+
+def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
+    """Raises a ValueError for a batch that differs from the first one in more than arrays."""
+    if _without_arrays(batch) != _without_arrays(first):
+        raise ValueError(
+            f"Batch {number} differs from batch 0 in more than arrays: {_without_arrays(batch)}, "
+            f"{_without_arrays(first)}. All must be of one structure; numbers that differ must be "
+            "arrays."
+        )
+
+
+def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
+    """Returns the structure of a tree, and its leaves, with a word in place of arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, ["array" if trees.is_array(x) else x for x in leaves]
 
 
 def have_equal_axes(one: Statistic, other: Statistic) -> bool:
