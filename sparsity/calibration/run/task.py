@@ -100,13 +100,6 @@ class PruningTask:
         kind = self.needs.statistics_kind
         return Calibration(self.graph, kind, lambda path, _: path in self.sites)
 
-    def list_targets(self) -> list[tuple[object, ...]]:
-        """Returns path, pattern, batch axes and sparsity of each parameter."""
-        return [
-            (path, site.pattern, site.batch_axes, float(self.targets[path]))
-            for path, site in self.sites.items()
-        ]
-
     def name(self, path: Path, index: LayerIndex) -> str:
         """Returns the name of a parameter, or of one of its layers."""
         return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
