@@ -20,7 +20,6 @@ import chex
 
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
-from sparsity.calibration.run.joint_losses import sum_losses
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_pruner_and_refit
@@ -29,7 +28,7 @@ from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
-from sparsity.calibration.statistics.capture import calibrate
+from sparsity.calibration.statistics.capture import calibrate, sum_losses
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import extras, sharding

@@ -229,6 +229,39 @@ def collect(
     return calibration, total
 
 
+def sum_losses(
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    matrices: Mapping[Path, Sequence[jax.Array]],
+) -> dict[Path, jax.Array]:
+    """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a parameter.
+
+    Args:
+      fn: the model.
+      params: its parameters.
+      batches: the batches.
+      matrices: [*batch, outputs, inputs] by path of the parameter.
+    """
+
+    def sum_rows(
+        calibration: Calibration, number: int, x: jax.Array, steps: Steps, matrices: PyTree
+    ) -> jax.Array:
+        use = calibration.uses[number]
+        layer = tuple(steps[scan] for scan in use.view.scans)
+        each = [matrix[layer] for matrix in matrices[use.path]]
+        return calibration.sum_outputs(number, x, steps, each)
+
+    def make(graph: Graph) -> Calibration:
+        return Calibration(graph, "squares", lambda path, _: path in matrices)
+
+    calibration, sums = collect(fn, params, batches, make, sum_rows, matrices, stacks=False)
+    losses = dict.fromkeys(matrices, jnp.zeros(()))
+    for number, each in sums.items():
+        losses[calibration.uses[number].path] += each
+    return losses
+
+
 def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
     """Raises a ValueError for a batch that differs from the first one in more than arrays."""
     if _without_arrays(batch) != _without_arrays(first):
