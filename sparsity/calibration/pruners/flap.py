@@ -13,7 +13,7 @@ from sparsity.calibration.pruners.base import Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.statistics.errors import num_rows
-from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool

@@ -16,8 +16,8 @@ from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
 from sparsity.calibration.refits.least_squares import LeastSquares
-from sparsity.calibration.statistics.checks import check_solvable, is_finite
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote

@@ -11,9 +11,9 @@ import numpy as np
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import Refit, Select
 from sparsity.calibration.run.needs import read_refit_needs
-from sparsity.calibration.statistics.checks import check_solvable, look_up_statistic
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.validation import check_solvable, look_up_statistic
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import ScoredLeaf, Site, is_per_slice, pack_masks, read_masks

@@ -14,7 +14,6 @@ from jax import lax
 from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.checks import is_finite, not_finite
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import (
     Steps,
@@ -25,6 +24,7 @@ from sparsity.calibration.statistics.summing import (
     add_in_place,
     is_count,
 )
+from sparsity.calibration.statistics.validation import is_finite, not_finite
 from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree

@@ -19,9 +19,9 @@ from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.checks import warn_of_zeros
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Bias, Graph, trace

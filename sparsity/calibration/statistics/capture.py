@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.alignment import Alignment, align
-from sparsity.calibration.statistics.checks import not_finite
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_outputs, sum_up
+from sparsity.calibration.statistics.row_sums import KINDS, Kind, RowSums, sum_outputs, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import (
     Steps,
@@ -25,6 +24,7 @@ from sparsity.calibration.statistics.summing import (
     add,
     add_in_place,
 )
+from sparsity.calibration.statistics.validation import not_finite
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
