@@ -1,4 +1,4 @@
-"""What pruners and refits need of a run: attributes that they state, and defaults for all others.
+"""Needs of pruners and refits: attributes that their classes state, and defaults for all others.
 
 A refit is any callable, and a pruner any updater, so that neither need have heard of a base class.
 """
@@ -28,7 +28,7 @@ class Needs(NamedTuple):
 
     @property
     def has_grams(self) -> bool:
-        """Whether the statistics are Gram matrices."""
+        """True if the statistics are Gram matrices."""
         return self.statistics_kind == "gram"
 
 
