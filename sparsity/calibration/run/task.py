@@ -15,7 +15,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.needs import Needs, combine_needs
-from sparsity.calibration.run.prune import prune, reconstruct
+from sparsity.calibration.run.prune import reconstruct
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
@@ -127,7 +127,7 @@ class PruningTask:
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
-        first, masks = prune(pruner, alone, {path: statistic})
+        first, masks = pruner.instant_sparsify(alone, statistics={path: statistic})
         last = first
         if self.refit is not None and not self.needs.shifts_biases:
             last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
