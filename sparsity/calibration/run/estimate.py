@@ -118,8 +118,7 @@ class Meter:
         """
         for number in self._uses.at(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        within = self._uses.within(equation)
-        if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
+        if self._uses.takes_apart(equation):
             (body,) = equation.within()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
             fixed = body.layers.start - len(body.carries)
@@ -128,7 +127,7 @@ class Meter:
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
                 self._run(body.program, live_bytes + stacked, shared)
             return
-        for number in within:
+        for number in self._uses.within(equation):
             self._follow_weight(self._uses[number], live_bytes)
         inside = sum(_bytes(v) for body in equation.bodies for e in body.flat() for v in e.outputs)
         made = sum(map(_bytes, equation.outputs))

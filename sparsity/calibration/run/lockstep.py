@@ -128,7 +128,7 @@ class Lockstep:
         """Prunes the weights that an equation reads, and runs the equation."""
         for number in self._uses.at(equation):
             self._reach(frame, equation, number, frame.layers)
-        if self._takes_apart(equation, frame.layers):
+        if self._must_take_apart(equation, frame.layers):
             self._scan(frame, equation)
             return
         for number, layers in self._order(equation.bodies, frame.layers):
@@ -143,13 +143,11 @@ class Lockstep:
         for equation in (equation for body in bodies for equation in body.flat()):
             for number in self._uses.at(equation):
                 yield number, layers
-            within = self._uses.within(equation)
-            takes_apart = any(equation in self._uses[n].view.scans for n in within)
-            for layer in _trips(equation) if takes_apart else [None]:
+            for layer in _trips(equation) if self._uses.takes_apart(equation) else [None]:
                 inside = layers if layer is None else {**layers, equation: layer}
-                yield from self._order(equation.bodies if within else (), inside)
+                yield from self._order(equation.bodies, inside)
 
-    def _takes_apart(self, equation: Equation, layers: Layers) -> bool:
+    def _must_take_apart(self, equation: Equation, layers: Layers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
             equation in (use := self._uses[number]).view.scans

@@ -36,7 +36,7 @@ add_in_place = jax.jit(add, donate_argnums=0)
 
 
 class Uses(dict[int, Use]):
-    """Uses by number, which equations find."""
+    """Uses by number, and by the equations that they are or lie in."""
 
     def __init__(self, uses: Mapping[int, Use]) -> None:
         super().__init__(uses)
@@ -56,6 +56,10 @@ class Uses(dict[int, Use]):
             for inner in body.flat()
             for number in (*self.at(inner), *self.within(inner))
         ]
+
+    def takes_apart(self, equation: Equation) -> bool:
+        """Returns whether an equation is a scan whose steps read layers of a weight."""
+        return any(equation in self[number].view.scans for number in self.within(equation))
 
 
 class SummingInterpreter(Interpreter[jax.Array]):
