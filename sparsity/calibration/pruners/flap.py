@@ -126,9 +126,9 @@ class FLAPPruning(ChannelPruning):
         leaves = graph.traced.parameters.match(params)
         paths = {param.path: path for path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
-        places = {x: graph.traced.biases.get(leaves[x].path) for x in problems}
-        missing = [x for x, place in places.items() if place is None or place.path not in paths]
-        if missing:
+        named = {x: leaves[x].path for x in problems if leaves[x].path in graph.traced.biases}
+        places = {x: graph.traced.biases[path] for x, path in named.items()}
+        if missing := [x for x in problems if x not in places or places[x].path not in paths]:
             names = trees.listed([leaves[x].name for x in missing], len(missing))
             raise ValueError(
                 f"The model adds no bias of their own to the outputs of {names}, which read "
@@ -137,7 +137,6 @@ class FLAPPruning(ChannelPruning):
                 "serves if its running mean or its shift is among the params."
             )
         for reader, place in places.items():
-            assert place is not None
             bias = paths[place.path]
             if not holds_outputs(graph, leaves[reader].path, place):
                 raise ValueError(

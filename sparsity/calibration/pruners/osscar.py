@@ -123,10 +123,10 @@ def _choose(
     damping: float,
     groups: Sequence[PlacedGroup],
     leaves: Mapping[KeyPath, jax.Array],
-    counts_and_statistics: tuple[Sequence[chex.Numeric], Sequence[Statistic]],
+    counts: Sequence[chex.Numeric],
+    statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
     """Returns the masks of the channels of each group, from the statistics of parameters."""
-    counts, statistics = counts_and_statistics
     seen = dict(zip(paths, statistics, strict=True))
     masks = []
     for group, count in zip(groups, counts, strict=True):
