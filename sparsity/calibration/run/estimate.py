@@ -63,15 +63,12 @@ class Meter:
 
     def __init__(self, task: PruningTask, batches: Sequence[PyTree]) -> None:
         calibration = task.make_calibration()
-        self._graph, self._uses = task.graph, calibration.uses
-        self._copies, self._batches = task.needs.gram_copies, len(batches)
-        self._count_bytes = task.needs.count_bytes
+        self._graph, self._uses, self._needs = task.graph, calibration.uses, task.needs
+        self._batches = len(batches)
+        self._batch_bytes = sum(_bytes(x) for x in trees.split_arrays(list(batches))[0])
         grams = calibration.grams(one_layer=True)
         self._grams = {name: _bytes(gram) for name, gram in grams.items()}
-        self._batch_bytes = sum(
-            _bytes(x) for batch in batches for x in trees.split_arrays(batch)[0]
-        )
-        self._params = sum(param.size * param.dtype.itemsize for param in self._graph.leaves)
+        self._params = sum(param.size * param.dtype.itemsize for param in task.graph.leaves)
         self._pruned: dict[Path, int] = {}
         self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
 
@@ -81,7 +78,7 @@ class Meter:
         # The batches themselves stay with the caller.
         self._run(program, self._batch_bytes, shared={*program.inputs})
         peak, activations, param = self._peak
-        gram = max(self._grams.values(), default=0) if self._copies else 0
+        gram = max(self._grams.values(), default=0) if self._needs.has_grams else 0
         model = self._params + sum(self._pruned.values())
         return Estimate(model, activations, gram, peak, param)
 
@@ -141,12 +138,13 @@ class Meter:
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
         part = 4 * param.size // max(layers, 1)
         x, y = (_wide(v) for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0]))
-        if self._copies:
+        if self._needs.has_grams:
             gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
             is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
-            solution = max(self._copies * gram, gram + self._count_bytes(outputs, inputs))
+            counted = gram + self._needs.count_bytes(outputs, inputs)
+            solution = max(self._needs.gram_copies * gram, counted)
             work = max(rows + 2 * gram, solution + _WEIGHTS * part)
         else:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part

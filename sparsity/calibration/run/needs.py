@@ -45,10 +45,9 @@ def read_refit_needs(refit: object) -> Needs:
 def combine_needs(pruner: object, refit: object | None) -> Needs:
     """Returns the needs of a run; without Gram matrices it takes means, for centred errors."""
     both = [read_pruner_needs(pruner), *([] if refit is None else [read_refit_needs(refit)])]
-    has_grams = any(needs.has_grams for needs in both)
     return both[-1]._replace(
-        statistics_kind="gram" if has_grams else "moments",
-        gram_copies=max(needs.gram_copies for needs in both) if has_grams else 0,
+        statistics_kind="gram" if any(needs.has_grams for needs in both) else "moments",
+        gram_copies=max(needs.gram_copies for needs in both),
     )
 
 
