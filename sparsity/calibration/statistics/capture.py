@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.row_sums import KINDS, Kind, RowSums, sum_outputs, sum_up
+from sparsity.calibration.statistics.row_sums import KINDS, Kind, sum_outputs, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import (
     Steps,
@@ -111,11 +110,12 @@ class Calibration:
         leaves = {param.path: param for param in graph.leaves}
         self.graph, self.kind = graph, kind
         self.alignments: dict[int, Alignment] = {}
+        self._axes: dict[int, Statistic] = {}  # of all layers
         for number, use in enumerate(graph.uses):
             if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                alignment = align(use, graph, one_layer=True)
-                if alignment is not None and align(use, graph) is not None:
-                    self.alignments[number] = alignment
+                layer, stack = align(use, graph, one_layer=True), align(use, graph)
+                if layer is not None and stack is not None:
+                    self.alignments[number], self._axes[number] = layer, stack.axes
         self.uses = Uses({number: graph.uses[number] for number in self.alignments})
 
     def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
@@ -131,7 +131,7 @@ class Calibration:
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
-    def sum_inputs(self, number: int, x: jax.Array, *_: object) -> RowSums:
+    def sum_inputs(self, number: int, x: jax.Array, *_: object) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
         sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
         return sharding.replicated(sum_rows, x)
@@ -147,7 +147,10 @@ class Calibration:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
-            use, statistic = self.uses[number], self.statistic(number, total.pop(number))
+            use, x = self.uses[number], total.pop(number)
+            statistic = dataclasses.replace(
+                self._axes[number], squares=x.squares, sums=x.sums, gram=x.gram, count=x.count
+            )
             before = statistics.get(use.path)
             if before is not None and not have_equal_axes(before, statistic):
                 raise ValueError(
@@ -161,13 +164,6 @@ class Calibration:
             path: _counted(statistic, self.graph.traced.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
-
-    def statistic(self, number: int, summed: RowSums, one_layer: bool = False) -> Statistic:
-        """Returns the statistic of a use from its sums, or of one layer of its parameter."""
-        alignment = self.alignments[number] if one_layer else align(self.uses[number], self.graph)
-        assert alignment is not None  # or there would be none of a layer
-        sums: Mapping[str, Any] = summed[0]
-        return dataclasses.replace(alignment.axes, count=summed[1], **sums)
 
 
 def collect(
