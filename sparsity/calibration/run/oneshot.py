@@ -166,7 +166,7 @@ def _read_batches(
 
 
 def _check_values(**trees: PyTree) -> None:
-    """Raises a ValueError that names an array without values, as an estimate may have."""
+    """Raises a ValueError that names an array without values, which an estimate may have."""
     remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
     for name, tree in trees.items():
         check_values(name, tree, remedy)
@@ -267,12 +267,13 @@ class _Run:
             losses = sum_losses(*model, matrices)
             return {path: layers[path]._replace(losses=losses[path]) for path in paths}
 
+        # Gram matrices have the losses; without them, one more run of the model has those of all.
         solve_one = solve if task.needs.has_grams else lambda path: solve_all()[path]
         for path in paths:
             self._prune(path, (), functools.partial(solve_one, path))
 
     def _prune(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
-        """Takes a pruned parameter, or one layer of it, from the folder or from a function."""
+        """Prunes a parameter, or one layer of it, by a function, or takes it from the folder."""
         weights, task = self.weights, self._task
         number = sum(map(len, self._layers.values()))
         place = task.find_bias(path, index)
