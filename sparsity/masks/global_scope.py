@@ -63,39 +63,15 @@ class Global(DataclassBase):
         check_bool("use_normalization", self.use_normalization)
         check_number("normalization_eps", self.normalization_eps, 0)
 
-    def check(
-        self, pattern: object, batch_axes: object, topk_fn: TopkFn | None, where: str = ""
-    ) -> None:
+    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
-        if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
-            raise ValueError(
-                "A global scope ranks single weights of all parameters and needs sparsity_type "
-                f"= Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
-            )
-        if topk_fn is not None:
-            raise ValueError(
-                "A global scope ranks all parameters together and needs topk_fn = None, got "
-                f"topk_fn = {topk_fn!r}."
-            )
-        if not callable(batch_axes) and batch_axes:
-            raise ValueError(
-                "A global scope lets layers trade weights, so that no slice can have an exact mask "
-                f"of its own: batch_axes must be 0, got batch_axes = {batch_axes}{where}. Use "
-                "scope=Layerwise(), or leave stacked biases out with filter_fn."
-            )
+        _check(pattern, batch_axes, topk_fn)
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
-        ranked, fixed = self._split_overrides(leaves)
+        ranked, fixed = _split_overrides(leaves)
         together = self._select_together(ranked, fixed) if ranked else []
         return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
-
-    def _split_overrides(self, leaves: Sequence[AnyLeaf]) -> tuple[list[AnyLeaf], list[AnyLeaf]]:
-        """Returns the parameters that compete, checked, and those with a sparsity of their own."""
-        ranked = [leaf for leaf in leaves if not leaf.site.has_override]
-        for leaf in ranked:
-            self.check(leaf.site.pattern, leaf.site.batch_axes, None, f" for {leaf.site.name!r}")
-        return ranked, [leaf for leaf in leaves if leaf.site.has_override]
 
     def _select_together(
         self, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
@@ -145,7 +121,7 @@ class Global(DataclassBase):
         drop scores are kept. As many weights as were dropped grow anywhere. A parameter with an
         entry in `custom_sparsity_map` moves separately.
         """
-        ranked, fixed = self._split_overrides(leaves)
+        ranked, fixed = _split_overrides(leaves)
         together = self._move_together(ranked, drop_fraction) if ranked else []
         return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
 
@@ -182,6 +158,34 @@ class Global(DataclassBase):
             score if score.dtype == dtype else Scores.wrap(score.compute().astype(dtype))
             for score in lazy
         ]
+
+
+def _check(pattern: object, batch_axes: object, topk_fn: TopkFn | None, where: str = "") -> None:
+    """Does what `Global.check` does; `where` names the parameter."""
+    if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
+        raise ValueError(
+            "A global scope ranks single weights of all parameters and needs sparsity_type "
+            f"= Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
+        )
+    if topk_fn is not None:
+        raise ValueError(
+            "A global scope ranks all parameters together and needs topk_fn = None, got "
+            f"topk_fn = {topk_fn!r}."
+        )
+    if not callable(batch_axes) and batch_axes:
+        raise ValueError(
+            "A global scope lets layers trade weights, so that no slice can have an exact mask "
+            f"of its own: batch_axes must be 0, got batch_axes = {batch_axes}{where}. Use "
+            "scope=Layerwise(), or leave stacked biases out with filter_fn."
+        )
+
+
+def _split_overrides(leaves: Sequence[AnyLeaf]) -> tuple[list[AnyLeaf], list[AnyLeaf]]:
+    """Returns the parameters that compete, checked, and those with a sparsity of their own."""
+    ranked = [leaf for leaf in leaves if not leaf.site.has_override]
+    for leaf in ranked:
+        _check(leaf.site.pattern, leaf.site.batch_axes, None, f" for {leaf.site.name!r}")
+    return ranked, [leaf for leaf in leaves if leaf.site.has_override]
 
 
 def _merge_overrides(
