@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -88,13 +87,12 @@ class OSSCARPruning(ChannelPruning):
         statistics = [problem.statistic for problem in problems.values()]
         masks = self.readers.choose_masks(choose_channels, params, targets, statistics)
 
-        def refit(path: KeyPath, pruned: jax.Array, mask: Any) -> jax.Array:
-            if path not in problems:
+        def refit(path: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
+            if path not in problems or mask is None:
                 return pruned
             _, dense, statistic, _ = problems[path]
-            return sharding.place_like(
-                dense, LeastSquares()(dense, pruned, mask, statistic, None)[0]
-            )
+            weights, _ = LeastSquares()(dense, pruned, mask, statistic, None)
+            return sharding.place_like(dense, weights)
 
         return trees.map_matched(refit, apply_masks(params, masks), masks), masks
 
