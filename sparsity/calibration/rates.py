@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.statistics.checks import check
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.validation import check
 from sparsity.core import trees
 from sparsity.core.checks import (
     check_fraction,

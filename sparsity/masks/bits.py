@@ -8,7 +8,6 @@ masks from others.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TypeVar, overload
 
@@ -137,7 +136,10 @@ def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") 
             return unpack(mask, likes[path])
         if packed and jnp.shape(mask) == (-(-math.prod(shape) // 8),):
             _check_bits(mask, trees.path_string(path))
-            return sharding.shard_like(likes[path], functools.partial(_unpack_row, shape), mask)
+            count = math.prod(shape)
+            return sharding.shard_like(
+                likes[path], lambda bits: jnp.unpackbits(bits, count=count).reshape(shape), mask
+            )
         raise ValueError(
             f"The mask of {trees.path_string(path)!r} among the {role} has shape "
             f"{jnp.shape(mask)}, but its parameter has shape {shape}"
@@ -145,10 +147,6 @@ def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") 
         )
 
     return trees.map_matched(read, masks)
-
-
-def _unpack_row(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
-    return jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)
 
 
 def _are_kept_on_host(mask: np.ndarray) -> PyTree:

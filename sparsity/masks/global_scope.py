@@ -65,29 +65,18 @@ class Global(DataclassBase):
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
-        if isinstance(pattern, SparsityType):
-            self._check_pattern(pattern)
-        if topk_fn is not None:
-            raise ValueError(
-                "A global scope ranks all parameters together and needs topk_fn = None, got "
-                f"topk_fn = {topk_fn!r}."
-            )
-        if not callable(batch_axes) and batch_axes:
-            raise ValueError(self._no_slices(f"got batch_axes = {batch_axes}"))
+        _check(pattern, batch_axes, topk_fn)
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
         ranked, fixed = _split_overrides(leaves)
-        together = self._select_together(ranked, fixed)
+        together = self._select_together(ranked, fixed) if ranked else []
         return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
         self, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
-        if not leaves:
-            return []
-        self._check_sites([leaf.site for leaf in leaves])
         total = _find_cost([(leaf.site, leaf.lazy_scores) for leaf in (*leaves, *fixed)])
         scores = [leaf.lazy_scores for leaf in leaves]
         sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
@@ -133,15 +122,12 @@ class Global(DataclassBase):
         entry in `custom_sparsity_map` moves separately.
         """
         ranked, fixed = _split_overrides(leaves)
-        together = self._move_together(ranked, drop_fraction)
+        together = self._move_together(ranked, drop_fraction) if ranked else []
         return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
         self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
-        if not leaves:
-            return []
-        self._check_sites([leaf.site for leaf in leaves])
         total = _find_cost([(leaf.site, leaf.lazy_drop_scores) for leaf in leaves])
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
@@ -173,32 +159,32 @@ class Global(DataclassBase):
             for score in lazy
         ]
 
-    def _check_pattern(self, pattern: SparsityType, where: str = "") -> None:
-        if not pattern.is_elementwise:
-            raise ValueError(
-                "A global scope ranks single weights of all parameters and needs sparsity_type "
-                f"= Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
-            )
 
-    def _check_sites(self, sites: Sequence[Site]) -> None:
-        for site in sites:
-            self._check_pattern(site.pattern, f" for {site.name!r}")
-            if site.batch_axes:
-                raise ValueError(
-                    self._no_slices(f"got batch_axes = {site.batch_axes} for {site.name!r}")
-                )
-
-    def _no_slices(self, got: str) -> str:
-        return (
-            "A global scope lets layers trade weights, so that no slice can have an exact mask of "
-            f"its own: batch_axes must be 0, {got}. Use scope=Layerwise(), or leave stacked biases "
-            "out with filter_fn."
+def _check(pattern: object, batch_axes: object, topk_fn: TopkFn | None, where: str = "") -> None:
+    """Does what `Global.check` does; `where` names the parameter."""
+    if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
+        raise ValueError(
+            "A global scope ranks single weights of all parameters and needs sparsity_type "
+            f"= Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
+        )
+    if topk_fn is not None:
+        raise ValueError(
+            "A global scope ranks all parameters together and needs topk_fn = None, got "
+            f"topk_fn = {topk_fn!r}."
+        )
+    if not callable(batch_axes) and batch_axes:
+        raise ValueError(
+            "A global scope lets layers trade weights, so that no slice can have an exact mask "
+            f"of its own: batch_axes must be 0, got batch_axes = {batch_axes}{where}. Use "
+            "scope=Layerwise(), or leave stacked biases out with filter_fn."
         )
 
 
 def _split_overrides(leaves: Sequence[AnyLeaf]) -> tuple[list[AnyLeaf], list[AnyLeaf]]:
-    """Returns the parameters that compete, and those with a sparsity of their own."""
+    """Returns the parameters that compete, checked, and those with a sparsity of their own."""
     ranked = [leaf for leaf in leaves if not leaf.site.has_override]
+    for leaf in ranked:
+        _check(leaf.site.pattern, leaf.site.batch_axes, None, f" for {leaf.site.name!r}")
     return ranked, [leaf for leaf in leaves if leaf.site.has_override]
 
 

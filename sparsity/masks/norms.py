@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from sparsity.selection.scores import Ranked, Scores
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
 _LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
-
-Fn = tuple[Callable[..., jax.Array], bool]  # of `Scores`, and whether it uses the index
-Stored = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # their arrays and scalars
 
 
 def norms(scores: Sequence[Scores]) -> jax.Array:
@@ -76,23 +73,22 @@ def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
 
 @host.instead(_norms_on_host)
 def _norms(ranked: Sequence[Ranked]) -> jax.Array:
-    scores = [leaf.scores for leaf in ranked]
-    real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in scores)))
-    leaves, axes = zip(*map(_in_rows, scores), strict=True)
-    parts = [((x.fn, x.uses_index), (x.arrays, x.scalars)) for x in leaves]
-    rows = [_largest(fn, real, summed, x) for (fn, x), summed in zip(parts, axes, strict=True)]
+    real = jnp.result_type(promote(jnp.float32, *(x.scores.dtype for x in ranked)))
+    leaves, axes = zip(*(_in_rows(x.scores) for x in ranked), strict=True)
+    rows = [_largest(*leaf, real) for leaf in zip(leaves, axes, strict=True)]
     largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
     scales = compute_once([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
     factors = zip(*map(unstack, scales), strict=True)
+    shapes = [leaf.scores.shape for leaf in leaves]
     summands = max(
-        math.prod(x.shape[i] for i in summed) for x, summed in zip(leaves, axes, strict=True)
+        math.prod(shape[i] for i in summed) for shape, summed in zip(shapes, axes, strict=True)
     )
     bits = 31 - max(summands - 1, 1).bit_length()
     sums = [
-        _digits(fn, real, summed, bits, x, factor)
-        for (fn, x), summed, factor in zip(parts, axes, factors, strict=True)
+        _digits(leaf, summed, real, bits, factor)
+        for leaf, summed, factor in zip(leaves, axes, factors, strict=True)
     ]
     digits = [_stack(rows).T for rows in zip(*sums, strict=True)]  # each [sums, leaves]
     total = exact.total(digits[0])
@@ -103,38 +99,34 @@ def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     return norm
 
 
-def _in_rows(scores: Scores) -> tuple[Scores, range]:
+def _in_rows(scores: Scores) -> tuple[Ranked, range]:
     """Returns scores, as [rows, width] if they may be reshaped, and the axes to sum over."""
     if scores.uses_index or not all(map(use_flat, scores.arrays)):
-        return scores, range(scores.ndim)
+        return Ranked(scores), range(scores.ndim)
     rows = next(rows for rows in range(_ROWS, 0, -1) if scores.size % rows == 0)
     arrays = tuple(x.reshape(rows, -1) for x in scores.arrays)
-    return dataclasses.replace(scores, arrays=arrays), range(1, 2)
+    return Ranked(dataclasses.replace(scores, arrays=arrays)), range(1, 2)
 
 
 # Both are traced once for each shape.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _largest(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _largest(leaf: Ranked, axes: range, real: np.dtype) -> jax.Array:
     """Returns the largest finite absolute value of each row."""
-    return exact_sums.max_abs(_values(fn, real, stored), tuple(axes))
+    return exact_sums.max_abs(leaf.scores.compute().astype(real), tuple(axes))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _digits(
-    fn: Fn, real: np.dtype, axes: range, bits: int, stored: Stored, factors: Sequence[jax.Array]
+    leaf: Ranked, axes: range, real: np.dtype, bits: int, factors: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Returns the sum of each digit of the scaled squares in each row, the lowest digit first."""
     # A separate fused loop: without the barrier, values that `_largest` reads too are stored.
-    stored = lax.optimization_barrier(stored)
-    values = exact_sums.finite(_values(fn, real, stored)) * factors[0] * factors[1]
+    leaf = lax.optimization_barrier(leaf)
+    values = exact_sums.finite(leaf.scores.compute().astype(real)) * factors[0] * factors[1]
     squares = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     squares = jnp.minimum(squares, 2**_BITS - 1)
     parts = [(squares >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
     return sums(parts, axes)
-
-
-def _values(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:
-    return Scores(fn[0], *stored, uses_index=fn[1]).compute().astype(real)
 
 
 def _stack(rows: Sequence[jax.Array]) -> jax.Array:

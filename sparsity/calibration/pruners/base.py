@@ -15,9 +15,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.statistics.checks import look_up_statistic
-from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.validation import look_up_statistic
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks, read_masks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -68,16 +67,18 @@ class ReaderChannels(Coupled):
         """Returns masks of all members, of the channels that a function chooses.
 
         Args:
-          choose: `choose(groups, leaves, (counts, extra))` returns uint8[channels] for each group,
-            or [layers, channels], from {path: leaf} of all members and the numbers of channels
-            that stay by group.
+          choose: `choose(groups, leaves, counts, extra)` returns uint8[channels] for each group, or
+            [layers, channels], from {path: leaf} of all members and the numbers of channels that
+            stay by group.
           tree: tree of these leaves.
           sparsities: tree of sparsities, `None` for leaves without one.
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
         numbers = [counts.count_by_sparsity(self, group) for group in groups]
-        return self._masks(groups, functools.partial(choose, groups), [tree], (numbers, extra))
+        return self._masks(
+            groups, lambda leaves, arrays: choose(groups, leaves, *arrays), [tree], (numbers, extra)
+        )
 
     def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""

@@ -13,7 +13,7 @@ from sparsity.calibration.pruners.base import Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.statistics.errors import num_rows
-from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
@@ -126,9 +126,9 @@ class FLAPPruning(ChannelPruning):
         leaves = graph.traced.parameters.match(params)
         paths = {param.path: path for path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
-        places = {x: graph.traced.biases.get(leaves[x].path) for x in problems}
-        missing = [x for x, place in places.items() if place is None or place.path not in paths]
-        if missing:
+        named = {x: leaves[x].path for x in problems if leaves[x].path in graph.traced.biases}
+        places = {x: graph.traced.biases[path] for x, path in named.items()}
+        if missing := [x for x in problems if x not in places or places[x].path not in paths]:
             names = trees.listed([leaves[x].name for x in missing], len(missing))
             raise ValueError(
                 f"The model adds no bias of their own to the outputs of {names}, which read "
@@ -137,7 +137,6 @@ class FLAPPruning(ChannelPruning):
                 "serves if its running mean or its shift is among the params."
             )
         for reader, place in places.items():
-            assert place is not None
             bias = paths[place.path]
             if not holds_outputs(graph, leaves[reader].path, place):
                 raise ValueError(

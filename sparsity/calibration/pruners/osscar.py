@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -16,8 +15,8 @@ from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
 from sparsity.calibration.refits.least_squares import LeastSquares
-from sparsity.calibration.statistics.checks import check_solvable, is_finite
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
@@ -88,13 +87,12 @@ class OSSCARPruning(ChannelPruning):
         statistics = [problem.statistic for problem in problems.values()]
         masks = self.readers.choose_masks(choose_channels, params, targets, statistics)
 
-        def refit(path: KeyPath, pruned: jax.Array, mask: Any) -> jax.Array:
-            if path not in problems:
+        def refit(path: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
+            if path not in problems or mask is None:
                 return pruned
             _, dense, statistic, _ = problems[path]
-            return sharding.place_like(
-                dense, LeastSquares()(dense, pruned, mask, statistic, None)[0]
-            )
+            weights, _ = LeastSquares()(dense, pruned, mask, statistic, None)
+            return sharding.place_like(dense, weights)
 
         return trees.map_matched(refit, apply_masks(params, masks), masks), masks
 
@@ -123,10 +121,10 @@ def _choose(
     damping: float,
     groups: Sequence[PlacedGroup],
     leaves: Mapping[KeyPath, jax.Array],
-    counts_and_statistics: tuple[Sequence[chex.Numeric], Sequence[Statistic]],
+    counts: Sequence[chex.Numeric],
+    statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
     """Returns the masks of the channels of each group, from the statistics of parameters."""
-    counts, statistics = counts_and_statistics
     seen = dict(zip(paths, statistics, strict=True))
     masks = []
     for group, count in zip(groups, counts, strict=True):

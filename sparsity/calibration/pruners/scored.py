@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
-from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.dtypes import promote

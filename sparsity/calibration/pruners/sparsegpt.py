@@ -13,8 +13,8 @@ import numpy as np
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.pruners.scored import check_groups
 from sparsity.calibration.pruners.sweep import block_sizes, inverse_factors, sweep
-from sparsity.calibration.statistics.checks import check_solvable, is_finite
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote

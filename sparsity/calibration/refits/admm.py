@@ -80,33 +80,24 @@ class ADMM:
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        run = functools.partial(self._refit, select)
-        end, new_mask = host.instead(run)(run)(dense, pruned, mask, statistic)
-        return end, new_mask
+        def refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, seen: Statistic) -> PyTree:
+            xp = host.namespace([dense])
+            like = (dense, dense, dense, seen.real_grams())
+            try:
+                start = _run(like, _start, self.rho, self.damping, dense, seen)
+            except np.linalg.LinAlgError:  # of numpy: jax returns weights that are not finite
+                return NotImplemented
+            weights, duals, products, inverse = start
+            for i in range(self.iterations):
+                if i < self.gradual:
+                    share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
+                    mask = xp.asarray(select(jnp.abs(weights + duals), share))
+                state = (weights, duals, mask, products, inverse)
+                weights, duals = _run((dense, dense), _step, self.rho, *state, seen)
+            return _run(dense, _end, weights, duals, pruned, mask, seen), mask
 
-    def _refit(
-        self,
-        select: Select,
-        dense: jax.Array,
-        pruned: jax.Array,
-        mask: jax.Array,
-        statistic: Statistic,
-    ) -> PyTree:
-        """Does what a call does, with arrays of numpy, too."""
-        xp = host.namespace([dense])
-        like = (dense, dense, dense, statistic.real_grams())
-        try:
-            start = _run(like, _start, self.rho, self.damping, dense, statistic)
-        except np.linalg.LinAlgError:  # of numpy: jax returns weights that are not finite
-            return NotImplemented
-        weights, duals, products, inverse = start
-        for i in range(self.iterations):
-            if i < self.gradual:
-                share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
-                mask = xp.asarray(select(jnp.abs(weights + duals), share))
-            state = (weights, duals, mask, products, inverse)
-            weights, duals = _run((dense, dense), _step, self.rho, *state, statistic)
-        return _run(dense, _end, weights, duals, pruned, mask, statistic), mask
+        end, new_mask = host.instead(refit)(refit)(dense, pruned, mask, statistic)
+        return end, new_mask
 
 
 def _run(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:

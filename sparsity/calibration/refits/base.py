@@ -20,7 +20,7 @@ Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 class Refit(Protocol):
     """Protocol of `refit`: `LeastSquares()`, `ADMM()`, or a class of your own.
 
-    A class may state more:
+    A class may state more, which `run/needs.py` reads:
 
     - `gram_copies`, which `StatisticsPruning` explains, and `count_bytes(outputs, inputs)`, the
       bytes of a solution beside one Gram matrix, for the estimate of memory;
@@ -51,8 +51,3 @@ class Refit(Protocol):
             pattern keeps n of m at every share. Raises a ValueError under a scope that compares
             parameters.
         """
-
-
-def shifts_biases(refit: object) -> bool:
-    """Returns whether a refit changes biases in place of weights."""
-    return bool(getattr(refit, "shifts_biases", False))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import mean_outputs
-from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
 from sparsity.core.trees import Path

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from sparsity.calibration.run.frames import last_uses
 from sparsity.calibration.run.task import PruningTask
-from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -64,16 +63,12 @@ class Meter:
 
     def __init__(self, task: PruningTask, batches: Sequence[PyTree]) -> None:
         calibration = task.make_calibration()
-        self._graph, self._uses = task.graph, calibration.uses
-        self._copies, self._batches = task.gram_copies, len(batches)
-        self._count_bytes = getattr(task.refit, "count_bytes", None)
-        self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
+        self._graph, self._uses, self._needs = task.graph, calibration.uses, task.needs
+        self._batches = len(batches)
+        self._batch_bytes = sum(_bytes(x) for x in trees.split_arrays(list(batches))[0])
         grams = calibration.grams(one_layer=True)
         self._grams = {name: _bytes(gram) for name, gram in grams.items()}
-        self._batch_bytes = sum(
-            _bytes(x) for batch in batches for x in trees.split_arrays(batch)[0]
-        )
-        self._params = sum(param.size * param.dtype.itemsize for param in self._graph.leaves)
+        self._params = sum(param.size * param.dtype.itemsize for param in task.graph.leaves)
         self._pruned: dict[Path, int] = {}
         self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
 
@@ -83,7 +78,7 @@ class Meter:
         # The batches themselves stay with the caller.
         self._run(program, self._batch_bytes, shared={*program.inputs})
         peak, activations, param = self._peak
-        gram = max(self._grams.values(), default=0) if self._copies else 0
+        gram = max(self._grams.values(), default=0) if self._needs.has_grams else 0
         model = self._params + sum(self._pruned.values())
         return Estimate(model, activations, gram, peak, param)
 
@@ -118,10 +113,9 @@ class Meter:
           live_bytes: bytes that live before it.
           ends: bytes of a batch that the equation is the last to read.
         """
-        for number in self._interpreter.at(equation):
+        for number in self._uses.at(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        within = self._interpreter.within(equation)
-        if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
+        if self._uses.takes_apart(equation):
             (body,) = equation.within()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
             fixed = body.layers.start - len(body.carries)
@@ -130,7 +124,7 @@ class Meter:
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
                 self._run(body.program, live_bytes + stacked, shared)
             return
-        for number in within:
+        for number in self._uses.within(equation):
             self._follow_weight(self._uses[number], live_bytes)
         inside = sum(_bytes(v) for body in equation.bodies for e in body.flat() for v in e.outputs)
         made = sum(map(_bytes, equation.outputs))
@@ -144,14 +138,13 @@ class Meter:
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
         part = 4 * param.size // max(layers, 1)
         x, y = (_wide(v) for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0]))
-        if self._copies:
+        if self._needs.has_grams:
             gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
             is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
-            solution = self._copies * gram
-            if self._count_bytes is not None:
-                solution = max(solution, gram + self._count_bytes(outputs, inputs))
+            counted = gram + self._needs.count_bytes(outputs, inputs)
+            solution = max(self._needs.gram_copies * gram, counted)
             work = max(rows + 2 * gram, solution + _WEIGHTS * part)
         else:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part

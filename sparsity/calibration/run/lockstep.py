@@ -19,7 +19,6 @@ from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
-from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -51,7 +50,7 @@ class Lockstep:
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._on_reached = read, is_done, on_reached
-        self._uses = SummingInterpreter(calibration.uses, calibration.sum_up)
+        self._uses = calibration.uses
         self._frames: list[Frame] = []
 
     def run(self) -> None:
@@ -129,7 +128,7 @@ class Lockstep:
         """Prunes the weights that an equation reads, and runs the equation."""
         for number in self._uses.at(equation):
             self._reach(frame, equation, number, frame.layers)
-        if self._takes_apart(equation, frame.layers):
+        if self._must_take_apart(equation, frame.layers):
             self._scan(frame, equation)
             return
         for number, layers in self._order(equation.bodies, frame.layers):
@@ -144,16 +143,14 @@ class Lockstep:
         for equation in (equation for body in bodies for equation in body.flat()):
             for number in self._uses.at(equation):
                 yield number, layers
-            within = self._uses.within(equation)
-            takes_apart = any(equation in self._calibration.uses[n].view.scans for n in within)
-            for layer in _trips(equation) if takes_apart else [None]:
+            for layer in _trips(equation) if self._uses.takes_apart(equation) else [None]:
                 inside = layers if layer is None else {**layers, equation: layer}
-                yield from self._order(equation.bodies if within else (), inside)
+                yield from self._order(equation.bodies, inside)
 
-    def _takes_apart(self, equation: Equation, layers: Layers) -> bool:
+    def _must_take_apart(self, equation: Equation, layers: Layers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
-            equation in (use := self._calibration.uses[number]).view.scans
+            equation in (use := self._uses[number]).view.scans
             and not self._is_done(use.path, _layer_index(use, inside))
             for layer in _trips(equation)
             for number, inside in self._order(equation.bodies, {**layers, equation: layer})
@@ -193,7 +190,7 @@ class Lockstep:
 
     def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
-        use = self._calibration.uses[number]
+        use = self._uses[number]
         index = _layer_index(use, layers)
         if self._is_done(use.path, index):
             return
@@ -219,7 +216,7 @@ class Lockstep:
         """
         layers: dict[int, Layers] = {}
         for number in numbers:
-            other, layer_by_axis = self._calibration.uses[number], dict(index)
+            other, layer_by_axis = self._uses[number], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
             pairs = zip(other.view.scans, other.view.stacked, strict=True)

@@ -9,17 +9,17 @@ every device of a mesh holds all of a weight, each device solves some of the out
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, overload
 
 import chex
 
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
-from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_pruner_and_refit
@@ -28,7 +28,9 @@ from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.statistics.capture import calibrate, sum_losses
 from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import extras, sharding
 from sparsity.core.checks import (
     check_bool,
@@ -119,13 +121,13 @@ def oneshot(
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    batches = _read_batches(params, batches, held, metric, folder, estimate)
-    task = make_task(pruner, refit, fn, params, batches[0])
+    batches = _read_batches(batches, held, metric, folder)
     if estimate:
-        return Meter(task, batches).estimate()
-    store = None
-    if folder is not None:
-        store = LayerStore(folder, identify(task, fn, params, batches, sequential=sequential))
+        return Meter(make_task(pruner, refit, fn, params, batches[0]), batches).estimate()
+    _check_values(params=params, batches=batches)
+    task = make_task(pruner, refit, fn, params, batches[0])
+    identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
+    store = None if folder is None else LayerStore(folder, identity())
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.run(fn, sequential)
     pruned, report = run.weights.tree(), run.report
@@ -150,12 +152,7 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) 
 
 
 def _read_batches(
-    params: PyTree,
-    batches: Iterable[PyTree],
-    held: object,
-    metric: object,
-    folder: object,
-    estimate: bool,
+    batches: Iterable[PyTree], held: object, metric: object, folder: object
 ) -> list[PyTree]:
     """Returns the batches; raises a ValueError without any, or for arguments that do not fit."""
     check_iterable("batches", batches)
@@ -165,11 +162,14 @@ def _read_batches(
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
     if not (seen := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
-    if not estimate:
-        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
-        check_values("params", params, remedy)
-        check_values("batches", seen, remedy)
     return seen
+
+
+def _check_values(**trees: PyTree) -> None:
+    """Raises a ValueError that names an array without values, which an estimate may have."""
+    remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+    for name, tree in trees.items():
+        check_values(name, tree, remedy)
 
 
 def _show_progress(
@@ -225,26 +225,55 @@ class _Run:
     def run(self, fn: Callable[..., PyTree], sequential: bool) -> None:
         """Prunes all parameters, those that the model reaches first."""
         if sequential:
-            self._run_in_lockstep()
-        unpruned = [path for path in self._task.sites if path not in self._layers]
-        joint = JointSolver(self._task, self.weights, fn, self._batches, unpruned)
-        for path in unpruned:
-            self._finish_layer(path, (), joint)
+            self._prune_in_lockstep()
+        self._prune_jointly(fn)
 
-    def _run_in_lockstep(self) -> None:
-        """Runs the model on all batches, and prunes each parameter when the run reaches it."""
+    def _prune_in_lockstep(self) -> None:
+        """Prunes each parameter, or layer, when a run of the model on all batches reaches it."""
         calibration = self._task.make_calibration()
-        if self._task.kind == "gram":
+        if self._task.needs.has_grams:
             for name, gram in calibration.grams(one_layer=True).items():
-                check_memory({name: gram}, self._task.gram_copies)  # one is held at a time
-        Lockstep(
-            calibration, self._batches, self.weights.read, self._is_done, self._finish_layer
-        ).run()
+                check_memory({name: gram}, self._task.needs.gram_copies)  # one is held at a time
 
-    def _finish_layer(
-        self, path: Path, index: LayerIndex, inputs: ReachedWeight | JointSolver
-    ) -> None:
-        """Prunes a parameter, or one layer of it, or takes it from the folder."""
+        def prune(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
+            self._prune(path, index, lambda: self._solve(path, index, reached))
+
+        Lockstep(calibration, self._batches, self.weights.read, self._is_done, prune).run()
+
+    def _solve(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> PrunedLayer:
+        """Solves a parameter, or one layer of it, where a run has reached it."""
+        statistic = reached.statistic(self._task.name(path, index))
+        layer = self._task.solve(self.weights, path, index, statistic)
+        if self._task.needs.has_grams:
+            return layer
+        return layer._replace(losses=reached.losses(*layer.matrices()))
+
+    def _prune_jointly(self, fn: Callable[..., PyTree]) -> None:
+        """Prunes all parameters that are not done, by their inputs in the present model."""
+        task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
+        model = fn, self.weights.tree(), self._batches
+
+        @functools.cache  # at the first call: the folder may have all of them
+        def statistics() -> Mapping[Path, Statistic]:
+            return calibrate(*model, task.needs.statistics_kind, lambda path, _: path in paths)
+
+        def solve(path: Path) -> PrunedLayer:
+            return task.solve(self.weights, path, (), statistics().get(path))
+
+        @functools.cache
+        def solve_all() -> Mapping[Path, PrunedLayer]:
+            layers = {path: solve(path) for path in paths}
+            matrices = {path: layer.matrices() for path, layer in layers.items()}
+            losses = sum_losses(*model, matrices)
+            return {path: layers[path]._replace(losses=losses[path]) for path in paths}
+
+        # Gram matrices have the losses; without them, one more run of the model has those of all.
+        solve_one = solve if task.needs.has_grams else lambda path: solve_all()[path]
+        for path in paths:
+            self._prune(path, (), functools.partial(solve_one, path))
+
+    def _prune(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
+        """Prunes a parameter, or one layer of it, by a function, or takes it from the folder."""
         weights, task = self.weights, self._task
         number = sum(map(len, self._layers.values()))
         place = task.find_bias(path, index)
@@ -253,7 +282,7 @@ class _Run:
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
             started = time.perf_counter()
-            layer = self._solve(path, index, inputs)
+            layer = solve()
             report = layer.report()
             report = dataclasses.replace(report, seconds=time.perf_counter() - started)
             new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
@@ -270,18 +299,6 @@ class _Run:
         self.report[path] = LayerReport.combine([*layers.values()])
         if self._on_layer_done is not None:
             self._on_layer_done(path, index)
-
-    def _solve(
-        self, path: Path, index: LayerIndex, inputs: ReachedWeight | JointSolver
-    ) -> PrunedLayer:
-        """Returns a pruned parameter, or one layer of it, by its inputs."""
-        if isinstance(inputs, JointSolver):
-            return inputs.solve(path)
-        statistic = inputs.statistic(self._task.name(path, index))
-        layer = self._task.solve(self.weights, path, index, statistic)
-        if self._task.kind == "gram":
-            return layer
-        return layer._replace(losses=inputs.losses(*layer.matrices()))
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""

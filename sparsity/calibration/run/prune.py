@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from sparsity.calibration.pruners.scored import SplitScope
-from sparsity.calibration.refits.base import Refit, Select, shifts_biases
-from sparsity.calibration.statistics.checks import check_solvable, look_up_statistic
+from sparsity.calibration.refits.base import Refit, Select
+from sparsity.calibration.run.needs import read_refit_needs
 from sparsity.calibration.statistics.errors import output_error
-from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.validation import check_solvable, look_up_statistic
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import ScoredLeaf, Site, is_per_slice, pack_masks, read_masks
@@ -49,7 +49,7 @@ def prune(
       Array([[5., 0.]], dtype=float32)
     """
     check_pruner_and_refit(pruner, refit)
-    if shifts_biases(refit):
+    if read_refit_needs(refit).shifts_biases:
         raise ValueError(
             f"{type(refit).__name__} changes the biases that follow weights, which only the "
             f"program of a model shows: give refit = {refit!r} to oneshot."
@@ -110,7 +110,7 @@ def reconstruct(
     Raises:
       ValueError: a statistic is missing, does not fit its parameter, or lacks the refit's sums.
     """
-    kind: Kind = getattr(refit, "statistics_kind", "gram")
+    needs, who = read_refit_needs(refit), type(refit).__name__
     masks = read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
@@ -123,9 +123,9 @@ def reconstruct(
             refitted[path] = before
             continue
         site = table[path]
-        statistic = look_up_statistic(statistics, site, dense.shape, kind, type(refit).__name__)
-        if kind == "gram":
-            check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
+        statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, who)
+        if needs.has_grams:
+            check_solvable(statistic, dense, site.name, needs.damping)
         select = _selection(pruner, site, statistic, targets.get(path, 0.0))
         new = refit(dense, *before, statistic, select)
         _check_refitted(refit, new, site.name, dense.shape)

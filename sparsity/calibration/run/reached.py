@@ -14,9 +14,17 @@ from jax import lax
 from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.checks import is_finite, not_finite
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
+from sparsity.calibration.statistics.summing import (
+    Steps,
+    SummingInterpreter,
+    Sums,
+    Uses,
+    add,
+    add_in_place,
+    is_count,
+)
+from sparsity.calibration.statistics.validation import is_finite, not_finite
 from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
@@ -49,12 +57,9 @@ class ReachedWeight:
         Raises:
           ValueError: inputs are not finite; the error names the batch.
         """
-        total = _add_up(self._sums(self.calibration.sum_up), name)
-        statistics = [
-            self.calibration.statistic(number, total[number], one_layer=True)
-            for number in sorted(total)
-        ]
-        return functools.reduce(add, statistics)
+        total = _add_up(self._sums(self.calibration.sum_inputs), name)
+        statistic: Statistic = functools.reduce(add, [total[number] for number in sorted(total)])
+        return statistic
 
     def losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each matrix."""
@@ -102,7 +107,7 @@ class ReachedWeight:
             for batch in batches:
                 yield {number: compiled[number](x[batch], arguments) for number, x in xs.items()}
             return
-        uses = {number: self.calibration.uses[number] for number in self.layers}
+        uses = Uses({number: self.calibration.uses[number] for number in self.layers})
         # Indices are arguments, so that the layers of a stack share what is compiled.
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
@@ -183,7 +188,7 @@ def _add_up(batches: Iterable[Sums], name: str) -> Sums:
         if not all(map(is_finite, jax.tree.leaves(sums))):
             raise not_finite(name, batch)
         if total and place is None:
-            total = _add(total, sums)
+            total = add_in_place(total, sums)
         elif total:
             total = jax.tree.map(_add_on_host, total, host.to_numpy(sums), is_leaf=is_count)
         else:
@@ -201,6 +206,3 @@ def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
     for at in host.chunks(len(flat)):
         flat[at] = host.flushed(host.flushed(flat[at]) + host.flushed(terms[at]))
     return total
-
-
-_add = jax.jit(add, donate_argnums=0)

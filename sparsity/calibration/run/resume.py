@@ -119,10 +119,14 @@ def identify(
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
     shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
+    sparsities = [
+        (path, site.pattern, site.batch_axes, float(task.targets[path]))
+        for path, site in task.sites.items()
+    ]
     values: dict[str, object] = {
         "pruner": (type(task.pruner), fields),
         "refit": task.refit,
-        "sparsities": task.list_targets(),
+        "sparsities": sparsities,
         **others,
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsity.calibration.rates import Rates
+from sparsity.calibration.run.needs import read_pruner_needs
 from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
 from sparsity.calibration.run.prune import check_pruner_and_refit, prune
 from sparsity.calibration.statistics.capture import calibrate
-from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_iterable
 from sparsity.core.trees import Path, PyTree
@@ -89,7 +89,7 @@ def measure(
         if rate == 0:
             raise ValueError("rates must be above 0, at which nothing is lost, got a rate of 0.")
     seen = list(batches)
-    kind: Kind = getattr(pruner, "statistics_kind", "squares")
+    kind = read_pruner_needs(pruner).statistics_kind
     statistics = calibrate(fn, params, seen, kind, lambda path, _: path in paths)
     outputs = make_outputs(fn, params, seen[0])
     dense = [outputs(params, batch) for batch in seen]

@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.rates import Rates
-from sparsity.calibration.refits.base import Refit, shifts_biases
+from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
-from sparsity.calibration.run.prune import prune, reconstruct
+from sparsity.calibration.run.needs import Needs, combine_needs
+from sparsity.calibration.run.prune import reconstruct
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.checks import warn_of_zeros
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
-from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Bias, Graph, trace
@@ -84,7 +83,7 @@ class PruningTask:
       graph: the graph of the model.
       sites: pattern and batch axes of the parameters to prune, by path.
       targets: their sparsities.
-      kind: the kind of statistics.
+      needs: the statistics that pruner and refit need, and the memory.
       biases: the biases that a refit of means changes, by path of the parameter.
     """
 
@@ -93,27 +92,13 @@ class PruningTask:
     graph: Graph
     sites: Mapping[Path, Site]
     targets: Mapping[Path, float]
-    kind: Kind
+    needs: Needs
     biases: Mapping[Path, Bias]
-
-    @property
-    def gram_copies(self) -> int:
-        """Number of arrays of the size of a Gram matrix that a layer needs at once."""
-        if self.kind != "gram":
-            return 0
-        least = StatisticsPruning.gram_copies
-        return max(getattr(method, "gram_copies", least) for method in (self.refit, self.pruner))
 
     def make_calibration(self) -> Calibration:
         """Returns the sums of the inputs of all parameters to prune."""
-        return Calibration(self.graph, self.kind, lambda path, _: path in self.sites)
-
-    def list_targets(self) -> list[tuple[object, ...]]:
-        """Returns path, pattern, batch axes and sparsity of each parameter."""
-        return [
-            (path, site.pattern, site.batch_axes, float(self.targets[path]))
-            for path, site in self.sites.items()
-        ]
+        kind = self.needs.statistics_kind
+        return Calibration(self.graph, kind, lambda path, _: path in self.sites)
 
     def name(self, path: Path, index: LayerIndex) -> str:
         """Returns the name of a parameter, or of one of its layers."""
@@ -142,9 +127,9 @@ class PruningTask:
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
-        first, masks = prune(pruner, alone, {path: statistic})
+        first, masks = pruner.instant_sparsify(alone, statistics={path: statistic})
         last = first
-        if self.refit is not None and not shifts_biases(self.refit):
+        if self.refit is not None and not self.needs.shifts_biases:
             last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
@@ -208,18 +193,15 @@ def make_task(
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
-    kind: Kind = getattr(pruner, "statistics_kind", "squares")
-    if refit is not None and kind != "gram":
-        kind = getattr(refit, "statistics_kind", "gram")
+    needs = combine_needs(pruner, refit)
     return PruningTask(
         pruner,
         refit,
         graph,
         sites,
         targets={path: targets[site.path] for path, site in sites.items()},
-        # The means of the inputs, which centred errors need, cost a vector more.
-        kind="moments" if kind == "squares" else kind,
-        biases=_find_biases(graph, sites) if shifts_biases(refit) else {},
+        needs=needs,
+        biases=_find_biases(graph, sites) if needs.shifts_biases else {},
     )
 
 

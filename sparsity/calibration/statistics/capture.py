@@ -5,28 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.alignment import Alignment, align
-from sparsity.calibration.statistics.checks import not_finite
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_outputs, sum_up
+from sparsity.calibration.statistics.row_sums import KINDS, Kind, sum_outputs, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
+from sparsity.calibration.statistics.summing import (
+    Steps,
+    SummingInterpreter,
+    Sums,
+    Uses,
+    add,
+    add_in_place,
+)
+from sparsity.calibration.statistics.validation import not_finite
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
-from sparsity.graph import Graph, Parameter, Use, trace
+from sparsity.graph import Graph, Parameter, trace
 from sparsity.graph.graph import retrace
 from sparsity.programs.share import share_at_call
-
-C = TypeVar("C", bound="Collector")
 
 
 def calibrate(
@@ -87,53 +91,171 @@ def calibrate(
     return calibration.statistics(total)
 
 
+class Calibration:
+    """Uses of parameters in a graph, and the sums over their rows.
+
+    Args:
+      graph: the graph.
+      kind: the kind of sums.
+      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
+
+    Attributes:
+      uses: the uses whose inputs match entries of their parameter, by number.
+      alignments: by number of the use, of one layer where scans run over several.
+    """
+
+    def __init__(
+        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
+    ) -> None:
+        leaves = {param.path: param for param in graph.leaves}
+        self.graph, self.kind = graph, kind
+        self.alignments: dict[int, Alignment] = {}
+        self._axes: dict[int, Statistic] = {}  # of all layers
+        for number, use in enumerate(graph.uses):
+            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
+                layer, stack = align(use, graph, one_layer=True), align(use, graph)
+                if layer is not None and stack is not None:
+                    self.alignments[number], self._axes[number] = layer, stack.axes
+        self.uses = Uses({number: graph.uses[number] for number in self.alignments})
+
+    def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
+        grams = {}
+        for number, use in self.uses.items():
+            alignment = self.alignments[number]
+            shape = self.graph.traced.parameters.find_shape(use.path)
+            stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
+            inputs = alignment.axes.inputs(alignment.shape)
+            dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
+            lead = (*stacked, *alignment.axes.lead(alignment.shape))
+            grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
+        return grams
+
+    def sum_inputs(self, number: int, x: jax.Array, *_: object) -> Statistic:
+        """Returns the sums of a use over the rows of its inputs."""
+        sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
+        return sharding.replicated(sum_rows, x)
+
+    def sum_outputs(
+        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
+        sum_rows = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
+        return sharding.replicated(sum_rows, x, *matrices)
+
+    def statistics(self, total: Sums) -> dict[Path, Statistic]:
+        """Returns the statistics of parameters, and pops the sums of their uses."""
+        statistics: dict[Path, Statistic] = {}
+        for number in sorted(total):
+            use, x = self.uses[number], total.pop(number)
+            statistic = dataclasses.replace(
+                self._axes[number], squares=x.squares, sums=x.sums, gram=x.gram, count=x.count
+            )
+            before = statistics.get(use.path)
+            if before is not None and not have_equal_axes(before, statistic):
+                raise ValueError(
+                    f"{trees.join_names(use.path)!r} is read along other axes by the "
+                    f"{use.primitive} at {use.source} than by a product before it, so that their "
+                    "inputs cannot be added up. Give each a parameter of its own, or leave it out: "
+                    "filter_fn."
+                )
+            statistics[use.path] = statistic if before is None else add(before, statistic)
+        return {
+            path: _counted(statistic, self.graph.traced.parameters.find_shape(path))
+            for path, statistic in statistics.items()
+        }
+
+
 def collect(
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Iterable[PyTree],
-    make: Callable[[Graph], C],
+    make: Callable[[Graph], Calibration],
+    sum_rows: Callable[..., PyTree] = Calibration.sum_inputs,
     arguments: PyTree = None,
-) -> tuple[C, Sums]:
+    stacks: bool = True,
+) -> tuple[Calibration, Sums]:
     """Runs a model on batches and adds up their sums.
 
     Args:
       fn: the model.
       params: its parameters.
       batches: batches, which may differ in shape.
-      make: makes the collector of a graph; called once for each shape of a batch.
+      make: makes the calibration of a graph; called once for each shape of a batch.
+      sum_rows: `sum_rows(calibration, number, x, steps, arguments)` returns the sums of a use.
       arguments: arrays that the sums depend on.
+      stacks: keep the sums of each layer of a stacked weight apart.
 
     Returns:
-      (the collector of the last batch, the sums of all batches).
+      (the calibration of the last batch, the sums of all batches).
     """
     graph: Graph | None = None
     first: PyTree = None
     total: Sums = {}
 
     @functools.cache
-    def compile_sums(graph: Graph) -> tuple[C, Callable[..., PyTree]]:
-        collector = make(graph)
-        return collector, share_at_call(jax.jit(collector.run))
+    def compile_sums(graph: Graph) -> tuple[Calibration, Callable[..., PyTree]]:
+        calibration = make(graph)
+
+        def run(leaves: PyTree, inputs: PyTree, arguments: PyTree) -> tuple[Sums, PyTree]:
+            interpreter = SummingInterpreter(
+                calibration.uses, lambda *use: sum_rows(calibration, *use, arguments), stacks
+            )
+            interpreter.run(graph.traced.model.program, [*leaves, *inputs])
+            sums = interpreter.sums
+            return sums, {number: _are_finite(each) for number, each in sums.items()}
+
+        return calibration, share_at_call(jax.jit(run))
 
     for number, batch in enumerate(batches):
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
-        collector, run = compile_sums(retrace(graph, params, batch))
+        calibration, run = compile_sums(retrace(graph, params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
         arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
         sums, finite = run(*arrays)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
-                raise not_finite(trees.join_names(collector.uses[use].path), number)
-        total = _add(total, sums) if total else sums
+                raise not_finite(trees.join_names(calibration.uses[use].path), number)
+        total = add_in_place(total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
-    return collector, total
+    return calibration, total
 
 
-_add = jax.jit(add, donate_argnums=0)
+def sum_losses(
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    matrices: Mapping[Path, Sequence[jax.Array]],
+) -> dict[Path, jax.Array]:
+    """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a parameter.
+
+    Args:
+      fn: the model.
+      params: its parameters.
+      batches: the batches.
+      matrices: [*batch, outputs, inputs] by path of the parameter.
+    """
+
+    def sum_rows(
+        calibration: Calibration, number: int, x: jax.Array, steps: Steps, matrices: PyTree
+    ) -> jax.Array:
+        use = calibration.uses[number]
+        layer = tuple(steps[scan] for scan in use.view.scans)
+        each = [matrix[layer] for matrix in matrices[use.path]]
+        return calibration.sum_outputs(number, x, steps, each)
+
+    def make(graph: Graph) -> Calibration:
+        return Calibration(graph, "squares", lambda path, _: path in matrices)
+
+    calibration, sums = collect(fn, params, batches, make, sum_rows, matrices, stacks=False)
+    losses = dict.fromkeys(matrices, jnp.zeros(()))
+    for number, each in sums.items():
+        losses[calibration.uses[number].path] += each
+    return losses
 
 
 def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
@@ -150,113 +272,6 @@ def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]
     """Returns the structure of a tree, and its leaves, with a word in place of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, ["array" if trees.is_array(x) else x for x in leaves]
-
-
-class Collector:
-    """Runs a graph's program with sums beside it; a subclass defines the sums.
-
-    Args:
-      graph: the graph.
-      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
-    """
-
-    stacks: ClassVar[bool] = True  # whether the layers of a stacked weight have sums of their own
-
-    def __init__(
-        self, graph: Graph, filter_fn: Callable[[Path, Parameter], bool] | None = None
-    ) -> None:
-        leaves = {param.path: param for param in graph.leaves}
-        self.graph = graph
-        self.uses: dict[int, Use] = {}
-        self.alignments: dict[int, Alignment] = {}  # of one layer, where scans run over several
-        for number, use in enumerate(graph.uses):
-            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                alignment = align(use, graph, one_layer=True)
-                if alignment is not None and align(use, graph) is not None:
-                    self.uses[number], self.alignments[number] = use, alignment
-
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> PyTree:
-        """Returns the sums of a use over the rows of its inputs."""
-        raise NotImplementedError
-
-    def sum_outputs(
-        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
-    ) -> jax.Array:
-        """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
-        sum_up = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
-        return sharding.replicated(sum_up, x, *matrices)
-
-    def run(
-        self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
-    ) -> tuple[Sums, dict[int, jax.Array]]:
-        """Returns the sums of a call, and whether each is finite."""
-        interpreter = SummingInterpreter(
-            self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
-        )
-        interpreter.run(self.graph.traced.model.program, [*leaves, *inputs])
-        sums = interpreter.sums
-        return sums, {number: _are_finite(each) for number, each in sums.items()}
-
-
-class Calibration(Collector):
-    """Sums up the inputs of uses.
-
-    Args:
-      graph: the graph.
-      kind: the kind of sums.
-      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
-    """
-
-    def __init__(
-        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
-    ) -> None:
-        super().__init__(graph, filter_fn)
-        self.kind = kind
-
-    def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
-        grams = {}
-        for number, use in self.uses.items():
-            alignment = self.alignments[number]
-            shape = self.graph.traced.parameters.find_shape(use.path)
-            stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
-            inputs = alignment.axes.inputs(alignment.shape)
-            dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
-            lead = (*stacked, *alignment.axes.lead(alignment.shape))
-            grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
-        return grams
-
-    def sum_up(
-        self, number: int, x: jax.Array, steps: Steps | None = None, arguments: PyTree = None
-    ) -> RowSums:
-        sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
-        return sharding.replicated(sum_rows, x)
-
-    def statistics(self, total: Sums) -> dict[Path, Statistic]:
-        """Returns the statistics of parameters, and pops the sums of their uses."""
-        statistics: dict[Path, Statistic] = {}
-        for number in sorted(total):
-            use, statistic = self.uses[number], self.statistic(number, total.pop(number))
-            before = statistics.get(use.path)
-            if before is not None and not have_equal_axes(before, statistic):
-                raise ValueError(
-                    f"{trees.join_names(use.path)!r} is read along other axes by the "
-                    f"{use.primitive} at {use.source} than by a product before it, so that their "
-                    "inputs cannot be added up. Give each a parameter of its own, or leave it out: "
-                    "filter_fn."
-                )
-            statistics[use.path] = statistic if before is None else add(before, statistic)
-        return {
-            path: _counted(statistic, self.graph.traced.parameters.find_shape(path))
-            for path, statistic in statistics.items()
-        }
-
-    def statistic(self, number: int, summed: RowSums, one_layer: bool = False) -> Statistic:
-        """Returns the statistic of a use from its sums, or of one layer of its parameter."""
-        alignment = self.alignments[number] if one_layer else align(self.uses[number], self.graph)
-        assert alignment is not None  # or there would be none of a layer
-        sums: Mapping[str, Any] = summed[0]
-        return dataclasses.replace(alignment.axes, count=summed[1], **sums)
 
 
 def have_equal_axes(one: Statistic, other: Statistic) -> bool:

@@ -32,22 +32,14 @@ def is_count(x: object) -> bool:
     return isinstance(x, Count)
 
 
-class SummingInterpreter(Interpreter[jax.Array]):
-    """Runs a program and sums the inputs of chosen uses on the way.
+add_in_place = jax.jit(add, donate_argnums=0)
 
-    Args:
-      uses: uses by number.
-      sum_up: `sum_up(number, x, steps)` returns the sums of a use, a tree of arrays and counts.
-      stacks: keep the sums of each layer of a stacked weight apart, in leading axes.
 
-    Attributes:
-      sums: the sums of what has run so far.
-    """
+class Uses(dict[int, Use]):
+    """Uses by number, and by the equations that they are or lie in."""
 
-    def __init__(self, uses: Mapping[int, Use], sum_up: SumUp, stacks: bool = False) -> None:
-        self.sums: Sums = {}
-        self._uses, self._sum_up, self._stacks = uses, sum_up, stacks
-        self._steps: Steps = {}
+    def __init__(self, uses: Mapping[int, Use]) -> None:
+        super().__init__(uses)
         self._at: dict[Equation, list[int]] = {}
         for number, use in uses.items():
             self._at.setdefault(use.equation, []).append(number)
@@ -65,14 +57,36 @@ class SummingInterpreter(Interpreter[jax.Array]):
             for number in (*self.at(inner), *self.within(inner))
         ]
 
+    def takes_apart(self, equation: Equation) -> bool:
+        """Returns whether an equation is a scan whose steps read layers of a weight."""
+        return any(equation in self[number].view.scans for number in self.within(equation))
+
+
+class SummingInterpreter(Interpreter[jax.Array]):
+    """Runs a program and sums the inputs of chosen uses on the way.
+
+    Args:
+      uses: the uses by number.
+      sum_up: `sum_up(number, x, steps)` returns the sums of a use, a tree of arrays and counts.
+      stacks: keep the sums of each layer of a stacked weight apart, in leading axes.
+
+    Attributes:
+      sums: the sums of what has run so far.
+    """
+
+    def __init__(self, uses: Uses, sum_up: SumUp, stacks: bool = False) -> None:
+        self.sums: Sums = {}
+        self._uses, self._sum_up, self._stacks = uses, sum_up, stacks
+        self._steps: Steps = {}
+
     def bind(self, equation: Equation, inputs: list[jax.Array]) -> list[jax.Array]:
-        for number in self.at(equation):
+        for number in self._uses.at(equation):
             x = inputs[1 - self._uses[number].operand]
             self.sums[number] = self._sum_up(number, x, self._steps)
         return equation.bind(inputs)
 
     def enters(self, equation: Equation) -> bool:
-        return equation.name in ("scan", "cond") and bool(self.within(equation))
+        return equation.name in ("scan", "cond") and bool(self._uses.within(equation))
 
     def _without_sums(self) -> SummingInterpreter:
         """Returns the interpreter of the body of a loop or of a branch."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,18 @@ from jax import lax
 
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core.dtypes import promote
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 
 Kind = Literal["squares", "moments", "gram"]
 KINDS = get_args(Kind)
-RowSums: TypeAlias = tuple[dict[str, jax.Array], Count]  # fields of a `Statistic`, number of rows
 
 _HIGHEST = lax.Precision.HIGHEST
 
 
-def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
+def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> Statistic:
     """Sums up the inputs of a product over its rows, and counts the rows.
 
     Args:
@@ -33,21 +34,23 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
       x: the operand beside the weight.
 
     Returns:
-      (fields of a `Statistic` in the order of the parameter, the number of rows).
+      The statistic in the order of the parameter, of one layer where scans run over several.
     """
     x = _wide(x)
     is_dot = use.kind == "dot"
+    count = Count.from_number(_num_rows(use, x) * alignment.repeats)
+    seen = dataclasses.replace(alignment.axes, count=count)
     if kind == "gram":
         rows = _rows_of_dot(use, x) if is_dot else _patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
         rows_sum = jnp.sum(rows, axis=-2)
-        sums = {"gram": alignment.sums(grams, 2), "sums": alignment.sums(rows_sum, 1)}
-    else:
-        total = functools.partial(_sum_of_dot if is_dot else _sum_of_convolution, use)
-        sums = {"squares": alignment.sums(total(_squared(x)), 1)}
-        if kind == "moments":
-            sums["sums"] = alignment.sums(total(x), 1)
-    return sums, Count.from_number(_num_rows(use, x) * alignment.repeats)
+        gram, sums = alignment.sums(grams, 2), alignment.sums(rows_sum, 1)
+        return dataclasses.replace(seen, gram=gram, sums=sums)
+    total = functools.partial(_sum_of_dot if is_dot else _sum_of_convolution, use)
+    seen = dataclasses.replace(seen, squares=alignment.sums(total(_squared(x)), 1))
+    if kind == "moments":
+        return dataclasses.replace(seen, sums=alignment.sums(total(x), 1))
+    return seen
 
 
 def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
 from sparsity.core.checks import check_kind, is_traced

@@ -1,0 +1,52 @@
+"""A run needs what its pruner and its refit state, and one default for what they leave out."""
+
+import pytest
+
+import sparsity
+from sparsity.calibration import Means
+from sparsity.calibration.run.needs import combine_needs, read_pruner_needs, read_refit_needs
+
+HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
+MAGNITUDE, GPT = sparsity.MagnitudePruning(**HALF), sparsity.SparseGPTPruning(**HALF)
+
+
+class Large:
+    """A refit that holds five matrices, and shares no class with others."""
+
+    gram_copies = 5
+    damping = 0.5
+
+    def __call__(self, dense, pruned, mask, statistic, select):
+        return pruned, mask
+
+
+class Squares(Large):
+    statistics_kind = "squares"
+
+
+@pytest.mark.parametrize(
+    ("pruner", "refit", "kind", "copies"),
+    [
+        (MAGNITUDE, None, "moments", 2),
+        (MAGNITUDE, Means(), "moments", 2),
+        (MAGNITUDE, Squares(), "moments", 5),
+        (MAGNITUDE, sparsity.ADMM(), "gram", 2),
+        (MAGNITUDE, Large(), "gram", 5),
+        (GPT, None, "gram", 2),
+        (GPT, Means(), "gram", 2),
+        (GPT, Squares(), "gram", 5),
+    ],
+)
+def test_a_run_has_gram_matrices_if_its_pruner_or_its_refit_needs_them(pruner, refit, kind, copies):
+    needs = combine_needs(pruner, refit)
+    assert (needs.statistics_kind, needs.gram_copies) == (kind, copies)
+    assert needs.shifts_biases == isinstance(refit, Means)
+
+
+def test_a_class_that_states_nothing_has_the_defaults():
+    assert read_pruner_needs(MAGNITUDE).statistics_kind == "squares"
+    needs = read_refit_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask))
+    assert needs[:2] == ("gram", 2)
+    assert needs.count_bytes(10, 20) == 0
+    assert needs[3:] == (None, False)
+    assert read_refit_needs(Large())[3:] == (0.5, False)
