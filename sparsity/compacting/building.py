@@ -12,7 +12,7 @@ import numpy as np
 from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, STORAGES
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import MaskedParameter, Storage
-from sparsity.compacting.optimizer_state import Owner
+from sparsity.compacting.optimizer_state import Owner, OwnerTree
 from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
@@ -27,7 +27,7 @@ def build(
     params: PyTree,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
-) -> tuple[StoredModel, PyTree]:
+) -> tuple[StoredModel, OwnerTree]:
     """Returns the model of kept values, and a tree of `Owner`s like the parameters.
 
     Args:

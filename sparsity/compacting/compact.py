@@ -25,6 +25,7 @@ from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.moving.update import Loss, move
 from sparsity.compacting.optimizer_state import (
     Owner,
+    OwnerTree,
     check_kept_state,
     compare_kept_updates,
     densify_state,
@@ -313,7 +314,7 @@ class Compact(StoredModel):
         check_kept_state(self._owners, opt_state)
 
     @property
-    def _owners(self) -> PyTree:
+    def _owners(self) -> OwnerTree:
         storages = dict(self.storages)
 
         def describe(path: trees.KeyPath, positions: jax.Array) -> Owner:

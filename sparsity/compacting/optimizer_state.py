@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +65,14 @@ class Owner:
         return self.storage.wrap(values, jnp.asarray(self.positions)).densify()
 
 
-def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
+OwnerTree: TypeAlias = PyTree  # tree like the parameters, an `Owner` for each
+
+
+def take_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
     """Cuts the moments of masked parameters down to those of kept values.
 
     Args:
-      owner_tree: tree like the parameters, an `Owner` for each.
+      owner_tree: owners of the parameters.
       state: state of an optimizer, with dense moments; of a SparseState the inner state.
 
     Raises:
@@ -99,7 +103,7 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     return owners.map_owned(take, owner_tree, state)
 
 
-def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
+def densify_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
     """Returns the state with dense moments, 0 outside the masks.
 
     Raises:
@@ -112,7 +116,7 @@ def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     return owners.map_owned(densify, owner_tree, state)
 
 
-def check_kept_state(owner_tree: PyTree, state: PyTree) -> None:
+def check_kept_state(owner_tree: OwnerTree, state: PyTree) -> None:
     """Raises a ValueError that names a parameter without a moment for each kept value."""
     owners.map_owned(lambda owner, leaf: owner and _has_moments(owner, leaf), owner_tree, state)
 
@@ -137,7 +141,7 @@ def _has_moments(owner: Owner, leaf: jax.Array) -> bool:
 
 
 def compare_kept_updates(
-    tx: optax.GradientTransformation, params: PyTree, owner_tree: PyTree, state: PyTree
+    tx: optax.GradientTransformation, params: PyTree, owner_tree: OwnerTree, state: PyTree
 ) -> float:
     """Compares updates of kept values with updates of the masked parameters.
 

@@ -18,7 +18,15 @@ from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.entrywise_proof import check_entrywise
-from sparsity.training.kept_state import KeptLayout, KeptParameter, KeptState, find_sharding, gather
+from sparsity.training.kept_state import (
+    KeptLayout,
+    KeptParameter,
+    KeptState,
+    KeptTree,
+    Positions,
+    find_sharding,
+    gather,
+)
 from sparsity.training.step_checks import check_optimizer
 
 
@@ -158,7 +166,7 @@ class _Trainer:
 
         return trees.map_matched(choose, structure)
 
-    def _read_kept(self, chosen: PyTree, positions: PyTree) -> PyTree:
+    def _read_kept(self, chosen: PyTree, positions: Positions) -> KeptTree:
         """Returns a `KeptParameter` for each trained leaf, `None` if all entries are trained."""
 
         def read(

@@ -28,6 +28,9 @@ from sparsity.training.kept_state import (
     KeptLayout,
     KeptParameter,
     KeptState,
+    KeptTree,
+    Layouts,
+    Positions,
     carry,
     check_sharding,
     find_kept,
@@ -118,7 +121,7 @@ class CompactStep(Step):
         steps = spread_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
-    def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:
+    def layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter, for new masks.
 
         Raises:
@@ -150,7 +153,7 @@ class CompactStep(Step):
 
         return trees.map_matched(layout, params, masks)
 
-    def _stored_layouts(self, state: SparseState, inputs: Inputs) -> PyTree:
+    def _stored_layouts(self, state: SparseState, inputs: Inputs) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter in a state.
 
         Raises:
@@ -302,6 +305,6 @@ def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
     return trees.map_matched(restart, steps, kept, grown, role="updates")
 
 
-def _positions(kept: PyTree) -> PyTree:
+def _positions(kept: KeptTree) -> Positions:
     """Returns the tree of positions of a tree of `KeptParameter`."""
     return jax.tree.map(lambda each: each.positions, kept)

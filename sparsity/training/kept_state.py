@@ -1,8 +1,7 @@
 """Kept entries of masked parameters: gathered, spread over the parameter, moved to new masks.
 
 The kept entries of a parameter form an array [*batch, k], where k is the number of slots of a slice
-(`sparsity.masks.positions`). Trees of positions, layouts and `KeptParameter` have the structure of
-the parameters, with `None` where a parameter has no mask.
+(`sparsity.masks.positions`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -25,6 +24,12 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
 from sparsity.masks.slice_layout import SliceLayout
 
+# Trees like the parameters, with `None` where a parameter has no mask.
+Positions: TypeAlias = PyTree  # int32[*batch, k]
+Layouts: TypeAlias = PyTree  # `KeptLayout`
+KeptTree: TypeAlias = PyTree  # `KeptParameter`
+Moves: TypeAlias = PyTree  # `Move`
+
 
 class KeptState(NamedTuple):
     """State of an inner optimizer that sees kept entries only.
@@ -36,7 +41,7 @@ class KeptState(NamedTuple):
       state: state of the inner optimizer; a masked leaf has an array [*batch, k].
     """
 
-    positions: PyTree
+    positions: Positions
     state: optax.OptState
 
 
@@ -130,7 +135,7 @@ class Move:
     stays: jax.Array
 
 
-def read_kept(params: Params, positions: PyTree) -> PyTree:
+def read_kept(params: Params, positions: Positions) -> KeptTree:
     """Returns a tree of `KeptParameter` from the parameters and the positions of a `KeptState`."""
 
     def read(_: trees.KeyPath, param: jax.Array, at: jax.Array | None) -> KeptParameter | None:
@@ -143,7 +148,7 @@ def read_kept(params: Params, positions: PyTree) -> PyTree:
     return trees.map_matched(read, params, positions)
 
 
-def find_kept(params: Params, masks: Masks, layouts: PyTree) -> PyTree:
+def find_kept(params: Params, masks: Masks, layouts: Layouts) -> KeptTree:
     """Returns a tree of `KeptParameter` from the parameters and their masks.
 
     Args:
@@ -160,7 +165,7 @@ def find_kept(params: Params, masks: Masks, layouts: PyTree) -> PyTree:
     return trees.map_matched(find, layouts, masks)
 
 
-def gather(tree: PyTree, kept: PyTree) -> PyTree:
+def gather(tree: PyTree, kept: KeptTree) -> PyTree:
     """Returns the tree with kept entries, [*batch, k], in place of masked leaves.
 
     Args:
@@ -174,7 +179,7 @@ def gather(tree: PyTree, kept: PyTree) -> PyTree:
     return trees.map_matched(take, tree, kept, role="gradients")
 
 
-def spread_updates(steps: PyTree, kept: PyTree, masks: Masks, count: chex.Numeric) -> PyTree:
+def spread_updates(steps: PyTree, kept: KeptTree, masks: Masks, count: chex.Numeric) -> PyTree:
     """Returns dense updates: those of kept entries, and `-param` elsewhere.
 
     `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
@@ -205,7 +210,7 @@ def _materialize_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
     return jax.lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
-def find_moves(kept: PyTree, old_masks: Masks) -> PyTree:
+def find_moves(kept: KeptTree, old_masks: Masks) -> Moves:
     """Returns a `Move` for each masked parameter.
 
     Args:
@@ -220,7 +225,7 @@ def find_moves(kept: PyTree, old_masks: Masks) -> PyTree:
     return trees.map_matched(move, kept, old_masks)
 
 
-def carry(state: PyTree, fresh: PyTree, moves: PyTree) -> PyTree:
+def carry(state: PyTree, fresh: PyTree, moves: Moves) -> PyTree:
     """Moves the optimizer state of entries that stay to their new slots; others start afresh.
 
     Args:
