@@ -66,7 +66,7 @@ class Meter:
         self._graph, self._uses, self._needs = task.graph, calibration.uses, task.needs
         self._batches = len(batches)
         self._batch_bytes = sum(_bytes(x) for x in trees.split_arrays(list(batches))[0])
-        grams = calibration.grams(one_layer=True)
+        grams = calibration.gram_shapes(one_layer=True)
         self._grams = {name: _bytes(gram) for name, gram in grams.items()}
         self._params = sum(param.size * param.dtype.itemsize for param in task.graph.leaves)
         self._pruned: dict[Path, int] = {}

@@ -9,7 +9,7 @@ import jax
 
 from sparsity.programs.program import Equation, Program, Value
 
-Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
+ScanLayers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 
 
 class Frame:
@@ -31,7 +31,7 @@ class Frame:
         program: Program,
         param_inputs: Mapping[Value, Callable[..., jax.Array]],
         data: list[dict[Value, jax.Array]],
-        layers: Layers,
+        layers: ScanLayers,
     ) -> None:
         self.program, self.param_inputs = program, param_inputs
         self.data, self.layers = data, layers

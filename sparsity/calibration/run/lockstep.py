@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.calibration.run.frames import Frame, Layers
+from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
@@ -64,7 +64,7 @@ class Lockstep:
         inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
         for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
             check_structure(batch, self._batches[0], number)
-            if (shapes := _shapes(arrays)) != (first := _shapes(inputs[0])):
+            if (shapes := _describe_shapes(arrays)) != (first := _describe_shapes(inputs[0])):
                 raise ValueError(
                     f"Batch {number} has arrays {shapes}, batch 0 has {first}. All batches run in "
                     "lockstep and must be alike: leave out or fill up the one that is smaller, or "
@@ -131,29 +131,31 @@ class Lockstep:
         if self._must_take_apart(equation, frame.layers):
             self._scan(frame, equation)
             return
-        for number, layers in self._order(equation.bodies, frame.layers):
+        for number, layers in self._walk_uses(equation.bodies, frame.layers):
             self._reach(frame, equation, number, layers)
         # Of loops, JAX would keep a program for each trace.
         run = share_at_call(equation.bind) if equation.bodies else equation.bind
         for batch in range(len(frame.data)):
             frame.write(batch, equation, run(frame.inputs(batch, equation)))
 
-    def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
+    def _walk_uses(
+        self, bodies: Sequence[Program], layers: ScanLayers
+    ) -> Iterator[tuple[int, ScanLayers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
         for equation in (equation for body in bodies for equation in body.flat()):
             for number in self._uses.at(equation):
                 yield number, layers
-            for layer in _trips(equation) if self._uses.takes_apart(equation) else [None]:
+            for layer in _list_layers(equation) if self._uses.takes_apart(equation) else [None]:
                 inside = layers if layer is None else {**layers, equation: layer}
-                yield from self._order(equation.bodies, inside)
+                yield from self._walk_uses(equation.bodies, inside)
 
-    def _must_take_apart(self, equation: Equation, layers: Layers) -> bool:
+    def _must_take_apart(self, equation: Equation, layers: ScanLayers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
             equation in (use := self._uses[number]).view.scans
             and not self._is_done(use.path, _layer_index(use, inside))
-            for layer in _trips(equation)
-            for number, inside in self._order(equation.bodies, {**layers, equation: layer})
+            for layer in _list_layers(equation)
+            for number, inside in self._walk_uses(equation.bodies, {**layers, equation: layer})
         )
 
     def _scan(self, frame: Frame, equation: Equation) -> None:
@@ -167,7 +169,7 @@ class Lockstep:
         is_data[fixed:end] = [True] * (end - fixed)
         carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
         stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
-        for layer in _trips(equation):
+        for layer in _list_layers(equation):
             param_inputs, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
             for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
@@ -188,7 +190,7 @@ class Lockstep:
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
             frame.write(b, equation, [*carry[b], *joined])
 
-    def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
+    def _reach(self, frame: Frame, equation: Equation, number: int, layers: ScanLayers) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
         use = self._uses[number]
         index = _layer_index(use, layers)
@@ -201,20 +203,20 @@ class Lockstep:
                 break
         numbers = self._uses.within(equation) if equation.bodies else [number]
         reached = ReachedWeight(
-            self._calibration, frame, equation, self._alike(numbers, use, index, frame)
+            self._calibration, frame, equation, self._find_alike(numbers, use, index, frame)
         )
         self._on_reached(use.path, index, reached)
         for each in self._frames:
             each.forget()
 
-    def _alike(
+    def _find_alike(
         self, numbers: Sequence[int], use: Use, index: LayerIndex, frame: Frame
-    ) -> dict[int, Layers]:
+    ) -> dict[int, ScanLayers]:
         """Returns the uses that read the same weight along the same axes as the first of them.
 
         Each has the layers of the scans inside the frame.
         """
-        layers: dict[int, Layers] = {}
+        layers: dict[int, ScanLayers] = {}
         for number in numbers:
             other, layer_by_axis = self._uses[number], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
@@ -228,18 +230,18 @@ class Lockstep:
         return {n: x for n, x in layers.items() if have_equal_axes(alignments[n].axes, axes)}
 
 
-def _trips(scan: Equation) -> Sequence[int]:
+def _list_layers(scan: Equation) -> Sequence[int]:
     """Returns the layers of a scan, in the order of execution."""
     order = range(scan.length)
     return order[::-1] if scan.params["reverse"] else order
 
 
-def _layer_index(use: Use, layers: Layers) -> LayerIndex:
+def _layer_index(use: Use, layers: ScanLayers) -> LayerIndex:
     """Returns the axes that scans take apart, and the layer of each."""
     return tuple(
         (axis, layers[scan]) for axis, scan in zip(use.view.stacked, use.view.scans, strict=True)
     )
 
 
-def _shapes(arrays: Sequence[jax.Array]) -> str:
+def _describe_shapes(arrays: Sequence[jax.Array]) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(x.shape)}" for x in arrays)

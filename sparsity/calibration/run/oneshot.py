@@ -232,7 +232,7 @@ class _Run:
         """Prunes each parameter, or layer, when a run of the model on all batches reaches it."""
         calibration = self._task.make_calibration()
         if self._task.needs.has_grams:
-            for name, gram in calibration.grams(one_layer=True).items():
+            for name, gram in calibration.gram_shapes(one_layer=True).items():
                 check_memory({name: gram}, self._task.needs.gram_copies)  # one is held at a time
 
         def prune(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:

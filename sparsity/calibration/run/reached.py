@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.run.frames import Frame, Layers
+from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.statistic import Statistic
@@ -49,7 +49,7 @@ class ReachedWeight:
     calibration: Calibration
     frame: Frame
     equation: Equation
-    layers: Mapping[int, Layers]
+    layers: Mapping[int, ScanLayers]
 
     def statistic(self, name: str) -> Statistic:
         """Returns the statistic of the inputs in all batches, and in all steps of a loop.

@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.row_sums import KINDS, Kind, sum_outputs, sum_up
+from sparsity.calibration.statistics.row_sums import KINDS, Kind, sum_inputs, sum_outputs
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import (
     Steps,
@@ -84,7 +84,7 @@ def calibrate(
         calibration = Calibration(graph, kind, filter_fn)
         if kind == "gram":
             # The sums so far, the sums of a batch, and the latter in the order of the operand.
-            check_memory(calibration.grams(), copies=3)
+            check_memory(calibration.gram_shapes(), copies=3)
         return calibration
 
     calibration, total = collect(fn, params, shown, make)
@@ -118,7 +118,7 @@ class Calibration:
                     self.alignments[number], self._axes[number] = layer, stack.axes
         self.uses = Uses({number: graph.uses[number] for number in self.alignments})
 
-    def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    def gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
         for number, use in self.uses.items():
@@ -133,7 +133,9 @@ class Calibration:
 
     def sum_inputs(self, number: int, x: jax.Array, *_: object) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
-        sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
+        sum_rows = functools.partial(
+            sum_inputs, self.uses[number], self.alignments[number], self.kind
+        )
         return sharding.replicated(sum_rows, x)
 
     def sum_outputs(

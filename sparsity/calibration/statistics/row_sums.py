@@ -24,7 +24,7 @@ KINDS = get_args(Kind)
 _HIGHEST = lax.Precision.HIGHEST
 
 
-def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> Statistic:
+def sum_inputs(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> Statistic:
     """Sums up the inputs of a product over its rows, and counts the rows.
 
     Args:
