@@ -19,7 +19,6 @@ from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.graph.graph import retrace
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -60,10 +59,8 @@ def run_stored(
 ) -> PyTree:
     """Returns `Compact.apply`, with gradients of dense parameters for some observers."""
     graph, inputs = _retrace(model, params, args, observers)
-    outputs = Densifier(graph.traced.tracker.is_data, model.in_turn).run(
-        graph.traced.model.program, inputs
-    )
-    return jax.tree.unflatten(graph.traced.model.output_tree, outputs)
+    outputs = Densifier(graph.tracker.is_data, model.in_turn).run(graph.model.program, inputs)
+    return jax.tree.unflatten(graph.model.output_tree, outputs)
 
 
 def wrap_values(
@@ -102,7 +99,7 @@ def wrap_values(
 def find_readers(model: StoredModel) -> dict[str, set[str]]:
     """Returns {name: operations that need a dense array, other than products of values}."""
     readers: dict[str, set[str]] = {}
-    for equation, inputs, is_dense in list_reads(model, *model.graph.traced.model.example):
+    for equation, inputs, is_dense in list_reads(model, *model.graph.model.example):
         for kept in kept_in(inputs) if is_dense else ():
             if equation.name not in PRODUCTS or kept.storage.multiplies:
                 where = f"{equation.name} {equation.source}".strip()
@@ -134,9 +131,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 
     def run(arrays: list[jax.Array]) -> list[Lazy]:
         graph, inputs = _retrace(model, *rebuild(arrays))
-        return Densifier(graph.traced.tracker.is_data, False, record).run(
-            graph.traced.model.program, inputs
-        )
+        return Densifier(graph.tracker.is_data, False, record).run(graph.model.program, inputs)
 
     jax.eval_shape(run, arrays)
     return reads
@@ -197,4 +192,4 @@ def _retrace(
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
-    return retrace(model.graph, example, *args), [*leaves, *trees.split_arrays(args)[0]]
+    return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]

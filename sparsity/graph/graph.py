@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import chex
 import numpy as np
@@ -26,7 +26,6 @@ from sparsity.patterns import SparsityType
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Trace: TypeAlias = Callable[..., "Graph"]  # of a function, its parameters and its inputs
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
 
 
@@ -37,7 +36,15 @@ class Graph:
       leaves: the parameters, in tree order.
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
-      traced: the traced program and its analyses, for the package itself.
+
+    For the package itself:
+      model: the traced program and its parameters.
+      parameters: the parameters by path, for trees that hold them.
+      tracker: arrays that hold entries of parameters, throughout the program.
+      removal: coupled axes, and proofs that channels may go.
+      costs: multiply-adds and bytes, also of masked and of smaller models.
+      biases: {weight: parameter that shifts the outputs of the weight, and nothing else}.
+      retraced: (arguments, graph) of earlier calls of `retrace`.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -51,18 +58,28 @@ class Graph:
       (('up',), (0,))
     """
 
-    def __init__(self, model: Model, trace: Trace) -> None:
-        self.traced = TracedModel(model, trace)
+    def __init__(self, model: Model) -> None:
+        self.model = model
         self.leaves, self.state = list(model.leaves), model.state
-        self.uses = self.traced.tracker.uses
+        self.tracker = Tracker(model)
+        self.uses = self.tracker.uses
+        self.removal = Removal(model, self.uses)
+        self.costs = Costs(model, self.tracker, self.removal)
+        self.parameters = Parameters(model.leaves, self.removal.list_members)
+        self.retraced: list[tuple[PyTree, Graph]] = []
+
+    @functools.cached_property
+    def biases(self) -> dict[Path, Bias]:
+        """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
+        return find_biases(self.model, self.tracker)
 
     def __deepcopy__(self, _: object) -> Graph:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the function by its name, and the shapes: unpickling traces the model again."""
-        params, args = self.traced.model.example
-        return self.traced.trace, (self.traced.model.fn, params, *args)
+        params, args = self.model.example
+        return self.model.trace, (self.model.fn, params, *args)
 
     def __repr__(self) -> str:
         return (
@@ -86,19 +103,19 @@ class Graph:
         """
         if masks is None:
             return self._dense_macs
-        return round(self.traced.costs.count_sparse_macs(self._densities(masks)))
+        return round(self.costs.count_sparse_macs(self._densities(masks)))
 
     @functools.cached_property
     def _dense_macs(self) -> int:
         # jax asks for the text of a graph in each call of an updater.
-        return round(self.traced.costs.count_sparse_macs(dict[Path, Fraction]()))
+        return round(self.costs.count_sparse_macs(dict[Path, Fraction]()))
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         check_values("masks", masks, "Count multiply-adds outside of jit.")
         return {
             parameter.path: Fraction(int(np.count_nonzero(mask)), max(parameter.size, 1))
-            for parameter, mask in self.traced.parameters.match_masks(masks)
+            for parameter, mask in self.parameters.match_masks(masks)
         }
 
     @property
@@ -108,7 +125,7 @@ class Graph:
         Kernels (Pallas), sparse products (BCOO), calls of foreign code, Fourier transforms,
         decompositions and linear solvers.
         """
-        return self.traced.costs.uncounted
+        return self.costs.uncounted
 
     def table(self, masks: Masks | None = None) -> str:
         """Returns a table of all parameters: shape, readers, contracted axes, MACs, channels.
@@ -123,9 +140,7 @@ class Graph:
           Text of several lines.
         """
         masked = None if masks is None else self.macs(masks)
-        return tables.show_leaves(
-            self._rows(masks), self.macs(), masked, self.traced.costs.uncounted
-        )
+        return tables.show_leaves(self._rows(masks), self.macs(), masked, self.costs.uncounted)
 
     def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.
@@ -149,7 +164,7 @@ class Graph:
         for parameter in self.leaves:
             uses = [use for use in self.uses if use.path == parameter.path]
             axes = {axis for use in uses for axis in use.contracting}
-            dense = self.traced.costs.count_macs(parameter.path)
+            dense = self.costs.count_macs(parameter.path)
             masked = round(dense * density.get(parameter.path, 1))
             names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
             numbers = tuple(sorted(groups.get(parameter.path, ())))
@@ -242,7 +257,7 @@ class Graph:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the leaves."""
-        return self.traced.removal.channels.groups
+        return self.removal.channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
@@ -251,67 +266,38 @@ class Graph:
         Windows of convolutions, and the positions of an image that is flattened with its channels,
         are no channels and are left out.
         """
-        return self.traced.removal.channels.refused
+        return self.removal.channels.refused
 
+    # Calls with other arguments.
 
-class TracedModel:
-    """The parts of a `Graph` that the package asks, and no page shows.
+    def retrace(self, params: Params, *args: PyTree) -> Graph:
+        """Returns the graph of the model for other arguments, or this graph if they are alike.
 
-    Attributes:
-      model: the traced program.
-      trace: makes a graph of a function, its parameters and its inputs.
-      parameters: the parameters by path, for trees that hold them.
-      tracker: arrays that hold entries of parameters, throughout the program.
-      removal: coupled axes, and proofs that channels may go.
-      costs: multiply-adds and bytes, also of masked and of smaller models.
-      retraced: (arguments, graph) of earlier calls of `retrace`.
-    """
+        Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
+        numbers, functions) are equal.
 
-    def __init__(self, model: Model, trace: Trace) -> None:
-        self.model, self.trace = model, trace
-        self.retraced: list[tuple[PyTree, Graph]] = []
-        paths = [parameter.path for parameter in model.leaves]
-        self.tracker = Tracker(model.program, model.values, paths)
-        self.removal = Removal(model, self.tracker.uses)
-        self.costs = Costs(model, self.tracker, self.removal)
-        self.parameters = Parameters(model.leaves, self.removal.list_members)
+        Args:
+          params: the parameters; dtypes and containers may differ from those of the trace.
+          *args: inputs of the model.
+        """
+        example = sharding.abstract((params, args))
+        if trees.are_alike(example, self.model.example):
+            return self
+        for earlier, graph in self.retraced:
+            if trees.are_alike(example, earlier):
+                return graph
+        retraced: Graph = self.model.trace(self.model.fn, example[0], *example[1])
+        # A number that changes from call to call must not fill the memory.
+        self.retraced = [*self.retraced[-_MOST_RETRACED:], (example, retraced)]
+        return retraced
 
-    @functools.cached_property
-    def biases(self) -> dict[Path, Bias]:
-        """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
-        return find_biases(self.model.program, self.model.values, self.tracker)
-
-
-def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
-    """Returns the graph of the model for other arguments, or `graph` if they are alike.
-
-    Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
-    numbers, functions) are equal.
-
-    Args:
-      graph: the graph of the model.
-      params: the parameters; dtypes and containers may differ from those of the trace.
-      *args: inputs of the model.
-    """
-    example = sharding.abstract((params, args))
-    traced = graph.traced
-    if trees.are_alike(example, traced.model.example):
+    def trace_at_shapes(
+        self, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
+    ) -> Graph:
+        """Returns the graph of a function like the model, at other shapes of the parameters."""
+        params, args = self.model.example
+        arrays, rebuild = trees.split_arrays(params)
+        leaves = zip(arrays, self.leaves, strict=True)
+        structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
+        graph: Graph = self.model.trace(fn, rebuild(structs), *args)
         return graph
-    for earlier, retraced in traced.retraced:
-        if trees.are_alike(example, earlier):
-            return retraced
-    retraced = traced.trace(traced.model.fn, example[0], *example[1])
-    # A number that changes from call to call must not fill the memory.
-    traced.retraced = [*traced.retraced[-_MOST_RETRACED:], (example, retraced)]
-    return retraced
-
-
-def trace_at_shapes(
-    graph: Graph, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
-) -> Graph:
-    """Returns the graph of a function like the model, at other shapes of the parameters."""
-    params, args = graph.traced.model.example
-    arrays, rebuild = trees.split_arrays(params)
-    leaves = zip(arrays, graph.leaves, strict=True)
-    structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
-    return graph.traced.trace(fn, rebuild(structs), *args)

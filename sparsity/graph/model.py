@@ -45,6 +45,7 @@ class Model:
       output_tree: structure of the outputs.
       fn: the function that was traced.
       example: shapes and dtypes of the parameters, and of the inputs that were traced.
+      trace: makes a graph of a function, its parameters and its inputs, as this model was traced.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Model:
     output_tree: jax.tree_util.PyTreeDef
     fn: Callable[..., PyTree]
     example: tuple[PyTree, tuple[PyTree, ...]]
+    trace: Callable[..., PyTree]
 
     @functools.cached_property
     def values(self) -> dict[Value, int]:

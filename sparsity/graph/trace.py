@@ -76,8 +76,8 @@ def trace(
     carried = find(program, outputs, parameters)
     example = sharding.abstract((params, args))
     structure = jax.tree.structure(shapes)
-    model = Model(program, parameters, carried, outputs, structure, fn, example)
-    return Graph(model, functools.partial(trace, state=state))
+    again = functools.partial(trace, state=state)
+    return Graph(Model(program, parameters, carried, outputs, structure, fn, example, again))
 
 
 def _make_jaxpr(

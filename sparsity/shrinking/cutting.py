@@ -144,7 +144,7 @@ class Cutter:
 
     def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path:
         """Returns the path in the graph of an array of params."""
-        return self.graph.traced.parameters.find(trees.path_names(key), leaf).path
+        return self.graph.parameters.find(trees.path_names(key), leaf).path
 
     def _axes(self, key: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
         """Returns the indices that stay along each axis of a leaf that loses some."""

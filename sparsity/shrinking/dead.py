@@ -124,9 +124,7 @@ class _Proofs:
         """
         cases = {}
         for group, is_masked in masked.items():
-            is_static = [
-                path not in self._graph.traced.removal.updated_state for path, _ in group.members
-            ]
+            is_static = [path not in self._graph.removal.updated_state for path, _ in group.members]
             rows = (is_masked & is_static).reshape(-1, len(is_static))
             unique, numbers = np.unique(rows, axis=0, return_inverse=True)
             members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
@@ -148,7 +146,7 @@ class _Proofs:
             for group, members in trial.items():
                 for path, axis in (group.members[i] for i in members):
                     entries.setdefault(path, set()).add((axis, group.variable))
-            unproven = self._graph.traced.removal.find_unproven(entries)
+            unproven = self._graph.removal.find_unproven(entries)
             for group, members in trial.items():
                 self._verdicts[group][members] = group.variable not in unproven
 
@@ -229,7 +227,7 @@ def _note_masked(
     """Adds bool[layers, channels, members] of removed channels to `Dead.masked`."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
-        size = graph.traced.parameters.find_shape(path)[axis]
+        size = graph.parameters.find_shape(path)[axis]
         noted = np.zeros((len(masked), size), bool)
         noted[:, positions] = masked[..., number, None]
         axes = evidence.setdefault(path, {})

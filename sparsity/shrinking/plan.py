@@ -15,7 +15,6 @@ from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
-from sparsity.graph.graph import retrace, trace_at_shapes
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.smaller import Smaller
@@ -101,14 +100,14 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        retraced = retrace(graph, example, *args)
-        traced = retraced.traced
-        chosen = solve_kept(traced.removal.list_axes(), self)
+        retraced = graph.retrace(example, *args)
+        removal, model = retraced.removal, retraced.model
+        chosen = solve_kept(removal.list_axes(), self)
         if retraced is not graph:
             check_proven(retraced, chosen, self)
-        smaller = Smaller(traced.removal.coupling, chosen, traced.removal.alike if chosen else {})
-        outputs = smaller.run(traced.model.program, [*arrays, *inputs])
-        return jax.tree.unflatten(traced.model.output_tree, outputs)
+        smaller = Smaller(removal.coupling, chosen, removal.alike if chosen else {})
+        outputs = smaller.run(model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.
@@ -118,7 +117,7 @@ class Plan:
         """
         check_kind("graph", graph, Graph, "made by sparsity.trace")
         shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
-        return trace_at_shapes(graph, functools.partial(self.apply, graph), shapes)
+        return graph.trace_at_shapes(functools.partial(self.apply, graph), shapes)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
@@ -269,14 +268,14 @@ def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
 
 def plan_cut(graph: Graph, chosen: KeptIndices, masked: AxisArrays | None = None) -> Plan:
     """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
-    kept = spread_kept(graph.traced.removal.list_axes(), chosen)
+    kept = spread_kept(graph.removal.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
 def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, axes in graph.traced.removal.list_axes():
+    for leaf, axes in graph.removal.list_axes():
         for number, axis in enumerate(axes):
             if any(v in chosen and v not in removable for v in list_variables(axis)):
                 why = _reason(graph, leaf.path, number)

@@ -99,7 +99,7 @@ class Small:
         paths = [leaf.path for leaf in self.before.leaves]
         if path is not None and path not in paths:
             raise ValueError(f"path must be one of {paths}, got path = {path!r}.")
-        return round(self.before.traced.costs.count_small_macs(self._sizes, path))
+        return round(self.before.costs.count_small_macs(self._sizes, path))
 
     def measure(self, params: Params, *args: PyTree, rounds: int = 20) -> list[float]:
         """Measures the model before and after, both compiled and called in turn.
@@ -159,7 +159,7 @@ class Small:
             shape = self.plan.shrink_shape(leaf.path, leaf.shape)
             sizes = leaf.size, math.prod(shape)
             nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
-            macs = self.before.traced.costs.count_macs(leaf.path), self.macs(leaf.path)
+            macs = self.before.costs.count_macs(leaf.path), self.macs(leaf.path)
             density = densities.get(leaf.path)
             rows.append(SizeRow(leaf.name, (leaf.shape, shape), sizes, nbytes, macs, density))
         return rows
@@ -168,9 +168,7 @@ class Small:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
         for key, mask in trees.leaves_by_path(self.masks).items():
-            leaf = self.before.traced.parameters.find(
-                trees.path_names(key), mask, may_be_smaller=True
-            )
+            leaf = self.before.parameters.find(trees.path_names(key), mask, may_be_smaller=True)
             densities[leaf.path] = np.count_nonzero(mask) / mask.size
         return densities
 
@@ -198,7 +196,7 @@ class Small:
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        chosen = solve_kept(self.before.traced.removal.list_axes(), self.plan)
+        chosen = solve_kept(self.before.removal.list_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in chosen.items()}
 
 
@@ -252,7 +250,7 @@ def shrink(
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     comparison.check_arguments(masks, opt_state, tx)
-    graph.traced.parameters.check_complete(params)
+    graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cutter = Cutter(graph, plan)
     small_params = cutter.params(params)
@@ -267,9 +265,9 @@ def shrink(
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
     """Returns a checked plan that removes what masks remove, and the masks by path."""
     if isinstance(masks, Plan):
-        check_proven(graph, solve_kept(graph.traced.removal.list_axes(), masks), masks)
+        check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
         return masks, {}
-    by_path = {leaf.path: mask for leaf, mask in graph.traced.parameters.match_masks(masks)}
+    by_path = {leaf.path: mask for leaf, mask in graph.parameters.match_masks(masks)}
     for path, mask in by_path.items():
         check_entries(np.asarray(mask), trees.join_names(path))
     return plan_cut(graph, *find_dead(graph, by_path)), by_path
@@ -284,7 +282,7 @@ def _find_replicated(
     for key, leaf in trees.leaves_by_path(params).items():
         placed = getattr(leaf, "sharding", None)
         if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
-            path = graph.traced.parameters.find(trees.path_names(key), leaf).path
+            path = graph.parameters.find(trees.path_names(key), leaf).path
             for axis, count in enumerate(sharding.num_devices(placed, leaf.ndim)):
                 if small[key].shape[axis] % count:
                     replicated[path, axis] = count

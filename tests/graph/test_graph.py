@@ -11,7 +11,6 @@ import pytest
 
 import sparsity
 from sparsity.graph import trace
-from sparsity.graph.graph import retrace
 from tests.graph import models
 
 mpl.use("Agg")
@@ -72,7 +71,7 @@ def test_zeros_that_a_transposed_convolution_inserts_cost_nothing():
     params, x = models.abstract([(2, 2, 3, 8), (1, 4, 5, 3)])
     graph = trace(fn, {"w": params}, x)
     # Each of 4 x 5 entries meets a kernel of 2 x 2, for 3 inputs and 8 outputs.
-    assert graph.macs() == graph.traced.costs.count_small_macs({}) == 4 * 5 * 2 * 2 * 3 * 8
+    assert graph.macs() == graph.costs.count_small_macs({}) == 4 * 5 * 2 * 2 * 3 * 8
 
 
 @pytest.mark.parametrize(("rate", "left"), [(0.8, 0.414), (0.9, 0.242)])
@@ -88,7 +87,7 @@ def test_erk_leaves_of_resnet50_what_is_published(rate, left):
             graph.leaves, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
         ) if rates_at is not None
     }  # fmt: skip
-    assert float(graph.traced.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(
+    assert float(graph.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(
         left, abs=1e-3
     )
 
@@ -131,7 +130,7 @@ def test_tracing_and_grouping_4_000_equations_allocates_no_array():
     graph = trace(fn, params, jax.ShapeDtypeStruct((2, 8), jnp.float32))
     assert len(graph.groups) == 9 + 8  # in each pair of layers, and from one pair to the next
     assert graph.macs() == 40 * 9 * 2 * 2 * 8 * 16
-    assert sum(1 for _ in graph.traced.model.program.flat()) > 4000
+    assert sum(1 for _ in graph.model.program.flat()) > 4000
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
@@ -214,8 +213,8 @@ def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
     params = models.abstract(shapes)
     fn = lambda p, x: x @ p["params"]["w"] @ p["params"]["layer"]["w"]  # noqa: E731
     graph = trace(fn, params, jax.ShapeDtypeStruct((3, 4), jnp.float32))
-    assert graph.traced.parameters.find(("w",), jnp.ones((4, 4))).path == ("params", "w")
-    assert graph.traced.parameters.find(("layer", "w"), jnp.ones((4, 6))).path == (
+    assert graph.parameters.find(("w",), jnp.ones((4, 4))).path == ("params", "w")
+    assert graph.parameters.find(("layer", "w"), jnp.ones((4, 6))).path == (
         "params",
         "layer",
         "w",
@@ -509,10 +508,10 @@ def test_a_model_is_traced_again_once_for_each_kind_of_arguments():
 
     params = {"w": jnp.ones((3, 2))}
     graph = trace(fn, params, jnp.ones((1, 3)))
-    assert retrace(graph, params, jnp.zeros((1, 3))) is graph
-    retraced = [retrace(graph, params, jnp.ones((batch, 3))) for batch in (2, 3)]
+    assert graph.retrace(params, jnp.zeros((1, 3))) is graph
+    retraced = [graph.retrace(params, jnp.ones((batch, 3))) for batch in (2, 3)]
     assert [each.macs() for each in retraced] == [12, 18]
-    assert [retrace(graph, params, jnp.zeros((batch, 3))) for batch in (2, 3)] == retraced
+    assert [graph.retrace(params, jnp.zeros((batch, 3))) for batch in (2, 3)] == retraced
     assert len(traces) == 3
 
 

@@ -23,7 +23,6 @@ from sparsity.core.checks import check_bool, check_function, check_iterable, che
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
-from sparsity.graph.graph import retrace
 from sparsity.programs.share import share_at_call
 
 C = TypeVar("C", bound="Collector")
@@ -119,7 +118,7 @@ def collect(
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
-        collector, run = compile_sums(retrace(graph, params, batch))
+        collector, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
         arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
@@ -193,7 +192,7 @@ class Collector:
         interpreter = SummingInterpreter(
             self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
         )
-        interpreter.run(self.graph.traced.model.program, [*leaves, *inputs])
+        interpreter.run(self.graph.model.program, [*leaves, *inputs])
         sums = interpreter.sums
         return sums, {number: _are_finite(each) for number, each in sums.items()}
 
@@ -218,7 +217,7 @@ class Calibration(Collector):
         grams = {}
         for number, use in self.uses.items():
             alignment = self.alignments[number]
-            shape = self.graph.traced.parameters.find_shape(use.path)
+            shape = self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
@@ -247,7 +246,7 @@ class Calibration(Collector):
                 )
             statistics[use.path] = statistic if before is None else add(before, statistic)
         return {
-            path: _counted(statistic, self.graph.traced.parameters.find_shape(path))
+            path: _counted(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
 

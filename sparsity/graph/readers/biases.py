@@ -16,12 +16,13 @@ import jax.numpy as jnp
 
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path
+from sparsity.graph.model import Model
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.readers.views import Factor, View, follow
 from sparsity.programs.entrywise import is_copy
 from sparsity.programs.layout import LAYOUTS, is_move
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Equation, Value
 
 
 class Scale(NamedTuple):
@@ -75,20 +76,13 @@ class Bias:
         return (wide - added if self.is_subtracted else wide + added).astype(bias.dtype)
 
 
-def find_biases(
-    program: Program, leaves: Mapping[Value, int], tracker: Tracker
-) -> dict[Path, Bias]:
+def find_biases(model: Model, tracker: Tracker) -> dict[Path, Bias]:
     """Returns the bias of each weight that has one, and a single product.
 
     A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
     both are stacked. The nearest to the product counts.
-
-    Args:
-      program: the program.
-      leaves: {input of the program: number of the parameter}.
-      tracker: the views of these parameters.
     """
-    search = _Search(program, leaves, tracker)
+    search = _Search(model, tracker)
     products = [use for use in tracker.uses if use.primitive in PRODUCTS]
     return {use.path: bias for use in products if (bias := search.find(use)) is not None}
 
@@ -113,14 +107,13 @@ class _Shift(NamedTuple):
 class _Search:
     """Search for biases: who reads each value, and which values hold a parameter as it is."""
 
-    def __init__(self, program: Program, leaves: Mapping[Value, int], tracker: Tracker) -> None:
-        self._program, self._tracker = program, tracker
-        self._values = {number: value for value, number in leaves.items()}
-        self._outside = {*leaves, *program.makers}  # of loops
+    def __init__(self, model: Model, tracker: Tracker) -> None:
+        self._program, self._tracker = model.program, tracker
+        self._outside = {*model.values, *model.program.makers}  # of loops
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
-        self._plain = set(leaves)  # and moved or cast copies of them
+        self._plain = set(model.values)  # and moved or cast copies of them
         self._reads: Counter[int] = Counter()  # of leaves, where they meet data
-        for body in program.nested():
+        for body in model.program.nested():
             for equation in body.flat():
                 self._read(equation)
             for value in body.outputs:
@@ -134,9 +127,9 @@ class _Search:
         if shift is None or self._reads[shift.bias.leaf] > 1:
             return None
         axes = _match_axes(use, shift.outputs, shift.bias)
-        if axes is None or len(self._readers[self._values[shift.bias.leaf]]) > 1:
+        if axes is None or len(self._readers[self._program.inputs[shift.bias.leaf]]) > 1:
             return None
-        weight = self._values[use.view.leaf]
+        weight = self._program.inputs[use.view.leaf]
         made = [self._make_scale(factor, axes, weight) for factor in shift.factors]
         scales = [scale for scale in made if scale is not None]
         if len(scales) < len(made):

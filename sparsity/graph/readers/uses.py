@@ -11,9 +11,10 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from sparsity.core.trees import Path
+from sparsity.graph.model import Model
 from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
@@ -92,27 +93,17 @@ class Use:
 
 
 class Tracker(Flow[Views]):
-    """Views of parameters, and uses in program order.
+    """Views of parameters, and uses in program order."""
 
-    Args:
-      program: the program.
-      leaves: {input of the program: number of the parameter}.
-      paths: paths of the parameters, by number.
-    """
-
-    def __init__(
-        self, program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.paths = paths
-        for value in program.inputs:
-            if value in leaves:
-                by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-                self.facts[value] = Views((View(leaves[value], by_axis),))
-            else:
-                self.facts[value] = Views(is_data=True)
-        self.run(program)
-        self.uses = list(self._find_uses(program, 1))
+        self.paths = [parameter.path for parameter in model.leaves]  # by number
+        self.facts = dict.fromkeys(model.program.inputs, Views(is_data=True))
+        for value, number in model.values.items():
+            by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
+            self.facts[value] = Views((View(number, by_axis),))
+        self.run(model.program)
+        self.uses = list(self._find_uses(model.program, 1))
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""

@@ -200,9 +200,9 @@ class Coupled(DataclassBase):
     def _groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
-        leaves = graph.traced.parameters.match(tree)
+        leaves = graph.parameters.match(tree)
         shapes = {parameter.path: arrays[path].shape for path, parameter in leaves.items()}
-        axes = graph.traced.removal.list_axes()
+        axes = graph.removal.list_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
         places = {
             parameter.path: path
@@ -228,7 +228,7 @@ class Coupled(DataclassBase):
     def _entries(self, group: ChannelGroup, member: int) -> int:
         """Counts the entries of a member that belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
-        shape = self.graph.traced.parameters.find_shape(path)
+        shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
     def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
@@ -285,7 +285,7 @@ class Coupled(DataclassBase):
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
-        costs, parameters = self.graph.traced.costs, self.graph.traced.parameters
+        costs, parameters = self.graph.costs, self.graph.parameters
         if self.across == "nbytes":
             paths = {parameter.path for parameter in parameters.match(tree).values()}
             cost = costs.count_small_bytes(sizes, paths)
