@@ -136,7 +136,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The parts of `graph`, likewise.
 PARTS = [
-    ["model"],
+    ["traced_model"],
     ["readers", "channels", "tables"],
     ["removal"],
     ["costs"],

@@ -14,12 +14,12 @@ Pruners and distributions ask a `Graph`: `scope/` holds `Coupled`, `budgets.py` 
 from sparsity.graph.budgets import Budget, budget
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Parameter
 from sparsity.graph.readers.biases import Bias
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.readers.views import View
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.trace import trace
+from sparsity.graph.traced_model import Parameter
 
 __all__ = [
     "Bias",

@@ -17,8 +17,8 @@ from sparsity.core.checks import check_density, check_kind, check_values
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Parameter
 from sparsity.graph.scope.coupled import Coupled
+from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured

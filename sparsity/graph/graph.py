@@ -16,11 +16,11 @@ from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import tables
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
-from sparsity.graph.model import Model, Parameters
 from sparsity.graph.readers.biases import Bias, find_biases
 from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
 from sparsity.graph.readers.uses import Tracker
 from sparsity.graph.removal.removable import Removal
+from sparsity.graph.traced_model import Model, Parameters
 from sparsity.patterns import SparsityType
 
 if TYPE_CHECKING:

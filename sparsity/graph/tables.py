@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparsity.core import extras, trees
 from sparsity.core.pictures import bars, new_axes
-from sparsity.graph.model import Parameter
+from sparsity.graph.traced_model import Parameter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

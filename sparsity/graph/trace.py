@@ -12,7 +12,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Model, Parameter
+from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr, values_read
 from sparsity.programs.walk import Flow

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path
-from sparsity.graph.model import Model
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.readers.views import Factor, View, follow
+from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import is_copy
 from sparsity.programs.layout import LAYOUTS, is_move
 from sparsity.programs.products import PRODUCTS, read_product

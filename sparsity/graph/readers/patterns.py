@@ -12,8 +12,8 @@ import chex
 from sparsity.core import trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path
-from sparsity.graph.model import Parameters
 from sparsity.graph.readers.uses import Tracker, Use
+from sparsity.graph.traced_model import Parameters
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 

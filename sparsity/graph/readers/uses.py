@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sparsity.core.trees import Path
-from sparsity.graph.model import Model
 from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
+from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
