@@ -19,6 +19,7 @@ from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
+from sparsity.graph.graph import retrace
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -192,4 +193,4 @@ def _retrace(
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
-    return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]
+    return retrace(model.graph, example, *args), [*leaves, *trees.split_arrays(args)[0]]

@@ -268,36 +268,37 @@ class Graph:
         """
         return self.removal.channels.refused
 
-    # Calls with other arguments.
 
-    def retrace(self, params: Params, *args: PyTree) -> Graph:
-        """Returns the graph of the model for other arguments, or this graph if they are alike.
+def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
+    """Returns the graph of the model for other arguments, or `graph` if they are alike.
 
-        Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
-        numbers, functions) are equal.
+    Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
+    numbers, functions) are equal.
 
-        Args:
-          params: the parameters; dtypes and containers may differ from those of the trace.
-          *args: inputs of the model.
-        """
-        example = sharding.abstract((params, args))
-        if trees.are_alike(example, self.model.example):
-            return self
-        for earlier, graph in self.retraced:
-            if trees.are_alike(example, earlier):
-                return graph
-        retraced: Graph = self.model.trace(self.model.fn, example[0], *example[1])
-        # A number that changes from call to call must not fill the memory.
-        self.retraced = [*self.retraced[-_MOST_RETRACED:], (example, retraced)]
-        return retraced
-
-    def trace_at_shapes(
-        self, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
-    ) -> Graph:
-        """Returns the graph of a function like the model, at other shapes of the parameters."""
-        params, args = self.model.example
-        arrays, rebuild = trees.split_arrays(params)
-        leaves = zip(arrays, self.leaves, strict=True)
-        structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
-        graph: Graph = self.model.trace(fn, rebuild(structs), *args)
+    Args:
+      graph: the graph of the model.
+      params: the parameters; dtypes and containers may differ from those of the trace.
+      *args: inputs of the model.
+    """
+    example, model = sharding.abstract((params, args)), graph.model
+    if trees.are_alike(example, model.example):
         return graph
+    for earlier, result in graph.retraced:
+        if trees.are_alike(example, earlier):
+            return result
+    retraced: Graph = model.trace(model.fn, example[0], *example[1])
+    # A number that changes from call to call must not fill the memory.
+    graph.retraced = [*graph.retraced[-_MOST_RETRACED:], (example, retraced)]
+    return retraced
+
+
+def trace_at_shapes(
+    graph: Graph, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
+) -> Graph:
+    """Returns the graph of a function like the model, at other shapes of the parameters."""
+    params, args = graph.model.example
+    arrays, rebuild = trees.split_arrays(params)
+    leaves = zip(arrays, graph.leaves, strict=True)
+    structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
+    at_shapes: Graph = graph.model.trace(fn, rebuild(structs), *args)
+    return at_shapes

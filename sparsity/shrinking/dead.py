@@ -23,20 +23,9 @@ Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
-class Dead(NamedTuple):
-    """The dead channels of a model.
-
-    Attributes:
-      kept: {variable: channels that stay}, [layers, indices] where layers choose for themselves.
-      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all
-        masked, or removed before: what the proofs rely on.
-    """
-
-    kept: dict[Axis, np.ndarray]
-    masked: dict[Path, dict[int, np.ndarray]]
-
-
-def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
+def find_dead(
+    graph: Graph, masks: Mapping[Path, jax.Array]
+) -> tuple[dict[Axis, np.ndarray], dict[Path, dict[int, np.ndarray]]]:
     """Returns the channels that stay of each group that loses some, and what the cut relies on.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
@@ -45,6 +34,11 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
     Args:
       graph: the graph of the model.
       masks: {path: mask of the shape of the parameter}; parameters without a mask are dense.
+
+    Returns:
+      {variable: channels that stay}, [layers, indices] where layers choose for themselves; and
+      {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all masked,
+      or removed before: what the proofs rely on.
 
     Raises:
       ValueError: masks remove all channels of a group.
@@ -73,28 +67,27 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
             kept[group.variable] = rows if group.layers else rows[0]
-    return Dead(kept, evidence)
+    return kept, evidence
 
 
-def find_undead(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
+def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
     """Returns a group that still needs removed channels, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.
       kept: {variable: channels that stay}.
-      masked: `Dead.masked` of the graph by which the channels were chosen.
+      masked: what the cut relies on, from `find_dead` with the graph that chose the channels.
     """
     cases, removed = {}, {}
     for group in graph.groups:
         if group.variable in kept:
-            is_removed = ~stays_at(kept[group.variable], group.size)
-            is_masked = np.zeros((*is_removed.shape, len(group.members)), bool)
+            removed[group] = ~stays_at(kept[group.variable], group.size)
+            is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
             for number, ((path, axis), positions) in enumerate(members):
                 if axis in masked.get(path, {}):
                     is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
-            cases[group] = is_masked & is_removed[..., None]
-            removed[group] = is_removed
+            cases[group] = is_masked & removed[group][..., None]
     dead = _Proofs(graph).find_dead(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
 
@@ -224,7 +217,7 @@ def _note_masked(
     graph: Graph,
     evidence: dict[Path, dict[int, np.ndarray]],
 ) -> None:
-    """Adds bool[layers, channels, members] of removed channels to `Dead.masked`."""
+    """Adds bool[layers, channels, members] of removed channels to what the cut relies on."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
         size = graph.parameters.find_shape(path)[axis]

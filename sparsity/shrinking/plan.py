@@ -15,12 +15,13 @@ from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
+from sparsity.graph.graph import retrace, trace_at_shapes
 from sparsity.programs.axes import KeptIndices, list_variables
-from sparsity.shrinking.dead import find_undead
+from sparsity.shrinking.dead import find_group_in_use
 from sparsity.shrinking.smaller import Smaller
 from sparsity.training.base_updater import BaseUpdater
 
-FORMAT = 1  # of the text of a plan
+_FORMAT = 1  # of the text of a plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,14 +101,13 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        retraced = graph.retrace(example, *args)
-        removal, model = retraced.removal, retraced.model
-        chosen = solve_kept(removal.list_axes(), self)
+        retraced = retrace(graph, example, *args)
+        chosen = solve_kept(retraced.removal.list_axes(), self)
         if retraced is not graph:
             check_proven(retraced, chosen, self)
-        smaller = Smaller(removal.coupling, chosen, removal.alike if chosen else {})
-        outputs = smaller.run(model.program, [*arrays, *inputs])
-        return jax.tree.unflatten(model.output_tree, outputs)
+        smaller = Smaller(retraced.removal, chosen)
+        outputs = smaller.run(retraced.model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.
@@ -117,7 +117,7 @@ class Plan:
         """
         check_kind("graph", graph, Graph, "made by sparsity.trace")
         shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
-        return graph.trace_at_shapes(functools.partial(self.apply, graph), shapes)
+        return trace_at_shapes(graph, functools.partial(self.apply, graph), shapes)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
@@ -140,7 +140,7 @@ class Plan:
             }
             for path, axes in sorted(self.kept.items())
         ]
-        return json.dumps({"format": FORMAT, "leaves": leaves})
+        return json.dumps({"format": _FORMAT, "leaves": leaves})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -153,8 +153,8 @@ class Plan:
             stored = json.loads(text, object_pairs_hook=unique_keys)
             if not isinstance(stored, dict) or not isinstance(stored.get("leaves"), list):
                 raise ValueError("there is no list of leaves")
-            if type(stored.get("format")) is not int or stored["format"] != FORMAT:
-                raise ValueError(f"the format is {stored.get('format')!r}, not {FORMAT}")
+            if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
+                raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
             leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
             kept = unique_keys((path, axes) for path, _, axes in leaves)
             return cls(kept, {path: shape for path, shape, _ in leaves})
@@ -283,7 +283,7 @@ def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
-    if plan.masked is not None and (group := find_undead(graph, chosen, plan.masked)):
+    if plan.masked is not None and (group := find_group_in_use(graph, chosen, plan.masked)):
         raise ValueError(
             f"The masks remove channels of {group.name!r} in part, and with these arguments the "
             "model reads what they leave. Trace the model with these arguments before the cut, or "

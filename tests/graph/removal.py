@@ -47,7 +47,7 @@ def outputs(graph, fn, params, args, groups, stay):
         return jnp.where(jnp.asarray(mask, bool), leaf, jnp.zeros_like(leaf))
 
     kept = {group.variable: index for group, index in zip(groups, stay, strict=True)}
-    smaller = Smaller(graph.removal.coupling, kept, graph.removal.alike)
+    smaller = Smaller(graph.removal, kept)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
     cut = [smaller.cut(value, leaf) for value, leaf in zip(inputs, arrays, strict=False)]
     expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))
