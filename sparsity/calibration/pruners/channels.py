@@ -19,7 +19,6 @@ from sparsity.core.checks import is_traced
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.scope import counts
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
 
@@ -76,7 +75,7 @@ class ReaderChannels(Coupled):
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
-        numbers = [counts.count_by_sparsity(self, group) for group in groups]
+        numbers = [*map(self._count_by_sparsity, groups)]
         return self._masks(groups, functools.partial(choose, groups), [tree], (numbers, extra))
 
     def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
