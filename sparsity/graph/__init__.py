@@ -1,7 +1,8 @@
 """Queries about a traced model, in any framework: uses of weights, costs, coupled channels.
 
-`trace.py` makes a `Graph` of a `Model`. Each part of a `Graph` answers one question, and imports
-only parts above it:
+`trace` reads the program of a model as a `Model`, and makes a `Graph` of analyses of the program.
+Each analysis answers one question, is made from the `Model` and earlier analyses, and imports only
+parts above it:
 
 - `readers/`: which products read a parameter, along which of its axes?
 - `channels/`: which entries go together with a channel?

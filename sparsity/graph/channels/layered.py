@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.programs.axes import Axis, list_variables
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Program, Value
 
 
 def find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
@@ -21,43 +21,43 @@ def find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
         for value in (scan.inputs[number] for number in body.layers):
             steps, *axes = coupling.axes(value)
             for variable in (v for axis in axes for v in list_variables(axis)):
-                if variable.pin is None and variable not in layers:
-                    look = _Look(coupling, variable, steps.root)
-                    if look.is_within(program):
-                        layers[variable] = scan.length
+                if (
+                    variable.pin is None
+                    and variable not in layers
+                    and _is_within_layers(program, coupling, variable, steps.root)
+                ):
+                    layers[variable] = scan.length
     return layers
 
 
-class _Look:
-    """A search for a variable outside of the layers of a scan."""
+def _is_within_layers(program: Program, coupling: Coupling, variable: Axis, steps: Axis) -> bool:
+    """Returns whether all arrays with a variable are stacks of layers, or lie within the layers.
 
-    def __init__(self, coupling: Coupling, variable: Axis, steps: Axis) -> None:
-        self._coupling, self._variable, self._steps = coupling, variable, steps
+    Args:
+      program: the program, or a body.
+      coupling: the axes of the program.
+      variable: the variable.
+      steps: the axis of the layers.
+    """
 
-    def is_within(self, program: Program) -> bool:
-        """Returns whether all arrays with the variable are stacks, or lie within the layers."""
-        values = {*program.inputs, *program.outputs}
-        for equation in program.flat():
-            values.update(equation.inputs, equation.outputs)
-        if not all(map(self._is_stack, values)):
-            return False
-        rules = [value for rule in program.with_rules() for value in rule.inputs]
-        return not any(map(self._has, rules)) and all(map(self._stays, program.flat()))
+    def has_variable(value: Value) -> bool:
+        return any(variable in list_variables(axis) for axis in coupling.axes(value))
 
-    def _stays(self, equation: Equation) -> bool:
+    def is_stack(value: Value) -> bool:
+        first, *_ = coupling.axes(value)
+        return first.root is steps and variable not in list_variables(first)
+
+    values = {*program.inputs, *program.outputs}
+    for equation in program.flat():
+        values.update(equation.inputs, equation.outputs)
+    calls = (value for equation, _ in program.rules() for value in equation.inputs)
+    if not all(map(is_stack, filter(has_variable, values))) or any(map(has_variable, calls)):
+        return False
+    for equation in program.flat():
         if equation.name == "scan":
             (body,) = equation.within()
-            first = body.layers.start
-            if not any(map(self._has, body.program.inputs[:first])):
-                stacks = [value for value in equation.inputs[first:] if self._has(value)]
-                return all(self._coupling.axes(x)[0].root is self._steps for x in stacks)
-        return all(map(self.is_within, equation.bodies))
-
-    def _has(self, value: Value) -> bool:
-        return any(self._variable in list_variables(axis) for axis in self._coupling.axes(value))
-
-    def _is_stack(self, value: Value) -> bool:
-        if not self._has(value):
-            return True
-        first = self._coupling.axes(value)[0]
-        return first.root is self._steps and self._variable not in list_variables(first)
+            if not any(map(has_variable, body.program.inputs[: body.layers.start])):
+                continue  # each step reads a layer of the stacks
+        if not all(_is_within_layers(body, coupling, variable, steps) for body in equation.bodies):
+            return False
+    return True

@@ -109,10 +109,11 @@ class _Search:
 
     def __init__(self, model: Model, tracker: Tracker) -> None:
         self._program, self._tracker = model.program, tracker
+        self._values = {parameter.path: value for value, parameter in model.values.items()}
         self._outside = {*model.values, *model.program.makers}  # of loops
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
         self._plain = set(model.values)  # and moved or cast copies of them
-        self._reads: Counter[int] = Counter()  # of leaves, where they meet data
+        self._reads: Counter[Path] = Counter()  # of parameters, where they meet data
         for body in model.program.nested():
             for equation in body.flat():
                 self._read(equation)
@@ -121,20 +122,20 @@ class _Search:
 
     def find(self, use: Use) -> Bias | None:
         """Returns the bias behind a product, `None` if there is none."""
-        if self._reads[use.view.leaf] != 1 or use.equation.inputs[use.operand] not in self._plain:
+        if self._reads[use.path] != 1 or use.equation.inputs[use.operand] not in self._plain:
             return None
         shift = self._find_shift(use)
-        if shift is None or self._reads[shift.bias.leaf] > 1:
+        if shift is None or self._reads[shift.bias.path] > 1:
             return None
         axes = _match_axes(use, shift.outputs, shift.bias)
-        if axes is None or len(self._readers[self._program.inputs[shift.bias.leaf]]) > 1:
+        if axes is None or len(self._readers[self._values[shift.bias.path]]) > 1:
             return None
-        weight = self._program.inputs[use.view.leaf]
+        weight = self._values[use.path]
         made = [self._make_scale(factor, axes, weight) for factor in shift.factors]
         scales = [scale for scale in made if scale is not None]
         if len(scales) < len(made):
             return None
-        return Bias(self._tracker.paths[shift.bias.leaf], shift.is_subtracted, tuple(scales))
+        return Bias(shift.bias.path, shift.is_subtracted, tuple(scales))
 
     def _read(self, equation: Equation) -> None:
         """Notes what an equation reads."""
@@ -147,7 +148,7 @@ class _Search:
             self._plain.add(equation.outputs[0])
         facts = [self._tracker.fact(value) for value in equation.inputs]
         if any(x.is_data for x in facts):
-            self._reads.update(view.leaf for x in facts for view in x.views)
+            self._reads.update(view.path for x in facts for view in x.views)
 
     def _find_reader(self, value: Value) -> Equation | None:
         """Returns the only reader of a value, `None` for several and for outputs of the program."""

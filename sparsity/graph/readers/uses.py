@@ -97,11 +97,10 @@ class Tracker(Flow[Views]):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.paths = [parameter.path for parameter in model.leaves]  # by number
         self.facts = dict.fromkeys(model.program.inputs, Views(is_data=True))
-        for value, number in model.values.items():
+        for value, parameter in model.values.items():
             by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-            self.facts[value] = Views((View(number, by_axis),))
+            self.facts[value] = Views((View(parameter.path, by_axis),))
         self.run(model.program)
         self.uses = list(self._find_uses(model.program, 1))
 
@@ -114,9 +113,9 @@ class Tracker(Flow[Views]):
         axes: dict[Path, tuple[int, ...]] = {}
         for fact in self.facts.values():
             for view in fact.views:
-                path, scanned = self.paths[view.leaf], view.stacked[: len(view.scans)]
-                if len(scanned) > len(axes.get(path, ())):
-                    axes[path] = scanned
+                scanned = view.stacked[: len(view.scans)]
+                if len(scanned) > len(axes.get(view.path, ())):
+                    axes[view.path] = scanned
         return axes
 
     def is_data(self, value: Value) -> bool:
@@ -247,7 +246,7 @@ class Tracker(Flow[Views]):
             sizes = zip(equation.params["slice_sizes"], equation.inputs[0].shape, strict=True)
             axes = Operand((), tuple(i for i, (size, full) in enumerate(sizes) if size == full))
         return Use(
-            path=self.paths[view.leaf],
+            path=view.path,
             primitive=equation.name,
             contracting=tuple(sorted(view.axes(axes.contracted))),
             output=view.axes(axes.free),

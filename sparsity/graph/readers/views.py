@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from sparsity.core.trees import Path
 from sparsity.programs.layout import Place, Relation
 from sparsity.programs.program import Equation, Value
 
@@ -31,7 +32,7 @@ class View:
     """An array that holds entries of a parameter.
 
     Attributes:
-      leaf: number of the parameter.
+      path: path of the parameter.
       factors: for each axis its factors, the last one fastest.
       stacked: axes of the parameter that layers index, the outermost first.
       scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
@@ -43,7 +44,7 @@ class View:
       is_conjugate: whether the array holds the complex conjugates of the entries.
     """
 
-    leaf: int
+    path: Path
     factors: tuple[tuple[Factor, ...], ...]
     stacked: tuple[int, ...] = ()
     scans: tuple[Equation, ...] = ()

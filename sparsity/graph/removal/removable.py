@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
@@ -18,14 +18,9 @@ from sparsity.graph.removal.proof import Proof
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import Equation, values_read
+from sparsity.programs.program import Equation
 
-
-class Proven(NamedTuple):
-    """The result of a proof, without the facts from which the result follows."""
-
-    refused: dict[Axis, Reason]
-    alike: dict[Equation, Alike]
+_Proven: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, Alike]]
 
 
 class Removal:
@@ -38,7 +33,8 @@ class Removal:
 
     def __init__(self, model: Model, uses: Sequence[Use]) -> None:
         self._model, self._uses = model, uses
-        self._proofs: dict[frozenset[tuple[object, ...]], Proven] = {}
+        # What proofs tell, without the facts from which they follow.
+        self._proofs: dict[frozenset[tuple[object, ...]], _Proven] = {}
 
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
@@ -46,18 +42,12 @@ class Removal:
 
     def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
-        axes = map(self.coupling.axes, self._model.values)
-        return list(zip(self._model.leaves, axes, strict=True))
+        return [(x, self.coupling.axes(value)) for value, x in self._model.values.items()]
 
     @functools.cached_property
     def coupling(self) -> Coupling:
         """The axes of all values of the program."""
-        read_values = values_read(self._model.program)
-        coupling = Coupling(self._model.program, self._model.values, self._model.carried)
-        for value in self._model.values:
-            if value not in read_values:
-                coupling.pin(value, Reason(None, "no operation reads it", "unread"))
-        return coupling
+        return Coupling(self._model)
 
     def find_unproven(
         self, masked: Mapping[Path, Collection[tuple[int, Axis]]]
@@ -69,21 +59,21 @@ class Removal:
         Args:
           masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
         """
-        return self._prove(masked).refused
+        return self._prove(masked)[0]
 
     @property
     def alike(self) -> dict[Equation, Alike]:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
-        return self._prove(self._maskable).alike
+        return self._prove(self._maskable)[1]
 
-    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> Proven:
-        """Returns what a proof tells of channels whose entries are 0 where they are removed."""
+    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> _Proven:
+        """Returns `refused` and `alike` of a proof; entries are 0 where they are removed."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
-            paths = {value: self._model.leaves[i].path for value, i in self._model.values.items()}
-            entries = {value: masked[path] for value, path in paths.items() if path in masked}
+            values = self._model.values.items()
+            entries = {value: masked[x.path] for value, x in values if x.path in masked}
             proof = Proof(self._model.program, self.coupling, entries)
-            self._proofs[key] = Proven(proof.refused, proof.alike)
+            self._proofs[key] = proof.refused, proof.alike
         return self._proofs[key]
 
     @functools.cached_property
