@@ -9,7 +9,7 @@ others, so that the search repeats until it proves no further channel.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -157,30 +157,21 @@ class _Proofs:
         return max(undecided, key=len, default=frozenset())
 
 
-class _Member(NamedTuple):
-    """A member of a group that has live entries.
+def _list_members(
+    group: ChannelGroup, live: Live
+) -> Iterator[tuple[int, Path, np.ndarray, np.ndarray]]:
+    """Yields the members of a group whose parameters have a mask.
 
-    Attributes:
-      number: number of the member in its group.
-      path: path of the parameter.
-      positions: int[channels, n], where each channel lies along the axis.
-      live: bool[layers or 1, size, ...], a view of the entries with the axis of the channels first.
+    Yields:
+      The number of the member, the path of the parameter, int[channels, n], where each channel lies
+      along its axis, and a view of the live entries: bool[layers or 1, size of the axis, ...].
     """
-
-    number: int
-    path: Path
-    positions: np.ndarray
-    live: np.ndarray
-
-
-def _list_members(group: ChannelGroup, live: Live) -> Iterator[_Member]:
-    """Yields the members of a group whose parameters have a mask."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
         if path in live:
             layers = live[path] if group.layers else live[path][None]
             by_channel = np.moveaxis(layers, axis if group.layers else axis + 1, 1)
-            yield _Member(number, path, positions, by_channel)
+            yield number, path, positions, by_channel
 
 
 def _check_alive(group: ChannelGroup, masked: np.ndarray, live: Live) -> None:
@@ -196,9 +187,9 @@ def _check_alive(group: ChannelGroup, masked: np.ndarray, live: Live) -> None:
 def _find_masked(group: ChannelGroup, live: Live) -> np.ndarray:
     """Returns bool[layers, channels, members]: 1 where no entry of a member is live."""
     masked: np.ndarray = np.zeros((group.layers or 1, group.size, len(group.members)), bool)
-    for member in _list_members(group, live):
-        pooled = np.any(member.live, axis=tuple(range(2, member.live.ndim)))
-        masked[..., member.number] = ~pooled[:, member.positions].any(axis=2)
+    for number, _, positions, entries in _list_members(group, live):
+        pooled = np.any(entries, axis=tuple(range(2, entries.ndim)))
+        masked[..., number] = ~pooled[:, positions].any(axis=2)
     return masked
 
 
@@ -230,9 +221,9 @@ def _note_masked(
 def _remove(group: ChannelGroup, removable: np.ndarray, live: Live) -> set[Path]:
     """Removes bool[layers, channels, members] from live entries; returns paths that change."""
     paths = set()
-    for member in _list_members(group, live):
-        if removable[..., member.number].any():
-            for layer, row in zip(member.live, removable[..., member.number], strict=True):
-                layer[member.positions[row].reshape(-1)] = False
-            paths.add(member.path)
+    for number, path, positions, entries in _list_members(group, live):
+        if removable[..., number].any():
+            for layer, row in zip(entries, removable[..., number], strict=True):
+                layer[positions[row].reshape(-1)] = False
+            paths.add(path)
     return paths
