@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -37,15 +37,6 @@ class Graph:
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
 
-    For the package itself:
-      model: the traced program and its parameters.
-      parameters: the parameters by path, for trees that hold them.
-      tracker: arrays that hold entries of parameters, throughout the program.
-      removal: coupled axes, and proofs that channels may go.
-      costs: multiply-adds and bytes, also of masked and of smaller models.
-      biases: {weight: parameter that shifts the outputs of the weight, and nothing else}.
-      retraced: (arguments, graph) of earlier calls of `retrace`.
-
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}
@@ -59,14 +50,15 @@ class Graph:
     """
 
     def __init__(self, model: Model) -> None:
-        self.model = model
         self.leaves, self.state = list(model.leaves), model.state
-        self.tracker = Tracker(model)
+        # The parts that the package asks, and no page shows.
+        self.model = model  # the traced program
+        self.tracker = Tracker(model)  # arrays that hold entries of parameters
         self.uses = self.tracker.uses
-        self.removal = Removal(model, self.uses)
-        self.costs = Costs(model, self.tracker, self.removal)
-        self.parameters = Parameters(model.leaves, self.removal.list_members)
-        self.retraced: list[tuple[PyTree, Graph]] = []
+        self.removal = Removal(model, self.uses)  # coupled axes, and proofs that channels may go
+        self.costs = Costs(model, self.tracker, self.removal)  # also of masked and smaller models
+        self.parameters = Parameters(model.leaves, self.removal.list_members)  # by path
+        self.retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
 
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:
@@ -290,15 +282,3 @@ def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
     # A number that changes from call to call must not fill the memory.
     graph.retraced = [*graph.retraced[-_MOST_RETRACED:], (example, retraced)]
     return retraced
-
-
-def trace_at_shapes(
-    graph: Graph, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
-) -> Graph:
-    """Returns the graph of a function like the model, at other shapes of the parameters."""
-    params, args = graph.model.example
-    arrays, rebuild = trees.split_arrays(params)
-    leaves = zip(arrays, graph.leaves, strict=True)
-    structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
-    at_shapes: Graph = graph.model.trace(fn, rebuild(structs), *args)
-    return at_shapes

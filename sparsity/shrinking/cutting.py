@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
-from sparsity.shrinking.plan import shrink_shape
+from sparsity.shrinking.plan import cut_shape
 from sparsity.shrinking.smaller import take
 from sparsity.training import comparison
 from sparsity.training.kept_state import KeptState
@@ -58,13 +59,16 @@ class CutParameter:
         return array
 
 
+Cuts: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
+
+
 def describe_cuts(
     graph: Graph,
     params: Params,
     kept: Mapping[Path, Mapping[int, np.ndarray]],
     masks: Mapping[Path, jax.Array],
-) -> PyTree:
-    """Returns a tree like `params` that describes the cut of each parameter.
+) -> Cuts:
+    """Returns the cut of each parameter, by its path in a tree of params.
 
     Args:
       graph: the graph of the model.
@@ -73,34 +77,30 @@ def describe_cuts(
       masks: {path in the graph: mask}.
     """
     parameters = graph.parameters.match(params, may_be_smaller=False)
-
-    def describe(key: KeyPath, leaf: PyTree) -> CutParameter:
-        if key not in parameters:  # no array
-            return CutParameter(trees.path_string(key), (), {})
-        path = parameters[key].path
-        return CutParameter(trees.path_string(key), leaf.shape, kept.get(path, {}), masks.get(path))
-
-    return trees.map_matched(describe, params)
+    return {
+        key: CutParameter(trees.path_string(key), x.shape, kept.get(x.path, {}), masks.get(x.path))
+        for key, x in parameters.items()
+    }
 
 
-def cut_params(owner_tree: PyTree, params: Params) -> Params:
-    """Cuts parameters, or a tree like them."""
-    owned = trees.leaves_by_path(owner_tree)
-    return trees.map_matched(lambda path, leaf: owned[path].cut(leaf), params)
+def cut_params(cuts: Cuts, params: Params) -> Params:
+    """Cuts parameters, or a tree like them; leaves that are no arrays stay."""
+    return trees.map_matched(
+        lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
+    )
 
 
-def cut_masks(owner_tree: PyTree, small_params: Params) -> Masks:
+def cut_masks(cuts: Cuts, small_params: Params) -> Masks:
     """Cuts the masks: uint8, placed like the smaller parameters.
 
     The mask of a parameter without masked entries is `None`.
     """
-    owned = trees.leaves_by_path(owner_tree)
 
     def cut(path: KeyPath, leaf: jax.Array) -> jax.Array | None:
-        owner: CutParameter = owned[path]
-        if owner.mask is None:
+        mask = cuts[path].mask
+        if mask is None:
             return None
-        kept = are_kept(owner.cut(owner.mask))
+        kept = are_kept(cuts[path].cut(mask))
         if np.asarray(kept).all():
             return None
         return kept if is_traced(leaf) else sharding.place_like(leaf, kept)
@@ -109,7 +109,7 @@ def cut_masks(owner_tree: PyTree, small_params: Params) -> Masks:
         return trees.map_matched(cut, trees.only_arrays(small_params))
 
 
-def cut_state(owner_tree: PyTree, params: Params, small_params: Params, state: PyTree) -> PyTree:
+def cut_state(cuts: Cuts, params: Params, small_params: Params, state: PyTree) -> PyTree:
     """Cuts the leaves of an optimizer's state that belong to cut parameters.
 
     Raises:
@@ -131,6 +131,7 @@ def cut_state(owner_tree: PyTree, params: Params, small_params: Params, state: P
             return small
         return place_masks(pack_masks(small, small_params), small_params)
 
+    owner_tree = trees.map_matched(lambda path, _: cuts.get(path), params)
     # A packed mask has another shape than its parameter.
     unpacked = _map_masks(unpack, state)
     small = owners.map_owned(_cut_moment, owner_tree, unpacked)
@@ -139,7 +140,7 @@ def cut_state(owner_tree: PyTree, params: Params, small_params: Params, state: P
 
 
 def compare_small_updates(
-    tx: optax.GradientTransformation, params: Params, owner_tree: PyTree, state: PyTree
+    tx: optax.GradientTransformation, params: Params, cuts: Cuts, state: PyTree
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
 
@@ -152,21 +153,20 @@ def compare_small_updates(
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-    owned = trees.leaves_by_path(owner_tree)
 
     def mask(path: KeyPath, leaf: jax.Array) -> jax.Array:
-        owner: CutParameter = owned[path]
-        return owner.zero_removed(leaf) if owner.mask is None else apply_mask(leaf, owner.mask)
+        cut = cuts[path]
+        return cut.zero_removed(leaf) if cut.mask is None else apply_mask(leaf, cut.mask)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
-    cut = functools.partial(cut_params, owner_tree)
+    cut = functools.partial(cut_params, cuts)
     return comparison.check_updates(
         tx,
         masked,
         state,
-        mask=lambda path, leaf: owned[path].zero_removed(leaf),
+        mask=lambda path, leaf: cuts[path].zero_removed(leaf),
         cut=cut,
-        cut_state=functools.partial(cut_state, owner_tree, masked, cut(masked)),
+        cut_state=functools.partial(cut_state, cuts, masked, cut(masked)),
         model="smaller model",
         remedy=_REMEDY,
     )
@@ -268,7 +268,7 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
         return array
     axes = dict(axes)  # of which jax knows the arrays
     placed = None if is_traced(array) else getattr(array, "sharding", None)
-    shape = shrink_shape(jnp.shape(array), axes)
+    shape = cut_shape(jnp.shape(array), axes)
     small: jax.Array
     if isinstance(placed, NamedSharding) and not sharding.explicit_sharding(array):
         small = _take_all(array, axes, sharding.fit(placed, shape))

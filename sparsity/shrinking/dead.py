@@ -52,7 +52,7 @@ def find_dead(
     proofs = _Proofs(graph)
     evidence: dict[Path, dict[int, np.ndarray]] = {}
     while masked:
-        dead = proofs.find_dead(masked)
+        dead = proofs.find_removable(masked)
         changed = set()
         for group in masked:
             removable = _choose_removable(dead[group], removed[group])
@@ -88,7 +88,7 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> Ch
                 if axis in masked.get(path, {}):
                     is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
             cases[group] = is_masked & removed[group][..., None]
-    dead = _Proofs(graph).find_dead(cases)
+    dead = _Proofs(graph).find_removable(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
 
 
@@ -107,7 +107,7 @@ class _Proofs:
         self._graph = graph
         self._verdicts: dict[ChannelGroup, dict[Members, bool]] = {}
 
-    def find_dead(
+    def find_removable(
         self, masked: Mapping[ChannelGroup, np.ndarray]
     ) -> dict[ChannelGroup, np.ndarray]:
         """Returns bool[layers, channels] for each group: the channels whose removal is proven.

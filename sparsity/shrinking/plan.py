@@ -15,7 +15,7 @@ from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
-from sparsity.graph.graph import retrace, trace_at_shapes
+from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import find_group_in_use
 from sparsity.shrinking.smaller import Smaller
@@ -74,7 +74,7 @@ class Plan:
 
     def shrink_shape(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter after the cut."""
-        return shrink_shape(shape, self.kept.get(path, {}))
+        return cut_shape(shape, self.kept.get(path, {}))
 
     def apply(self, graph: Graph, params: Params, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size.
@@ -116,8 +116,16 @@ class Plan:
         from shapes (`jax.eval_shape` of its init) and continues from there.
         """
         check_kind("graph", graph, Graph, "made by sparsity.trace")
-        shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
-        return trace_at_shapes(graph, functools.partial(self.apply, graph), shapes)
+        params, args = graph.model.example
+        arrays, rebuild = trees.split_arrays(params)
+        structs = [
+            sharding.resized(array, self.shrink_shape(leaf.path, leaf.shape))
+            for array, leaf in zip(arrays, graph.leaves, strict=True)
+        ]
+        small: Graph = graph.model.trace(
+            functools.partial(self.apply, graph), rebuild(structs), *args
+        )
+        return small
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
@@ -172,7 +180,7 @@ class Plan:
         shapes = dict(self.shapes)
         for path, axes in later.kept.items():
             axes_before = kept.setdefault(path, {})
-            shape = shrink_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
+            shape = cut_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
             if shape != later.shapes[path]:
                 raise ValueError(
                     f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
@@ -255,7 +263,7 @@ def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def shrink_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
+def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
     """Returns a shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
