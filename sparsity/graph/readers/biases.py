@@ -95,15 +95,6 @@ class _Factor(NamedTuple):
     divides: bool
 
 
-class _Shift(NamedTuple):
-    """View of a parameter that shifts the outputs of a use, and what comes before."""
-
-    bias: View
-    outputs: View
-    is_subtracted: bool
-    factors: list[_Factor]
-
-
 class _Search:
     """Search for biases: who reads each value, and which values hold a parameter as it is."""
 
@@ -121,21 +112,39 @@ class _Search:
                 self._readers.setdefault(value, []).append(None)
 
     def find(self, use: Use) -> Bias | None:
-        """Returns the bias behind a product, `None` if there is none."""
+        """Returns the bias behind a product, `None` if there is none.
+
+        Follows the outputs to the first parameter that is added to or subtracted.
+        """
         if self._reads[use.path] != 1 or use.equation.inputs[use.operand] not in self._plain:
             return None
-        shift = self._find_shift(use)
-        if shift is None or self._reads[shift.bias.path] > 1:
-            return None
-        axes = _match_axes(use, shift.outputs, shift.bias)
-        if axes is None or len(self._readers[self._values[shift.bias.path]]) > 1:
-            return None
-        weight = self._values[use.path]
-        made = [self._make_scale(factor, axes, weight) for factor in shift.factors]
-        scales = [scale for scale in made if scale is not None]
-        if len(scales) < len(made):
-            return None
-        return Bias(shift.bias.path, shift.is_subtracted, tuple(scales))
+        value, view = use.equation.outputs[0], _view_output(use)
+        factors: list[_Factor] = []
+        while (equation := self._find_reader(value)) is not None:
+            (output, *_) = equation.outputs
+            if equation.name in (*_SUMS, *_SCALES):
+                (other,) = [x for x in equation.inputs if x is not value]
+                fact = self._tracker.fact(other)
+                if equation.name in ("sub", "div") and equation.inputs[0] is not value:
+                    return None
+                is_bias = other in self._plain and len(other.shape) == len(output.shape)
+                if equation.name in _SUMS and is_bias and len(fact.views) == 1:
+                    return self._make_bias(
+                        use, fact.views[0], view, equation.name == "sub", factors
+                    )
+                if value.shape != output.shape or (fact.is_data and equation.name in _SCALES):
+                    return None
+                if equation.name in _SCALES:
+                    factors.append(_Factor(other, view, equation.name == "div"))
+            elif is_move(equation):
+                moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
+                if moved is None:
+                    return None
+                view = moved
+            elif not is_copy(equation):
+                return None
+            value = output
+        return None
 
     def _read(self, equation: Equation) -> None:
         """Notes what an equation reads."""
@@ -155,33 +164,27 @@ class _Search:
         readers = self._readers.get(value, [])
         return readers[0] if len(readers) == 1 else None
 
-    def _find_shift(self, use: Use) -> _Shift | None:
-        """Follows the outputs of a use to the first parameter that is added to or subtracted."""
-        value, view = use.equation.outputs[0], _view_output(use)
-        factors: list[_Factor] = []
-        while (equation := self._find_reader(value)) is not None:
-            (output, *_) = equation.outputs
-            if equation.name in (*_SUMS, *_SCALES):
-                (other,) = [x for x in equation.inputs if x is not value]
-                fact = self._tracker.fact(other)
-                if equation.name in ("sub", "div") and equation.inputs[0] is not value:
-                    return None
-                is_bias = other in self._plain and len(other.shape) == len(output.shape)
-                if equation.name in _SUMS and is_bias and len(fact.views) == 1:
-                    return _Shift(fact.views[0], view, equation.name == "sub", factors)
-                if value.shape != output.shape or (fact.is_data and equation.name in _SCALES):
-                    return None
-                if equation.name in _SCALES:
-                    factors.append(_Factor(other, view, equation.name == "div"))
-            elif is_move(equation):
-                moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
-                if moved is None:
-                    return None
-                view = moved
-            elif not is_copy(equation):
-                return None
-            value = output
-        return None
+    def _make_bias(
+        self, use: Use, bias: View, outputs: View, is_subtracted: bool, factors: Sequence[_Factor]
+    ) -> Bias | None:
+        """Returns the parameter that shifts the outputs of a use, `None` where others matter.
+
+        Args:
+          use: the use.
+          bias: the parameter, where it meets the outputs.
+          outputs: the outputs there.
+          is_subtracted: whether the model subtracts the parameter.
+          factors: factors of the outputs before.
+        """
+        axes = _match_axes(use, outputs, bias)
+        readers = self._readers[self._values[bias.path]]
+        if axes is None or self._reads[bias.path] > 1 or len(readers) > 1:
+            return None
+        made = [self._make_scale(factor, axes, self._values[use.path]) for factor in factors]
+        scales = [scale for scale in made if scale is not None]
+        if len(scales) < len(made):
+            return None
+        return Bias(bias.path, is_subtracted, tuple(scales))
 
     def _make_scale(self, factor: _Factor, axes: Mapping[int, int], weight: Value) -> Scale | None:
         """Returns a factor along the axes of the bias, `None` where other axes matter.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sparsity.core.trees import Path
-from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
+from sparsity.graph.readers.views import Factor, View, Views, follow, merge_shares, resize_axis
 from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
@@ -130,13 +130,14 @@ class Tracker(Flow[Views]):
     def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
         views = one.views
         if other.views != views:  # later steps, or another branch, read something else
-            views = tuple(change(view, target) for view in views)
+            views = tuple(view.mark_changed(target) for view in views)
         constant = one.constant if one.constant == other.constant else None
         return Views(views, one.is_data or other.is_data, constant)
 
     def layer(self, fact: Views, scan: Equation) -> Views:
         views = [
-            dataclasses.replace(index(view, [0]), scans=(*view.scans, scan)) for view in fact.views
+            dataclasses.replace(view.select_entry([0]), scans=(*view.scans, scan))
+            for view in fact.views
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
@@ -144,7 +145,7 @@ class Tracker(Flow[Views]):
         views = []
         for view in fact.views:
             sizes = zip(view.factors, value.shape, local.shape, strict=True)
-            views.append(view.with_factors(resize(*each) for each in sizes))
+            views.append(view.with_factors(resize_axis(*each) for each in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
@@ -225,7 +226,7 @@ class Tracker(Flow[Views]):
             inputs = [self.fact(value) for value in equation.inputs]
             if equation.name in PRODUCTS:
                 for operand, x in enumerate(inputs[:2]):
-                    for view in merge(x.views):
+                    for view in merge_shares(x.views):
                         yield self._make_use(equation, operand, view, trips)
             elif is_lookup(equation) and any(x.is_data for x in inputs):
                 for view in inputs[0].views:
