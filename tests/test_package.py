@@ -137,7 +137,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The parts of `graph`, likewise.
 PARTS = [
     ["traced_model"],
-    ["readers", "channels", "tables"],
+    ["readers", "channels"],
     ["removal"],
     ["costs"],
     ["graph"],

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, overload
 
 import chex
 import numpy as np
 
-from sparsity.core import sharding, trees
+from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
+from sparsity.core.pictures import bars, new_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
-from sparsity.graph import tables
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
 from sparsity.graph.readers.biases import Bias, find_biases
 from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
 from sparsity.graph.readers.uses import Tracker
 from sparsity.graph.removal.removable import Removal
-from sparsity.graph.traced_model import Model, Parameters
+from sparsity.graph.traced_model import Model, Parameter, Parameters
 from sparsity.patterns import SparsityType
 
 if TYPE_CHECKING:
@@ -131,8 +131,39 @@ class Graph:
         Returns:
           Text of several lines.
         """
+        total = self.macs()
         masked = None if masks is None else self.macs(masks)
-        return tables.show_leaves(self._rows(masks), self.macs(), masked, self.costs.uncounted)
+        costs = ("MACs", *(["left"] if masked is not None else []), "share")
+        table = extras.make_table(("leaf", "shape", "read by", "contracts"), costs)
+        table.add_column("axis: group")
+
+        def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
+            macs = [f"{dense:,}", *([f"{sparse:,}"] if masked is not None else [])]
+            table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
+
+        groups: dict[Path, list[tuple[int, int]]] = {}
+        for number, group in enumerate(self.groups):
+            for path, axis in group.members:
+                groups.setdefault(path, []).append((axis, number))
+        others = total
+        for leaf, dense, sparse in self._list_macs(masks):
+            uses = [use for use in self.uses if use.path == leaf.path]
+            kinds = dict.fromkeys(use.kind or use.primitive for use in uses)
+            readers = ["lookup" if kind == "gather" else kind for kind in kinds]
+            axes = sorted({axis for use in uses for axis in use.contracting})
+            texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
+            numbers = ", ".join(f"{axis}: {n}" for axis, n in sorted(groups.get(leaf.path, ())))
+            add(leaf.name, (trees.shape_text(leaf.shape), *texts), dense, sparse, numbers)
+            others -= dense
+        table.add_section()
+        if others > 0:
+            add("products of activations", ("", "", ""), others, others, "")
+        add("dots and convolutions", ("", "", ""), total, total if masked is None else masked, "")
+        text = extras.as_text(table)
+        if self.uncounted:
+            names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
+            text += f"\n\nNot counted: {', '.join(names)}."
+        return text
 
     def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.
@@ -144,26 +175,18 @@ class Graph:
         Returns:
           The matplotlib axes.
         """
-        return tables.plot(self._rows(masks), self.macs(), masks is not None, ax)
+        rows = [row for row in self._list_macs(masks) if row[1]]
+        axes = ax or new_axes(len(rows))[0]
+        names, dense = [leaf.name for leaf, _, _ in rows], [dense for _, dense, _ in rows]
+        masked = None if masks is None else [sparse for _, _, sparse in rows]
+        bars(axes, "multiply-adds", names, dense, masked, self.macs())
+        return axes
 
-    def _rows(self, masks: Masks | None) -> list[tables.CostRow]:
-        """Returns the rows of tables and pictures, in tree order."""
-        density, rows = self._densities(masks), []
-        groups: dict[Path, list[tuple[int, int]]] = {}
-        for number, group in enumerate(self.groups):
-            for path, axis in group.members:
-                groups.setdefault(path, []).append((axis, number))
-        for parameter in self.leaves:
-            uses = [use for use in self.uses if use.path == parameter.path]
-            axes = {axis for use in uses for axis in use.contracting}
-            dense = self.costs.count_macs(parameter.path)
-            masked = round(dense * density.get(parameter.path, 1))
-            names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
-            numbers = tuple(sorted(groups.get(parameter.path, ())))
-            rows.append(
-                tables.CostRow(parameter, names, tuple(sorted(axes)), dense, masked, numbers)
-            )
-        return rows
+    def _list_macs(self, masks: Masks | None) -> list[tuple[Parameter, int, int]]:
+        """Returns the parameters with the multiply-adds of their products, dense and masked."""
+        density = self._densities(masks)
+        dense = [(leaf, self.costs.count_macs(leaf.path)) for leaf in self.leaves]
+        return [(leaf, n, round(n * density.get(leaf.path, 1))) for leaf, n in dense]
 
     # For pruners.
 
