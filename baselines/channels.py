@@ -70,7 +70,7 @@ def channel_task(
         updater = with_channels(updater, graph)
         targets = updater.sparsity_distribution_fn(params, scope=updater.scope)
         share = (
-            graph.traced.costs.count_small_macs(updater.scope.count_channels(params, targets))
+            graph.costs.count_small_macs(updater.scope.count_channels(params, targets))
             / graph.macs()
         )
         return base.train(key, updater) | {"sparsity": jnp.float32(1 - share)}

@@ -136,8 +136,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The parts of `graph`, likewise.
 PARTS = [
-    ["model"],
-    ["readers", "channels", "tables"],
+    ["traced_model"],
+    ["readers", "channels"],
     ["removal"],
     ["costs"],
     ["graph"],

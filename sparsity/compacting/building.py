@@ -128,10 +128,10 @@ def describe_masked(
       ValueError: jax reads a parameter with frozen entries in another dtype. The error names the
         parameter.
     """
-    scanned, masked = graph.traced.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
+    scanned, masked = graph.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
     leaves = trees.leaves_by_names(params)
     for path, mask in masks.items():
-        batches = [{*use.batch} for use in graph.traced.tracker.find_products(path)]
+        batches = [{*use.batch} for use in graph.tracker.find_products(path)]
         batch = set.intersection(*batches) if batches else set()
         stack = scanned.get(path, ())
         slices = (*stack, *sorted(batch - {*stack}))
@@ -151,21 +151,21 @@ def describe_masked(
 
 def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the axes of a parameter over which all its products sum, () if they differ."""
-    uses = graph.traced.tracker.find_products(path)
+    uses = graph.tracker.find_products(path)
     axes = {use.contracting for use in uses}
     groups = {use.groups for use in uses}
     if len(axes) != 1 or groups != {1}:
         return ()
     (inputs,) = axes
     is_separate = not {*inputs} & {*stack} and len(inputs) + len(stack) < len(
-        graph.traced.parameters.find_shape(path)
+        graph.parameters.find_shape(path)
     )
     return inputs if is_separate else ()
 
 
 def check_params(graph: Graph, params: PyTree) -> None:
     """Raises a ValueError unless the leaves are arrays with the paths and shapes of the graph."""
-    graph.traced.parameters.check_complete(params)
+    graph.parameters.check_complete(params)
     traced = {leaf.path: leaf for leaf in graph.leaves}
     for path, array in trees.leaves_by_names(params).items():
         if not hasattr(array, "shape"):
@@ -201,7 +201,7 @@ def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Pat
         or its parameter is not floating.
     """
     arrays = {}
-    for leaf, mask in graph.traced.parameters.match_masks(masks):
+    for leaf, mask in graph.parameters.match_masks(masks):
         array = np.asarray(mask)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact) and not (
             is_frozen and is_quantized(leaf.dtype)

@@ -20,7 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.graph import retrace
-from sparsity.graph.model import Parameter
+from sparsity.graph.traced_model import Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -70,10 +70,9 @@ def run_stored(
       record: called with the equations that read masked parameters, see `Densifier`.
     """
     graph, inputs = _retrace(model, params, args, observers)
-    traced = graph.traced
-    densifier = Densifier(traced.tracker.is_data, model.in_turn, record)
-    outputs = densifier.run(traced.model.program, inputs)
-    return jax.tree.unflatten(traced.model.output_tree, outputs)
+    densifier = Densifier(graph.tracker.is_data, model.in_turn, record)
+    outputs = densifier.run(graph.model.program, inputs)
+    return jax.tree.unflatten(graph.model.output_tree, outputs)
 
 
 def wrap_values(
@@ -112,7 +111,7 @@ def wrap_values(
 def find_readers(model: StoredModel) -> dict[str, set[str]]:
     """Returns {name: operations that need a dense array, other than products of values}."""
     readers: dict[str, set[str]] = {}
-    for equation, inputs, is_dense in list_reads(model, *model.graph.traced.model.example):
+    for equation, inputs, is_dense in list_reads(model, *model.graph.model.example):
         for kept in kept_in(inputs) if is_dense else ():
             if equation.name not in PRODUCTS or kept.storage.multiplies:
                 where = f"{equation.name} {equation.source}".strip()

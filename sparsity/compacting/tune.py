@@ -40,7 +40,7 @@ def measure(models: Mapping[str, StoredModel], args: tuple[PyTree, ...], rounds:
     programs: dict[Path, dict[str, list[tuple[str, Program]]]] = {}
     for name, model in models.items():
         paths = {trees.join_names(x): x for x, each in model.storages if each.format == name}
-        for read in list_reads(model, model.graph.traced.model.example[0], args):
+        for read in list_reads(model, model.graph.model.example[0], args):
             for kept in kept_in(read.inputs):
                 if kept.name in paths:
                     by_format = programs.setdefault(paths[kept.name], {})

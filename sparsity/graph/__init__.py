@@ -1,7 +1,8 @@
 """Queries about a traced model, in any framework: uses of weights, costs, coupled channels.
 
-`trace.py` makes a `Graph` of a `Model`. Each part of a `Graph` answers one question, and imports
-only parts above it:
+`trace` reads the program of a model as a `Model`, and makes a `Graph` of analyses of the program.
+Each analysis answers one question, is made from the `Model` and earlier analyses, and imports only
+parts above it:
 
 - `readers/`: which products read a parameter, along which of its axes?
 - `channels/`: which entries go together with a channel?
@@ -14,12 +15,12 @@ Pruners and distributions ask a `Graph`: `scope/` holds `Coupled`, `budgets.py` 
 from sparsity.graph.budgets import Budget, budget
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Parameter
 from sparsity.graph.readers.biases import Bias
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.readers.views import View
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.trace import trace
+from sparsity.graph.traced_model import Parameter
 
 __all__ = [
     "Bias",

@@ -17,8 +17,8 @@ from sparsity.core.checks import check_density, check_kind, check_values
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Parameter
 from sparsity.graph.scope.coupled import Coupled
+from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured
@@ -52,7 +52,7 @@ class Budget:
         parameter = self._find(path, param)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
-        return self.graph.traced.costs.count_macs(parameter.path) / max(parameter.size, 1)
+        return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
@@ -61,7 +61,7 @@ class Budget:
         if self.quantity == "nbytes":
             return sum((kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
         shares = {x.path: kept[x.path] / x.size for x in parameters if x.size}
-        return Polynomial.convert(self.graph.traced.costs.count_sparse_macs(shares))
+        return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
 
     def __call__(
         self,
@@ -88,7 +88,7 @@ class Budget:
                 f"{self.quantity} of this budget. Use across = {across!r}."
             )
         sites = sites or Sites(params, Unstructured(), batch_axes)
-        leaves = self.graph.traced.parameters.match(params)
+        leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)
             fewest = "the fewest channels that may stay"
@@ -121,13 +121,13 @@ class Budget:
         )
 
     def _find(self, path: tuple[str, ...], param: chex.Array) -> Parameter:
-        return self.graph.traced.parameters.find(path, param, may_be_smaller=True)
+        return self.graph.parameters.find(path, param, may_be_smaller=True)
 
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
-        costs, paths = self.graph.traced.costs, {parameter.path for parameter in leaves.values()}
+        costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
         count_small: Callable[[Mapping[Axis, Fraction]], Fraction] = costs.count_small_macs
         if self.quantity == "nbytes":
             count_small = functools.partial(costs.count_small_bytes, paths=paths)
@@ -153,7 +153,7 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.traced.costs.count_sparse_macs(
+            macs: Fraction = self.graph.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
             )
             return macs

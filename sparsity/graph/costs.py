@@ -11,9 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import TABLES
-from sparsity.graph.model import Model
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
+from sparsity.graph.traced_model import Model
 from sparsity.programs.axes import Axis, count_entries
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import chex
 import numpy as np
 
-from sparsity.core import sharding, trees
+from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
+from sparsity.core.pictures import bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
-from sparsity.graph import tables
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
-from sparsity.graph.model import Model, Parameters
 from sparsity.graph.readers.biases import Bias, find_biases
 from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
 from sparsity.graph.readers.uses import Tracker
 from sparsity.graph.removal.removable import Removal
+from sparsity.graph.traced_model import Model, Parameter, Parameters
 from sparsity.patterns import SparsityType
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Trace: TypeAlias = Callable[..., "Graph"]  # of a function, its parameters and its inputs
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
 
 
@@ -37,7 +36,6 @@ class Graph:
       leaves: the parameters, in tree order.
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
-      traced: the traced program and its analyses, for the package itself.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -51,18 +49,29 @@ class Graph:
       (('up',), (0,))
     """
 
-    def __init__(self, model: Model, trace: Trace) -> None:
-        self.traced = TracedModel(model, trace)
+    def __init__(self, model: Model) -> None:
         self.leaves, self.state = list(model.leaves), model.state
-        self.uses = self.traced.tracker.uses
+        # The parts that the package asks, and no page shows.
+        self.model = model  # the traced program
+        self.tracker = Tracker(model)  # arrays that hold entries of parameters
+        self.uses = self.tracker.uses
+        self.removal = Removal(model, self.uses)  # coupled axes, and proofs that channels may go
+        self.costs = Costs(model, self.tracker, self.removal)  # also of masked and smaller models
+        self.parameters = Parameters(model.leaves, self.removal.list_members)  # by path
+        self.retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
+
+    @functools.cached_property
+    def biases(self) -> dict[Path, Bias]:
+        """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
+        return find_biases(self.model, self.tracker)
 
     def __deepcopy__(self, _: object) -> Graph:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the function by its name, and the shapes: unpickling traces the model again."""
-        params, args = self.traced.model.example
-        return self.traced.trace, (self.traced.model.fn, params, *args)
+        params, args = self.model.example
+        return self.model.trace, (self.model.fn, params, *args)
 
     def __repr__(self) -> str:
         return (
@@ -86,19 +95,19 @@ class Graph:
         """
         if masks is None:
             return self._dense_macs
-        return round(self.traced.costs.count_sparse_macs(self._densities(masks)))
+        return round(self.costs.count_sparse_macs(self._densities(masks)))
 
     @functools.cached_property
     def _dense_macs(self) -> int:
         # jax asks for the text of a graph in each call of an updater.
-        return round(self.traced.costs.count_sparse_macs(dict[Path, Fraction]()))
+        return round(self.costs.count_sparse_macs(dict[Path, Fraction]()))
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         check_values("masks", masks, "Count multiply-adds outside of jit.")
         return {
             parameter.path: Fraction(int(np.count_nonzero(mask)), max(parameter.size, 1))
-            for parameter, mask in self.traced.parameters.match_masks(masks)
+            for parameter, mask in self.parameters.match_masks(masks)
         }
 
     @property
@@ -108,7 +117,7 @@ class Graph:
         Kernels (Pallas), sparse products (BCOO), calls of foreign code, Fourier transforms,
         decompositions and linear solvers.
         """
-        return self.traced.costs.uncounted
+        return self.costs.uncounted
 
     def table(self, masks: Masks | None = None) -> str:
         """Returns a table of all parameters: shape, readers, contracted axes, MACs, channels.
@@ -122,10 +131,39 @@ class Graph:
         Returns:
           Text of several lines.
         """
+        total = self.macs()
         masked = None if masks is None else self.macs(masks)
-        return tables.show_leaves(
-            self._rows(masks), self.macs(), masked, self.traced.costs.uncounted
-        )
+        costs = ("MACs", *(["left"] if masked is not None else []), "share")
+        table = extras.make_table(("leaf", "shape", "read by", "contracts"), costs)
+        table.add_column("axis: group")
+
+        def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
+            macs = [f"{dense:,}", *([f"{sparse:,}"] if masked is not None else [])]
+            table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
+
+        groups: dict[Path, list[tuple[int, int]]] = {}
+        for number, group in enumerate(self.groups):
+            for path, axis in group.members:
+                groups.setdefault(path, []).append((axis, number))
+        others = total
+        for leaf, dense, sparse in self._list_macs(masks):
+            uses = [use for use in self.uses if use.path == leaf.path]
+            kinds = dict.fromkeys(use.kind or use.primitive for use in uses)
+            readers = ["lookup" if kind == "gather" else kind for kind in kinds]
+            axes = sorted({axis for use in uses for axis in use.contracting})
+            texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
+            numbers = ", ".join(f"{axis}: {n}" for axis, n in sorted(groups.get(leaf.path, ())))
+            add(leaf.name, (trees.shape_text(leaf.shape), *texts), dense, sparse, numbers)
+            others -= dense
+        table.add_section()
+        if others > 0:
+            add("products of activations", ("", "", ""), others, others, "")
+        add("dots and convolutions", ("", "", ""), total, total if masked is None else masked, "")
+        text = extras.as_text(table)
+        if self.uncounted:
+            names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
+            text += f"\n\nNot counted: {', '.join(names)}."
+        return text
 
     def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.
@@ -137,26 +175,18 @@ class Graph:
         Returns:
           The matplotlib axes.
         """
-        return tables.plot(self._rows(masks), self.macs(), masks is not None, ax)
+        rows = [row for row in self._list_macs(masks) if row[1]]
+        axes = pick_axes(ax, len(rows))
+        names, dense = [leaf.name for leaf, _, _ in rows], [dense for _, dense, _ in rows]
+        masked = None if masks is None else [sparse for _, _, sparse in rows]
+        bars(axes, "multiply-adds", names, dense, masked, self.macs())
+        return axes
 
-    def _rows(self, masks: Masks | None) -> list[tables.CostRow]:
-        """Returns the rows of tables and pictures, in tree order."""
-        density, rows = self._densities(masks), []
-        groups: dict[Path, list[tuple[int, int]]] = {}
-        for number, group in enumerate(self.groups):
-            for path, axis in group.members:
-                groups.setdefault(path, []).append((axis, number))
-        for parameter in self.leaves:
-            uses = [use for use in self.uses if use.path == parameter.path]
-            axes = {axis for use in uses for axis in use.contracting}
-            dense = self.traced.costs.count_macs(parameter.path)
-            masked = round(dense * density.get(parameter.path, 1))
-            names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
-            numbers = tuple(sorted(groups.get(parameter.path, ())))
-            rows.append(
-                tables.CostRow(parameter, names, tuple(sorted(axes)), dense, masked, numbers)
-            )
-        return rows
+    def _list_macs(self, masks: Masks | None) -> list[tuple[Parameter, int, int]]:
+        """Returns the parameters with the multiply-adds of their products, dense and masked."""
+        density = self._densities(masks)
+        dense = [(leaf, self.costs.count_macs(leaf.path)) for leaf in self.leaves]
+        return [(leaf, n, round(n * density.get(leaf.path, 1))) for leaf, n in dense]
 
     # For pruners.
 
@@ -242,7 +272,7 @@ class Graph:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the leaves."""
-        return self.traced.removal.channels.groups
+        return self.removal.channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
@@ -251,35 +281,7 @@ class Graph:
         Windows of convolutions, and the positions of an image that is flattened with its channels,
         are no channels and are left out.
         """
-        return self.traced.removal.channels.refused
-
-
-class TracedModel:
-    """The parts of a `Graph` that the package asks, and no page shows.
-
-    Attributes:
-      model: the traced program.
-      trace: makes a graph of a function, its parameters and its inputs.
-      parameters: the parameters by path, for trees that hold them.
-      tracker: arrays that hold entries of parameters, throughout the program.
-      removal: coupled axes, and proofs that channels may go.
-      costs: multiply-adds and bytes, also of masked and of smaller models.
-      retraced: (arguments, graph) of earlier calls of `retrace`.
-    """
-
-    def __init__(self, model: Model, trace: Trace) -> None:
-        self.model, self.trace = model, trace
-        self.retraced: list[tuple[PyTree, Graph]] = []
-        paths = [parameter.path for parameter in model.leaves]
-        self.tracker = Tracker(model.program, model.values, paths)
-        self.removal = Removal(model, self.tracker.uses)
-        self.costs = Costs(model, self.tracker, self.removal)
-        self.parameters = Parameters(model.leaves, self.removal.list_members)
-
-    @functools.cached_property
-    def biases(self) -> dict[Path, Bias]:
-        """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
-        return find_biases(self.model.program, self.model.values, self.tracker)
+        return self.removal.channels.refused
 
 
 def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
@@ -293,25 +295,13 @@ def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
       params: the parameters; dtypes and containers may differ from those of the trace.
       *args: inputs of the model.
     """
-    example = sharding.abstract((params, args))
-    traced = graph.traced
-    if trees.are_alike(example, traced.model.example):
+    example, model = sharding.abstract((params, args)), graph.model
+    if trees.are_alike(example, model.example):
         return graph
-    for earlier, retraced in traced.retraced:
+    for earlier, result in graph.retraced:
         if trees.are_alike(example, earlier):
-            return retraced
-    retraced = traced.trace(traced.model.fn, example[0], *example[1])
+            return result
+    retraced: Graph = model.trace(model.fn, example[0], *example[1])
     # A number that changes from call to call must not fill the memory.
-    traced.retraced = [*traced.retraced[-_MOST_RETRACED:], (example, retraced)]
+    graph.retraced = [*graph.retraced[-_MOST_RETRACED:], (example, retraced)]
     return retraced
-
-
-def trace_at_shapes(
-    graph: Graph, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
-) -> Graph:
-    """Returns the graph of a function like the model, at other shapes of the parameters."""
-    params, args = graph.traced.model.example
-    arrays, rebuild = trees.split_arrays(params)
-    leaves = zip(arrays, graph.leaves, strict=True)
-    structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
-    return graph.traced.trace(fn, rebuild(structs), *args)

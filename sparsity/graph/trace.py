@@ -12,7 +12,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Model, Parameter
+from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr, values_read
 from sparsity.programs.walk import Flow
@@ -76,8 +76,8 @@ def trace(
     carried = find(program, outputs, parameters)
     example = sharding.abstract((params, args))
     structure = jax.tree.structure(shapes)
-    model = Model(program, parameters, carried, outputs, structure, fn, example)
-    return Graph(model, functools.partial(trace, state=state))
+    again = functools.partial(trace, state=state)
+    return Graph(Model(program, parameters, carried, outputs, structure, fn, example, again))
 
 
 def _make_jaxpr(

@@ -257,13 +257,13 @@ class Program:
                 readers.setdefault(value, []).append(equation)
         return readers
 
-    def with_rules(self) -> Iterator[Equation]:
-        """Yields all calls with a custom rule for derivatives, also calls within calls."""
+    def rules(self) -> Iterator[tuple[Equation, Program]]:
+        """Yields all calls with a custom rule for derivatives, also within calls, and the rules."""
         for equation in self.equations:
             if equation.name in CALLS:
-                yield from equation.bodies[0].with_rules()
+                yield from equation.bodies[0].rules()
             if equation.derivative is not None:
-                yield equation
+                yield equation, equation.derivative
 
 
 # Calls: their bodies share their inputs and outputs.

@@ -1,6 +1,13 @@
-"""Models that become smaller: channels that masks leave dead are removed for real."""
+"""Models that become smaller: channels that masks leave dead are removed for real.
+
+`shrink` takes three steps: `dead.find_dead` proves which channels masks leave dead, `plan_cut`
+writes the indices that stay as a `Plan`, and `cutting` takes these indices of the parameters, the
+masks and the optimizer's state. `Plan.apply` runs the traced program at the smaller sizes, by the
+interpreter `Smaller`.
+"""
 
 from sparsity.shrinking.plan import Plan
-from sparsity.shrinking.shrink import Small, shrink
+from sparsity.shrinking.shrink import shrink
+from sparsity.shrinking.small import Small
 
 __all__ = ["Plan", "Small", "shrink"]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,11 @@ from jax.sharding import NamedSharding, Sharding
 
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
-from sparsity.shrinking.plan import Plan, shrink_shape
+from sparsity.shrinking.plan import cut_shape
 from sparsity.shrinking.smaller import take
 from sparsity.training import entrywise_check
 from sparsity.training.kept_state import KeptState
@@ -29,135 +30,146 @@ _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.param
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cutter:
-    """Cuts by a plan all that belongs to the parameters of a model.
+class CutParameter:
+    """A parameter that is cut, to which leaves of an optimizer's state belong.
 
     Attributes:
-      graph: the graph of the model.
-      plan: the channels that stay.
+      name: its path in a tree of params.
+      shape: its shape before the cut.
+      axes: {axis: the indices that stay}, of axes that lose some.
+      mask: its mask, `None` for a dense parameter.
     """
-
-    graph: Graph
-    plan: Plan
-
-    def params(self, params: Params) -> Params:
-        """Cuts parameters, or a part of their tree."""
-        return trees.map_matched(lambda path, leaf: _cut(leaf, self._axes(path, leaf)), params)
-
-    def masks(self, params: Params, small_params: Params, masks: Mapping[Path, jax.Array]) -> Masks:
-        """Cuts masks like their parameters: uint8, placed like these.
-
-        The mask of a parameter without masked entries is `None`.
-
-        Args:
-          params: the parameters, or a part of their tree.
-          small_params: the same after the cut.
-          masks: {path of a parameter: its mask}.
-        """
-        likes = trees.leaves_by_path(small_params)
-
-        def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-            mask = masks.get(self._path(key, leaf))
-            if mask is None:
-                return None
-            kept = are_kept(_cut(mask, self._axes(key, leaf)))
-            if np.asarray(kept).all():
-                return None
-            return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
-
-        with sharding.evaluate_now():  # parameters may be traced, masks are not
-            return trees.map_matched(cut, trees.only_arrays(params))
-
-    def state(self, params: Params, small_params: Params, state: PyTree) -> PyTree:
-        """Cuts the leaves of an optimizer's state that belong to cut parameters.
-
-        Raises:
-          ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error
-            names the leaf.
-        """
-        if trees.find_nodes(state, KeptState):
-            raise ValueError(
-                "opt_state is that of use_compact_state=True, whose arrays of kept weights do not "
-                "tell channels. Start a new state: shrink without opt_state, then "
-                "tx.init(small.params)."
-            )
-
-        def describe(path: trees.KeyPath, leaf: jax.Array) -> _Owner:
-            return _Owner(trees.path_string(path), jnp.shape(leaf), self._axes(path, leaf))
-
-        def unpack(masks: Masks) -> Masks:
-            return unpack_masks(masks, params) if are_packed(masks, params) else masks
-
-        def repack(small: Masks, masks: Masks) -> Masks:
-            if not are_packed(masks, params):
-                return small
-            return place_masks(pack_masks(small, small_params), small_params)
-
-        owner_tree = trees.map_matched(describe, params)
-        # A packed mask has another shape than its parameter.
-        unpacked = _map_masks(unpack, state)
-        small = owners.map_owned(_cut_moment, owner_tree, unpacked)
-        _check_owners(owner_tree, unpacked)
-        return _map_masks(repack, small, state)
-
-    def check_updates(
-        self,
-        tx: optax.GradientTransformation,
-        params: Params,
-        state: PyTree,
-        masks: Mapping[Path, jax.Array],
-    ) -> float:
-        """Compares updates of the smaller parameters with updates of the masked parameters.
-
-        Removed entries have no gradient, but their values unless `masks`, {path: mask}, or the plan
-        of a parameter without a mask set them to 0.
-
-        Returns:
-          The largest difference, as a part of the largest entry of its array.
-
-        Raises:
-          ValueError: updates differ by more than rounding; the error names the leaf and the entry.
-        """
-        masked = self._mask_params(params, masks)
-        small = self.params(masked)
-        return entrywise_check.check_updates(
-            tx,
-            masked,
-            state,
-            mask=lambda path, leaf: _mask(leaf, self._axes(path, leaf)),
-            cut=self.params,
-            cut_state=functools.partial(self.state, masked, small),
-            model="smaller model",
-            remedy=_REMEDY,
-        )
-
-    def _mask_params(self, params: Params, masks: Mapping[Path, jax.Array]) -> PyTree:
-        """Returns the arrays of `params` under their masks; the plan masks those that have none."""
-
-        def mask(key: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-            leaf_mask = masks.get(self._path(key, leaf))
-            if leaf_mask is not None:
-                return apply_mask(leaf, leaf_mask)
-            return _mask(leaf, self._axes(key, leaf))
-
-        return trees.map_matched(mask, trees.only_arrays(params))
-
-    def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path:
-        """Returns the path in the graph of an array of params."""
-        return self.graph.traced.parameters.find(trees.path_names(key), leaf).path
-
-    def _axes(self, key: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
-        """Returns the indices that stay along each axis of a leaf that loses some."""
-        return self.plan.kept.get(self._path(key, leaf), {}) if trees.is_array(leaf) else {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-    """A parameter to which leaves of an optimizer's state belong."""
 
     name: str
     shape: tuple[int, ...]
     axes: Mapping[int, np.ndarray]
+    mask: jax.Array | None = None
+
+    def cut(self, array: jax.Array) -> jax.Array:
+        """Cuts an array of the parameter's shape."""
+        return _cut(array, self.axes)
+
+    def zero_removed(self, array: jax.Array) -> jax.Array:
+        """Returns the array with zeros at the entries that the cut removes."""
+        for axis, index in self.axes.items():
+            stays = stays_at(index, array.shape[axis])
+            shape = [1] * array.ndim
+            shape[0], shape[axis] = len(stays), array.shape[axis]
+            array = jnp.where(stays.reshape(shape), array, 0)
+        return array
+
+
+Cuts: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
+
+
+def describe_cuts(
+    graph: Graph,
+    params: Params,
+    kept: Mapping[Path, Mapping[int, np.ndarray]],
+    masks: Mapping[Path, jax.Array],
+) -> Cuts:
+    """Returns the cut of each parameter, by its path in a tree of params.
+
+    Args:
+      graph: the graph of the model.
+      params: the parameters, or a part of their tree.
+      kept: {path in the graph: {axis: the indices that stay}}.
+      masks: {path in the graph: mask}.
+    """
+    parameters = graph.parameters.match(params, may_be_smaller=False)
+    return {
+        key: CutParameter(trees.path_string(key), x.shape, kept.get(x.path, {}), masks.get(x.path))
+        for key, x in parameters.items()
+    }
+
+
+def cut_params(cuts: Cuts, params: Params) -> Params:
+    """Cuts parameters, or a tree like them; leaves that are no arrays stay."""
+    return trees.map_matched(
+        lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
+    )
+
+
+def cut_masks(cuts: Cuts, small_params: Params) -> Masks:
+    """Cuts the masks: uint8, placed like the smaller parameters.
+
+    The mask of a parameter without masked entries is `None`.
+    """
+
+    def cut(path: KeyPath, leaf: jax.Array) -> jax.Array | None:
+        mask = cuts[path].mask
+        if mask is None:
+            return None
+        kept = are_kept(cuts[path].cut(mask))
+        if np.asarray(kept).all():
+            return None
+        return kept if is_traced(leaf) else sharding.place_like(leaf, kept)
+
+    with sharding.evaluate_now():  # parameters may be traced, masks are not
+        return trees.map_matched(cut, trees.only_arrays(small_params))
+
+
+def cut_state(cuts: Cuts, params: Params, small_params: Params, state: PyTree) -> PyTree:
+    """Cuts the leaves of an optimizer's state that belong to cut parameters.
+
+    Raises:
+      ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error names
+        the leaf.
+    """
+    if trees.find_nodes(state, KeptState):
+        raise ValueError(
+            "opt_state is that of use_compact_state=True, whose arrays of kept weights do not "
+            "tell channels. Start a new state: shrink without opt_state, then "
+            "tx.init(small.params)."
+        )
+
+    def unpack(masks: Masks) -> Masks:
+        return unpack_masks(masks, params) if are_packed(masks, params) else masks
+
+    def repack(small: Masks, masks: Masks) -> Masks:
+        if not are_packed(masks, params):
+            return small
+        return place_masks(pack_masks(small, small_params), small_params)
+
+    owner_tree = trees.map_matched(lambda path, _: cuts.get(path), params)
+    # A packed mask has another shape than its parameter.
+    unpacked = _map_masks(unpack, state)
+    small = owners.map_owned(_cut_moment, owner_tree, unpacked)
+    _check_owners(owner_tree, unpacked)
+    return _map_masks(repack, small, state)
+
+
+def compare_small_updates(
+    tx: optax.GradientTransformation, params: Params, cuts: Cuts, state: PyTree
+) -> float:
+    """Compares updates of the smaller parameters with updates of the masked parameters.
+
+    Removed entries have no gradient, but their values unless a mask, or the cut of a parameter
+    without a mask, sets them to 0.
+
+    Returns:
+      The largest difference, as a part of the largest entry of its array.
+
+    Raises:
+      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    """
+
+    def mask(path: KeyPath, leaf: jax.Array) -> jax.Array:
+        cut = cuts[path]
+        return cut.zero_removed(leaf) if cut.mask is None else apply_mask(leaf, cut.mask)
+
+    masked = trees.map_matched(mask, trees.only_arrays(params))
+    cut = functools.partial(cut_params, cuts)
+    return entrywise_check.check_updates(
+        tx,
+        masked,
+        state,
+        mask=lambda path, leaf: cuts[path].zero_removed(leaf),
+        cut=cut,
+        cut_state=functools.partial(cut_state, cuts, masked, cut(masked)),
+        model="smaller model",
+        remedy=_REMEDY,
+    )
 
 
 def _map_masks(fn: Callable[..., Masks], *states: PyTree) -> PyTree:
@@ -178,7 +190,7 @@ def _map_masks(fn: Callable[..., Masks], *states: PyTree) -> PyTree:
     return jax.tree.map(replace, *states, is_leaf=is_state)
 
 
-def _cut_moment(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
+def _cut_moment(owner: CutParameter | None, leaf: jax.Array) -> jax.Array:
     """Cuts a leaf of an optimizer's state; a leaf without an owner stays."""
     if owner is None or not owner.axes or not hasattr(leaf, "shape"):
         return leaf
@@ -216,7 +228,7 @@ def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
         )
 
 
-def _check_place(path: trees.KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
+def _check_place(path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
     """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
     names = trees.path_names(path)
     for place, owner in trees.leaves_by_path(owner_tree).items():
@@ -231,7 +243,9 @@ def _check_place(path: trees.KeyPath, leaf: jax.Array, owner_tree: PyTree) -> No
             )
 
 
-def _find_average_axes(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:
+def _find_average_axes(
+    owner: CutParameter, shape: tuple[int, ...]
+) -> Mapping[int, np.ndarray] | None:
     """Returns the cut axes of a factored moment, which averages its parameter over one axis.
 
     Returns `None` if that axis loses entries, or if shapes do not tell the axis.
@@ -254,7 +268,7 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
         return array
     axes = dict(axes)  # of which jax knows the arrays
     placed = None if is_traced(array) else getattr(array, "sharding", None)
-    shape = shrink_shape(jnp.shape(array), axes)
+    shape = cut_shape(jnp.shape(array), axes)
     small: jax.Array
     if isinstance(placed, NamedSharding) and not sharding.explicit_sharding(array):
         small = _take_all(array, axes, sharding.fit(placed, shape))
@@ -281,13 +295,3 @@ def _take_all(
     for axis, index in axes.items():
         array = take(array, index, axis)
     return array if target is None else jax.lax.with_sharding_constraint(array, target)
-
-
-def _mask(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
-    """Returns the array with zeros at the removed entries."""
-    for axis, index in axes.items():
-        stays = stays_at(index, array.shape[axis])
-        shape = [1] * array.ndim
-        shape[0], shape[axis] = len(stays), array.shape[axis]
-        array = jnp.where(stays.reshape(shape), array, 0)
-    return array

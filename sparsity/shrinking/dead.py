@@ -9,7 +9,7 @@ others, so that the search repeats until it proves no further channel.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -23,20 +23,9 @@ Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
-class Dead(NamedTuple):
-    """The dead channels of a model.
-
-    Attributes:
-      kept: {variable: channels that stay}, [layers, indices] where layers choose for themselves.
-      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all
-        masked, or removed before: what the proofs rely on.
-    """
-
-    kept: dict[Axis, np.ndarray]
-    masked: dict[Path, dict[int, np.ndarray]]
-
-
-def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
+def find_dead(
+    graph: Graph, masks: Mapping[Path, jax.Array]
+) -> tuple[dict[Axis, np.ndarray], dict[Path, dict[int, np.ndarray]]]:
     """Returns the channels that stay of each group that loses some, and what the cut relies on.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
@@ -45,6 +34,11 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
     Args:
       graph: the graph of the model.
       masks: {path: mask of the shape of the parameter}; parameters without a mask are dense.
+
+    Returns:
+      {variable: channels that stay}, [layers, indices] where layers choose for themselves; and
+      {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all masked,
+      or removed before: what the proofs rely on.
 
     Raises:
       ValueError: masks remove all channels of a group.
@@ -58,7 +52,7 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
     proofs = _Proofs(graph)
     evidence: dict[Path, dict[int, np.ndarray]] = {}
     while masked:
-        dead = proofs.find_dead(masked)
+        dead = proofs.find_removable(masked)
         changed = set()
         for group in masked:
             removable = _choose_removable(dead[group], removed[group])
@@ -73,29 +67,28 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
             kept[group.variable] = rows if group.layers else rows[0]
-    return Dead(kept, evidence)
+    return kept, evidence
 
 
-def find_undead(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
+def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
     """Returns a group that still needs removed channels, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.
       kept: {variable: channels that stay}.
-      masked: `Dead.masked` of the graph by which the channels were chosen.
+      masked: what the cut relies on, from `find_dead` with the graph that chose the channels.
     """
     cases, removed = {}, {}
     for group in graph.groups:
         if group.variable in kept:
-            is_removed = ~stays_at(kept[group.variable], group.size)
-            is_masked = np.zeros((*is_removed.shape, len(group.members)), bool)
+            removed[group] = ~stays_at(kept[group.variable], group.size)
+            is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
             for number, ((path, axis), positions) in enumerate(members):
                 if axis in masked.get(path, {}):
                     is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
-            cases[group] = is_masked & is_removed[..., None]
-            removed[group] = is_removed
-    dead = _Proofs(graph).find_dead(cases)
+            cases[group] = is_masked & removed[group][..., None]
+    dead = _Proofs(graph).find_removable(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
 
 
@@ -114,7 +107,7 @@ class _Proofs:
         self._graph = graph
         self._verdicts: dict[ChannelGroup, dict[Members, bool]] = {}
 
-    def find_dead(
+    def find_removable(
         self, masked: Mapping[ChannelGroup, np.ndarray]
     ) -> dict[ChannelGroup, np.ndarray]:
         """Returns bool[layers, channels] for each group: the channels whose removal is proven.
@@ -124,9 +117,7 @@ class _Proofs:
         """
         cases = {}
         for group, is_masked in masked.items():
-            is_static = [
-                path not in self._graph.traced.removal.updated_state for path, _ in group.members
-            ]
+            is_static = [path not in self._graph.removal.updated_state for path, _ in group.members]
             rows = (is_masked & is_static).reshape(-1, len(is_static))
             unique, numbers = np.unique(rows, axis=0, return_inverse=True)
             members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
@@ -148,7 +139,7 @@ class _Proofs:
             for group, members in trial.items():
                 for path, axis in (group.members[i] for i in members):
                     entries.setdefault(path, set()).add((axis, group.variable))
-            unproven = self._graph.traced.removal.find_unproven(entries)
+            unproven = self._graph.removal.find_unproven(entries)
             for group, members in trial.items():
                 self._verdicts[group][members] = group.variable not in unproven
 
@@ -166,30 +157,21 @@ class _Proofs:
         return max(undecided, key=len, default=frozenset())
 
 
-class _Member(NamedTuple):
-    """A member of a group that has live entries.
+def _list_members(
+    group: ChannelGroup, live: Live
+) -> Iterator[tuple[int, Path, np.ndarray, np.ndarray]]:
+    """Yields the members of a group whose parameters have a mask.
 
-    Attributes:
-      number: number of the member in its group.
-      path: path of the parameter.
-      positions: int[channels, n], where each channel lies along the axis.
-      live: bool[layers or 1, size, ...], a view of the entries with the axis of the channels first.
+    Yields:
+      The number of the member, the path of the parameter, int[channels, n], where each channel lies
+      along its axis, and a view of the live entries: bool[layers or 1, size of the axis, ...].
     """
-
-    number: int
-    path: Path
-    positions: np.ndarray
-    live: np.ndarray
-
-
-def _list_members(group: ChannelGroup, live: Live) -> Iterator[_Member]:
-    """Yields the members of a group whose parameters have a mask."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
         if path in live:
             layers = live[path] if group.layers else live[path][None]
             by_channel = np.moveaxis(layers, axis if group.layers else axis + 1, 1)
-            yield _Member(number, path, positions, by_channel)
+            yield number, path, positions, by_channel
 
 
 def _check_alive(group: ChannelGroup, masked: np.ndarray, live: Live) -> None:
@@ -205,9 +187,9 @@ def _check_alive(group: ChannelGroup, masked: np.ndarray, live: Live) -> None:
 def _find_masked(group: ChannelGroup, live: Live) -> np.ndarray:
     """Returns bool[layers, channels, members]: 1 where no entry of a member is live."""
     masked: np.ndarray = np.zeros((group.layers or 1, group.size, len(group.members)), bool)
-    for member in _list_members(group, live):
-        pooled = np.any(member.live, axis=tuple(range(2, member.live.ndim)))
-        masked[..., member.number] = ~pooled[:, member.positions].any(axis=2)
+    for number, _, positions, entries in _list_members(group, live):
+        pooled = np.any(entries, axis=tuple(range(2, entries.ndim)))
+        masked[..., number] = ~pooled[:, positions].any(axis=2)
     return masked
 
 
@@ -226,10 +208,10 @@ def _note_masked(
     graph: Graph,
     evidence: dict[Path, dict[int, np.ndarray]],
 ) -> None:
-    """Adds bool[layers, channels, members] of removed channels to `Dead.masked`."""
+    """Adds bool[layers, channels, members] of removed channels to what the cut relies on."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
-        size = graph.traced.parameters.find_shape(path)[axis]
+        size = graph.parameters.find_shape(path)[axis]
         noted = np.zeros((len(masked), size), bool)
         noted[:, positions] = masked[..., number, None]
         axes = evidence.setdefault(path, {})
@@ -239,9 +221,9 @@ def _note_masked(
 def _remove(group: ChannelGroup, removable: np.ndarray, live: Live) -> set[Path]:
     """Removes bool[layers, channels, members] from live entries; returns paths that change."""
     paths = set()
-    for member in _list_members(group, live):
-        if removable[..., member.number].any():
-            for layer, row in zip(member.live, removable[..., member.number], strict=True):
-                layer[member.positions[row].reshape(-1)] = False
-            paths.add(member.path)
+    for number, path, positions, entries in _list_members(group, live):
+        if removable[..., number].any():
+            for layer, row in zip(entries, removable[..., number], strict=True):
+                layer[positions[row].reshape(-1)] = False
+            paths.add(path)
     return paths

@@ -15,13 +15,13 @@ from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
-from sparsity.graph.graph import retrace, trace_at_shapes
+from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
-from sparsity.shrinking.dead import find_undead
+from sparsity.shrinking.dead import find_group_in_use
 from sparsity.shrinking.smaller import Smaller
 from sparsity.training.base_updater import BaseUpdater
 
-FORMAT = 1  # of the text of a plan
+_FORMAT = 1  # of the text of a plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Plan:
 
     def shrink_shape(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter after the cut."""
-        return shrink_shape(shape, self.kept.get(path, {}))
+        return cut_shape(shape, self.kept.get(path, {}))
 
     def apply(self, graph: Graph, params: Params, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size.
@@ -102,13 +102,12 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         retraced = retrace(graph, example, *args)
-        traced = retraced.traced
-        chosen = solve_kept(traced.removal.list_axes(), self)
+        chosen = solve_kept(retraced.removal.list_axes(), self)
         if retraced is not graph:
             check_proven(retraced, chosen, self)
-        smaller = Smaller(traced.removal.coupling, chosen, traced.removal.alike if chosen else {})
-        outputs = smaller.run(traced.model.program, [*arrays, *inputs])
-        return jax.tree.unflatten(traced.model.output_tree, outputs)
+        smaller = Smaller(retraced.removal, chosen)
+        outputs = smaller.run(retraced.model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.
@@ -117,8 +116,16 @@ class Plan:
         from shapes (`jax.eval_shape` of its init) and continues from there.
         """
         check_kind("graph", graph, Graph, "made by sparsity.trace")
-        shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
-        return trace_at_shapes(graph, functools.partial(self.apply, graph), shapes)
+        params, args = graph.model.example
+        arrays, rebuild = trees.split_arrays(params)
+        structs = [
+            sharding.resized(array, self.shrink_shape(leaf.path, leaf.shape))
+            for array, leaf in zip(arrays, graph.leaves, strict=True)
+        ]
+        small: Graph = graph.model.trace(
+            functools.partial(self.apply, graph), rebuild(structs), *args
+        )
+        return small
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
@@ -141,7 +148,7 @@ class Plan:
             }
             for path, axes in sorted(self.kept.items())
         ]
-        return json.dumps({"format": FORMAT, "leaves": leaves})
+        return json.dumps({"format": _FORMAT, "leaves": leaves})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -154,8 +161,8 @@ class Plan:
             stored = json.loads(text, object_pairs_hook=unique_keys)
             if not isinstance(stored, dict) or not isinstance(stored.get("leaves"), list):
                 raise ValueError("there is no list of leaves")
-            if type(stored.get("format")) is not int or stored["format"] != FORMAT:
-                raise ValueError(f"the format is {stored.get('format')!r}, not {FORMAT}")
+            if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
+                raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
             leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
             kept = unique_keys((path, axes) for path, _, axes in leaves)
             return cls(kept, {path: shape for path, shape, _ in leaves})
@@ -173,7 +180,7 @@ class Plan:
         shapes = dict(self.shapes)
         for path, axes in later.kept.items():
             axes_before = kept.setdefault(path, {})
-            shape = shrink_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
+            shape = cut_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
             if shape != later.shapes[path]:
                 raise ValueError(
                     f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
@@ -256,7 +263,7 @@ def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def shrink_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
+def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
     """Returns a shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
@@ -269,14 +276,14 @@ def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
 
 def plan_cut(graph: Graph, chosen: KeptIndices, masked: AxisArrays | None = None) -> Plan:
     """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
-    kept = spread_kept(graph.traced.removal.list_axes(), chosen)
+    kept = spread_kept(graph.removal.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
 def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, axes in graph.traced.removal.list_axes():
+    for leaf, axes in graph.removal.list_axes():
         for number, axis in enumerate(axes):
             if any(v in chosen and v not in removable for v in list_variables(axis)):
                 why = _reason(graph, leaf.path, number)
@@ -284,7 +291,7 @@ def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
-    if plan.masked is not None and (group := find_undead(graph, chosen, plan.masked)):
+    if plan.masked is not None and (group := find_group_in_use(graph, chosen, plan.masked)):
         raise ValueError(
             f"The masks remove channels of {group.name!r} in part, and with these arguments the "
             "model reads what they leave. Trace the model with these arguments before the cut, or "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, reshard
 from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
-from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.alike import Alike
+from sparsity.graph.removal.removable import Removal
 from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
@@ -33,16 +33,16 @@ class Smaller(Interpreter[jax.Array]):
     """Interpreter of programs whose arrays have lost channels.
 
     Args:
-      coupling: the axes of the values.
+      removal: the axes of the values, and entries that removed channels share.
       plan: the indices that stay of each variable.
-      alike: {sum along channels: the entry that removed channels share}, as `Removal.alike`.
     """
 
-    def __init__(self, coupling: Coupling, plan: KeptIndices, alike: Mapping[Equation, Alike]):
-        self._coupling, self._plan, self._alike = coupling, dict(plan), alike
+    def __init__(self, removal: Removal, plan: KeptIndices) -> None:
+        self._coupling, self._plan = removal.coupling, dict(plan)
+        self._alike = removal.alike if plan else {}
         self._keeps_rules = True  # of calls, for derivatives
         self._layer: dict[Axis, jax.Array] = {}  # rows of the plan, in a step of a scan
-        self._needed = {value for entry in alike.values() for value in entry.list_values()}
+        self._needed = {value for entry in self._alike.values() for value in entry.list_values()}
         self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
         self._sizes = {variable: index.shape[-1] for variable, index in plan.items()}
 
@@ -132,10 +132,11 @@ class Smaller(Interpreter[jax.Array]):
         if equation.is_inline:
             return super().run(equation.bodies[0], inputs)
         function: Function = functools.partial(self._apply, equation.bodies[0])
+        rule = equation.derivative
         if equation.is_remat:
             function = equation.checkpoint(function)
-        elif equation.derivative is not None and self._keeps_rules:
-            function = self._with_rule(equation, function)
+        elif rule is not None and self._keeps_rules:
+            function = self._with_rule(equation, rule, function)
         elif equation.derivative_error is not None:
             function = _forward_only(function, equation.derivative_error)
         return list(function(*inputs))
@@ -156,10 +157,8 @@ class Smaller(Interpreter[jax.Array]):
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))
 
-    def _with_rule(self, equation: Equation, function: Function) -> Function:
+    def _with_rule(self, equation: Equation, rule: Program, function: Function) -> Function:
         """Returns a call with its custom rule for derivatives, at the smaller sizes."""
-        rule = equation.derivative
-        assert rule is not None  # the caller checks it
         plain = copy.copy(self)
         plain._keeps_rules = False
 

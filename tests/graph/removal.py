@@ -33,10 +33,10 @@ def outputs(graph, fn, params, args, groups, stay):
     cut to the channels that stay.
     """
     masks = masks_of(graph, groups, stay)
-    values, inputs = graph.traced.model.program.outputs, graph.traced.model.program.inputs
+    values, inputs = graph.model.program.outputs, graph.model.program.inputs
     carried = {  # not what is returned as it was given
         graph.leaves[leaf].path
-        for i, leaf in graph.traced.model.carried.items()
+        for i, leaf in graph.model.carried.items()
         if values[i] is not inputs[leaf]
     }
 
@@ -47,11 +47,11 @@ def outputs(graph, fn, params, args, groups, stay):
         return jnp.where(jnp.asarray(mask, bool), leaf, jnp.zeros_like(leaf))
 
     kept = {group.variable: index for group, index in zip(groups, stay, strict=True)}
-    smaller = Smaller(graph.traced.removal.coupling, kept, graph.traced.removal.alike)
+    smaller = Smaller(graph.removal, kept)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
     cut = [smaller.cut(value, leaf) for value, leaf in zip(inputs, arrays, strict=False)]
     expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))
-    outputs = smaller.run(graph.traced.model.program, [*cut, *jax.tree.leaves(args)])
+    outputs = smaller.run(graph.model.program, [*cut, *jax.tree.leaves(args)])
     return [smaller.cut(value, x) for value, x in zip(values, expected, strict=True)], outputs
 
 

@@ -58,7 +58,7 @@ NORMED = {  # what shifts the outputs, whether it is subtracted, and the number 
 @pytest.mark.parametrize("name", NORMED)
 def test_what_shifts_normalized_outputs_is_found_where_it_is_exact(name):
     model, expected = NORMED[name]
-    bias = trace(model, {**PARAMS, "scale": jnp.ones(3)}, X).traced.biases.get(("w",))
+    bias = trace(model, {**PARAMS, "scale": jnp.ones(3)}, X).biases.get(("w",))
     seen = bias and (*bias.path, bias.is_subtracted, len(bias.scales))
     assert seen == expected
 
@@ -66,7 +66,7 @@ def test_what_shifts_normalized_outputs_is_found_where_it_is_exact(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bias_is_found_where_it_is_one(name):
     model, is_bias = MODELS[name]
-    assert (trace(model, PARAMS, X).traced.biases.get(("w",)) == Bias(("b",))) == is_bias
+    assert (trace(model, PARAMS, X).biases.get(("w",)) == Bias(("b",))) == is_bias
 
 
 def test_a_bias_in_another_order_than_the_outputs_is_none():
@@ -76,7 +76,7 @@ def test_a_bias_in_another_order_than_the_outputs_is_none():
         outputs = x @ p["w"].reshape(4, 2, 3).transpose(0, 2, 1).reshape(4, 6)
         return outputs + p["b"].reshape(3, 2).reshape(6)
 
-    assert not trace(model, params, X).traced.biases
+    assert not trace(model, params, X).biases
 
 
 def test_biases_of_scanned_layers_heads_and_experts():
@@ -95,15 +95,15 @@ def test_biases_of_scanned_layers_heads_and_experts():
         p = params["experts"]
         return jnp.einsum("rek,eko->ero", x, p["w"]) + p["b"][:, None]
 
-    assert trace(model, params, jnp.ones((6, 3))).traced.biases == {
+    assert trace(model, params, jnp.ones((6, 3))).biases == {
         (name, "w"): Bias((name, "b")) for name in params
     }
 
 
 def test_values_of_a_model_need_the_parameters_that_they_depend_on():
     graph = trace(lambda p, x: x * p["scale"], {"scale": jnp.ones(3)}, jnp.ones((2, 3)))
-    read = graph.traced.model.reader({})
+    read = graph.model.reader({})
     with pytest.raises(
         ValueError, match="A value of the model depends on 'scale', which has shape"
     ):
-        read(graph.traced.model.program.inputs[0])
+        read(graph.model.program.inputs[0])

@@ -72,7 +72,7 @@ def test_zeros_that_a_transposed_convolution_inserts_cost_nothing():
     params, x = models.abstract([(2, 2, 3, 8), (1, 4, 5, 3)])
     graph = trace(fn, {"w": params}, x)
     # Each of 4 x 5 entries meets a kernel of 2 x 2, for 3 inputs and 8 outputs.
-    assert graph.macs() == graph.traced.costs.count_small_macs({}) == 4 * 5 * 2 * 2 * 3 * 8
+    assert graph.macs() == graph.costs.count_small_macs({}) == 4 * 5 * 2 * 2 * 3 * 8
 
 
 @pytest.mark.parametrize(("rate", "left"), [(0.8, 0.414), (0.9, 0.242)])
@@ -88,7 +88,7 @@ def test_erk_leaves_of_resnet50_what_is_published(rate, left):
             graph.leaves, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
         ) if rates_at is not None
     }  # fmt: skip
-    assert float(graph.traced.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(
+    assert float(graph.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(
         left, abs=1e-3
     )
 
@@ -131,7 +131,7 @@ def test_tracing_and_grouping_4_000_equations_allocates_no_array():
     graph = trace(fn, params, jax.ShapeDtypeStruct((2, 8), jnp.float32))
     assert len(graph.groups) == 9 + 8  # in each pair of layers, and from one pair to the next
     assert graph.macs() == 40 * 9 * 2 * 2 * 8 * 16
-    assert sum(1 for _ in graph.traced.model.program.flat()) > 4000
+    assert sum(1 for _ in graph.model.program.flat()) > 4000
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
@@ -214,8 +214,8 @@ def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
     params = models.abstract(shapes)
     fn = lambda p, x: x @ p["params"]["w"] @ p["params"]["layer"]["w"]  # noqa: E731
     graph = trace(fn, params, jax.ShapeDtypeStruct((3, 4), jnp.float32))
-    assert graph.traced.parameters.find(("w",), jnp.ones((4, 4))).path == ("params", "w")
-    assert graph.traced.parameters.find(("layer", "w"), jnp.ones((4, 6))).path == (
+    assert graph.parameters.find(("w",), jnp.ones((4, 4))).path == ("params", "w")
+    assert graph.parameters.find(("layer", "w"), jnp.ones((4, 6))).path == (
         "params",
         "layer",
         "w",

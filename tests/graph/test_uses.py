@@ -377,7 +377,7 @@ def test_a_weight_that_is_computed_from_itself_has_one_use():
     assert of(graph, "w") == [("dot_general", (0,), (1,), (), 120, 1)]
     graph = traced(lambda p, x: x @ (p["w"] + p["w"].T), X, w=(4, 4))
     assert [use.contracting for use in graph.uses] == [(0,), (1,)]
-    assert graph.traced.costs.count_macs(("w",)) == graph.macs() == 80
+    assert graph.costs.count_macs(("w",)) == graph.macs() == 80
 
 
 def test_experts_of_a_ragged_dot_are_weights():

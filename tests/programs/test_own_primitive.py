@@ -69,7 +69,7 @@ def test_a_copy_of_ones_own_is_one_entry(monkeypatch, params):
 
     def find_biases():
         graph = sparsity.trace(outputs, params | {"bias": jnp.ones(8)}, jnp.ones((5, 4)))
-        return graph.traced.biases
+        return graph.biases
 
     assert find_biases() == {}
     monkeypatch.setitem(ENTRYWISE, "own_copy", Entrywise(is_copy=True))

@@ -46,8 +46,8 @@ def test_they_come_as_close_to_a_budget_as_channels_allow(name):
     graph = trace(model.fn, params, *model.inputs)
     paths = {leaf.path for leaf in graph.leaves}
     for across, kind, cost in (
-        (True, "macs", graph.traced.costs.count_small_macs),
-        ("nbytes", "nbytes", functools.partial(graph.traced.costs.count_small_bytes, paths=paths)),
+        (True, "macs", graph.costs.count_small_macs),
+        ("nbytes", "nbytes", functools.partial(graph.costs.count_small_bytes, paths=paths)),
     ):
         for part in (0.35, 0.5, 0.95):
             kept = left(graph, params, budget(graph, **{kind: part}), across=across)
@@ -288,5 +288,5 @@ def test_a_budget_of_fractions_of_a_multiply_add_is_not_exceeded():
     graph = trace(model, params, jnp.ones((1, 3, 3, 1)))
     for share in (0.4997753, 0.25, 0.501, 0.9):
         kept = left(graph, params, budget(graph, macs=share))
-        left_macs = graph.traced.costs.count_small_macs({graph.groups[0].variable: kept[0]})
-        assert left_macs <= Fraction(share) * Fraction(graph.traced.costs.count_small_macs({}))
+        left_macs = graph.costs.count_small_macs({graph.groups[0].variable: kept[0]})
+        assert left_macs <= Fraction(share) * Fraction(graph.costs.count_small_macs({}))

@@ -67,7 +67,7 @@ def test_the_picture_has_a_light_and_a_dark_bar_for_each_leaf_that_can_be_seen(m
 
 def test_the_model_before_and_the_smaller_one_are_measured(model, monkeypatch):
     fn, params, x, small = model
-    module = importlib.import_module("sparsity.shrinking.shrink")
+    module = importlib.import_module("sparsity.shrinking.small")
     monkeypatch.setattr(
         module, "time_in_turn", lambda *programs, rounds: [run() for run in programs]
     )

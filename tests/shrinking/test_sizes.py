@@ -29,9 +29,7 @@ from tests.graph import models
 def halved(model):
     """Parameters, those that are left, and the share of multiply-adds, from shapes alone."""
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
-    macs = graph.traced.costs.count_small_macs(
-        {group.variable: group.size // 2 for group in graph.groups}
-    )
+    macs = graph.costs.count_small_macs({group.variable: group.size // 2 for group in graph.groups})
     return *parameters(graph, graph.groups), macs / graph.macs()
 
 
@@ -133,7 +131,7 @@ def test_a_budget_is_never_exceeded_and_one_more_channel_of_each_group_would(nam
             group.variable: min(group.size, left + 1)
             for group, left in zip(graph.groups, left_of(graph, small), strict=True)
         }
-        assert graph.traced.costs.count_small_macs(more) >= macs * graph.macs()
+        assert graph.costs.count_small_macs(more) >= macs * graph.macs()
 
 
 def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():

@@ -18,7 +18,6 @@ from sparsity.core.checks import is_traced
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.scope import counts
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
 
@@ -75,7 +74,7 @@ class ReaderChannels(Coupled):
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
-        numbers = [counts.count_by_sparsity(self, group) for group in groups]
+        numbers = [*map(self._count_by_sparsity, groups)]
         return self._masks(
             groups, lambda leaves, arrays: choose(groups, leaves, *arrays), [tree], (numbers, extra)
         )

@@ -103,8 +103,8 @@ class FLAPPruning(ChannelPruning):
     ) -> tuple[PyTree, PyTree]:
         biases = self._biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {path: param.path for path, param in graph.traced.parameters.match(params).items()}
-        read = graph.traced.model.reader({name: leaves[path] for path, name in names.items()})
+        names = {path: param.path for path, param in graph.parameters.match(params).items()}
+        read = graph.model.reader({name: leaves[path] for path, name in names.items()})
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
         masks = self.create_masks(scores, targets)
@@ -123,11 +123,11 @@ class FLAPPruning(ChannelPruning):
     ) -> dict[KeyPath, list[tuple[KeyPath, Bias]]]:
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
-        leaves = graph.traced.parameters.match(params)
+        leaves = graph.parameters.match(params)
         paths = {param.path: path for path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
-        named = {x: leaves[x].path for x in problems if leaves[x].path in graph.traced.biases}
-        places = {x: graph.traced.biases[path] for x, path in named.items()}
+        named = {x: leaves[x].path for x in problems if leaves[x].path in graph.biases}
+        places = {x: graph.biases[path] for x, path in named.items()}
         if missing := [x for x in problems if x not in places or places[x].path not in paths]:
             names = trees.listed([leaves[x].name for x in missing], len(missing))
             raise ValueError(

@@ -176,8 +176,8 @@ def _show_progress(
     task: PruningTask, batches: Sequence[PyTree]
 ) -> Callable[[Path, LayerIndex], None]:
     """Shows a bar of the layers, and returns the function that advances it by a layer."""
-    traced = task.graph.traced
-    scanned, shapes = traced.tracker.find_scanned_axes(), traced.parameters.find_shape
+    graph = task.graph
+    scanned, shapes = graph.tracker.find_scanned_axes(), graph.parameters.find_shape
     sizes = {
         path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
     }

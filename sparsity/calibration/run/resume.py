@@ -131,7 +131,7 @@ def identify(
         "params": _arrays(params),
         "batches": [_arrays(batch) for batch in batches],
         "jax": jax.__version__,
-        "fn": [trace(fn, params, batch).traced.model.program for batch in shapes.values()],
+        "fn": [trace(fn, params, batch).model.program for batch in shapes.values()],
     }
     identity = {}
     for name, value in values.items():

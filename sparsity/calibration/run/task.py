@@ -139,14 +139,14 @@ class PruningTask:
         if path not in self.biases:
             return None
         bias = self.biases[path].path
-        axes = self.graph.traced.tracker.find_scanned_axes().get(bias, ())
+        axes = self.graph.tracker.find_scanned_axes().get(bias, ())
         return bias, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
 
     def shift_bias(
         self, path: Path, bias: jax.Array, layer: PrunedLayer, weights: ModelWeights
     ) -> jax.Array:
         """Returns the bias of a parameter that keeps the means of its outputs."""
-        read = self.graph.traced.model.reader(weights.by_path())
+        read = self.graph.model.reader(weights.by_path())
         leaves = layer.dense, layer.refitted, layer.statistic
         return shift_bias(self.biases[path], bias, *leaves, read)
 
@@ -207,7 +207,7 @@ def make_task(
 
 def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
-    biases = {path: graph.traced.biases[path] for path in sites if path in graph.traced.biases}
+    biases = {path: graph.biases[path] for path in sites if path in graph.biases}
     biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in biases]:
         warnings.warn(

@@ -78,7 +78,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
       graph: the graph of the model.
       one_layer: the sums belong to one layer of a stack, without the axes that scans took apart.
     """
-    view, shape = use.view, graph.traced.parameters.find_shape(use.path)
+    view, shape = use.view, graph.parameters.find_shape(use.path)
     if not _is_told(use, shape):
         return None
     contracted, slices, outputs = _factors(use)

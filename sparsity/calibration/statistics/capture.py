@@ -123,7 +123,7 @@ class Calibration:
         grams = {}
         for number, use in self.uses.items():
             alignment = self.alignments[number]
-            shape = self.graph.traced.parameters.find_shape(use.path)
+            shape = self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
@@ -163,7 +163,7 @@ class Calibration:
                 )
             statistics[use.path] = statistic if before is None else add(before, statistic)
         return {
-            path: _counted(statistic, self.graph.traced.parameters.find_shape(path))
+            path: _counted(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
 
@@ -203,7 +203,7 @@ def collect(
             interpreter = SummingInterpreter(
                 calibration.uses, lambda *use: sum_rows(calibration, *use, arguments), stacks
             )
-            interpreter.run(graph.traced.model.program, [*leaves, *inputs])
+            interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
             return sums, {number: _are_finite(each) for number, each in sums.items()}
 

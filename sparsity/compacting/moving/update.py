@@ -75,7 +75,7 @@ def _move(
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
-    movers = make_movers(pruner, model.graph.traced.model.example[0], dict(model.storages))
+    movers = make_movers(pruner, model.graph.model.example[0], dict(model.storages))
     values, positions = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:

@@ -6,36 +6,36 @@ of which it needs all entries. An unknown primitive pins all axes of its inputs 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
+from sparsity.graph.traced_model import Model
 from sparsity.programs.axes import Axis, Kind, Reason, join_axes, list_variables, pin, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import CONTROL, Equation, Program, Value
+from sparsity.programs.program import CONTROL, Equation, Program, Value, values_read
 from sparsity.programs.walk import Flow
 
 _STEPS = "the layers, or steps, of a scan"
 
 
 class Coupling(Flow[list[Axis]]):
-    """The axes of every value of a program.
+    """The axes of every value of a model's program.
 
     Args:
-      program: the program.
-      free: inputs of the program that may lose entries; all others are inputs of the model.
-      carried: {number of an output: number of the input that it becomes in the next call}.
+      model: the model; parameters may lose entries, other inputs may not.
 
     Attributes:
       feature_groups: the axis of the feature groups of each grouped convolution.
     """
 
-    def __init__(self, program: Program, free: Collection[Value], carried: Mapping[int, int]):
+    def __init__(self, model: Model) -> None:
         super().__init__()
+        program, carried = model.program, model.carried
         self.feature_groups: dict[Equation, Axis] = {}
         self._steps: dict[Equation, Axis] = {}
         for value in program.inputs:
-            if value not in free:
+            if value not in model.values:
                 self.pin(value, Reason(None, "an input of the model", "input"))
         self.run(program)
         for number, value in enumerate(program.outputs):
@@ -44,6 +44,8 @@ class Coupling(Flow[list[Axis]]):
                 self._same(value, program.inputs[carried[number]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
+        for value in model.values.keys() - values_read(program):
+            self.pin(value, Reason(None, "no operation reads it", "unread"))
 
     def axes(self, value: Value) -> list[Axis]:
         """Returns the axes of a value."""
@@ -59,8 +61,8 @@ class Coupling(Flow[list[Axis]]):
 
     def run(self, program: Program) -> None:
         super().run(program)
-        for equation in program.with_rules():
-            self._couple_rule(equation)
+        for equation, rule in program.rules():
+            self._couple_rule(equation, rule)
 
     def enters(self, equation: Equation) -> bool:
         return equation.name in CONTROL  # of a shard_map entries that share a device stay together
@@ -115,10 +117,8 @@ class Coupling(Flow[list[Axis]]):
         for a, b in zip(self.axes(one), self.axes(other), strict=True):
             unify(a, b, reason)
 
-    def _couple_rule(self, equation: Equation) -> None:
+    def _couple_rule(self, equation: Equation, rule: Program) -> None:
         """Couples the axes of a rule for derivatives: tangents have the axes of their values."""
-        rule = equation.derivative
-        assert rule is not None  # it has one
         inputs, outputs = equation.differentiated
         tangents, computed = outputs, inputs
         if equation.maps_tangents:

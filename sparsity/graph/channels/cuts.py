@@ -11,7 +11,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.trees import Path
 from sparsity.graph.channels.groups import ParameterAxes
-from sparsity.graph.model import Parameter
+from sparsity.graph.traced_model import Parameter
 from sparsity.programs.axes import (
     Axis,
     KeptIndices,

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from sparsity.core.trees import Path
-from sparsity.graph.model import Parameter
+from sparsity.graph.traced_model import Parameter
 from sparsity.programs.axes import Axis, Reason, label_entries, list_variables
 
 # The parameters of a model, with their axes.

@@ -18,10 +18,11 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.readers.views import Factor, View, follow
+from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import is_copy
 from sparsity.programs.layout import LAYOUTS, is_move
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Equation, Value
 
 
 class Scale(NamedTuple):
@@ -75,20 +76,13 @@ class Bias:
         return (wide - added if self.is_subtracted else wide + added).astype(bias.dtype)
 
 
-def find_biases(
-    program: Program, leaves: Mapping[Value, int], tracker: Tracker
-) -> dict[Path, Bias]:
+def find_biases(model: Model, tracker: Tracker) -> dict[Path, Bias]:
     """Returns the bias of each weight that has one, and a single product.
 
     A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
     both are stacked. The nearest to the product counts.
-
-    Args:
-      program: the program.
-      leaves: {input of the program: number of the parameter}.
-      tracker: the views of these parameters.
     """
-    search = _Search(program, leaves, tracker)
+    search = _Search(model, tracker)
     products = [use for use in tracker.uses if use.primitive in PRODUCTS]
     return {use.path: bias for use in products if (bias := search.find(use)) is not None}
 
@@ -101,68 +95,29 @@ class _Factor(NamedTuple):
     divides: bool
 
 
-class _Shift(NamedTuple):
-    """View of a parameter that shifts the outputs of a use, and what comes before."""
-
-    bias: View
-    outputs: View
-    is_subtracted: bool
-    factors: list[_Factor]
-
-
 class _Search:
     """Search for biases: who reads each value, and which values hold a parameter as it is."""
 
-    def __init__(self, program: Program, leaves: Mapping[Value, int], tracker: Tracker) -> None:
-        self._program, self._tracker = program, tracker
-        self._values = {number: value for value, number in leaves.items()}
-        self._outside = {*leaves, *program.makers}  # of loops
+    def __init__(self, model: Model, tracker: Tracker) -> None:
+        self._program, self._tracker = model.program, tracker
+        self._values = {parameter.path: value for value, parameter in model.values.items()}
+        self._outside = {*model.values, *model.program.makers}  # of loops
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
-        self._plain = set(leaves)  # and moved or cast copies of them
-        self._reads: Counter[int] = Counter()  # of leaves, where they meet data
-        for body in program.nested():
+        self._plain = set(model.values)  # and moved or cast copies of them
+        self._reads: Counter[Path] = Counter()  # of parameters, where they meet data
+        for body in model.program.nested():
             for equation in body.flat():
                 self._read(equation)
             for value in body.outputs:
                 self._readers.setdefault(value, []).append(None)
 
     def find(self, use: Use) -> Bias | None:
-        """Returns the bias behind a product, `None` if there is none."""
-        if self._reads[use.view.leaf] != 1 or use.equation.inputs[use.operand] not in self._plain:
-            return None
-        shift = self._find_shift(use)
-        if shift is None or self._reads[shift.bias.leaf] > 1:
-            return None
-        axes = _match_axes(use, shift.outputs, shift.bias)
-        if axes is None or len(self._readers[self._values[shift.bias.leaf]]) > 1:
-            return None
-        weight = self._values[use.view.leaf]
-        made = [self._make_scale(factor, axes, weight) for factor in shift.factors]
-        scales = [scale for scale in made if scale is not None]
-        if len(scales) < len(made):
-            return None
-        return Bias(self._tracker.paths[shift.bias.leaf], shift.is_subtracted, tuple(scales))
+        """Returns the bias behind a product, `None` if there is none.
 
-    def _read(self, equation: Equation) -> None:
-        """Notes what an equation reads."""
-        for value in equation.inputs:
-            self._readers.setdefault(value, []).append(equation)
-        if equation.bodies:
-            self._plain |= _plain_inputs(equation, self._plain)
-            return
-        if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._plain:
-            self._plain.add(equation.outputs[0])
-        facts = [self._tracker.fact(value) for value in equation.inputs]
-        if any(x.is_data for x in facts):
-            self._reads.update(view.leaf for x in facts for view in x.views)
-
-    def _find_reader(self, value: Value) -> Equation | None:
-        """Returns the only reader of a value, `None` for several and for outputs of the program."""
-        readers = self._readers.get(value, [])
-        return readers[0] if len(readers) == 1 else None
-
-    def _find_shift(self, use: Use) -> _Shift | None:
-        """Follows the outputs of a use to the first parameter that is added to or subtracted."""
+        Follows the outputs to the first parameter that is added to or subtracted.
+        """
+        if self._reads[use.path] != 1 or use.equation.inputs[use.operand] not in self._plain:
+            return None
         value, view = use.equation.outputs[0], _view_output(use)
         factors: list[_Factor] = []
         while (equation := self._find_reader(value)) is not None:
@@ -174,7 +129,9 @@ class _Search:
                     return None
                 is_bias = other in self._plain and len(other.shape) == len(output.shape)
                 if equation.name in _SUMS and is_bias and len(fact.views) == 1:
-                    return _Shift(fact.views[0], view, equation.name == "sub", factors)
+                    return self._make_bias(
+                        use, fact.views[0], view, equation.name == "sub", factors
+                    )
                 if value.shape != output.shape or (fact.is_data and equation.name in _SCALES):
                     return None
                 if equation.name in _SCALES:
@@ -188,6 +145,46 @@ class _Search:
                 return None
             value = output
         return None
+
+    def _read(self, equation: Equation) -> None:
+        """Notes what an equation reads."""
+        for value in equation.inputs:
+            self._readers.setdefault(value, []).append(equation)
+        if equation.bodies:
+            self._plain |= _plain_inputs(equation, self._plain)
+            return
+        if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._plain:
+            self._plain.add(equation.outputs[0])
+        facts = [self._tracker.fact(value) for value in equation.inputs]
+        if any(x.is_data for x in facts):
+            self._reads.update(view.path for x in facts for view in x.views)
+
+    def _find_reader(self, value: Value) -> Equation | None:
+        """Returns the only reader of a value, `None` for several and for outputs of the program."""
+        readers = self._readers.get(value, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def _make_bias(
+        self, use: Use, bias: View, outputs: View, is_subtracted: bool, factors: Sequence[_Factor]
+    ) -> Bias | None:
+        """Returns the parameter that shifts the outputs of a use, `None` where others matter.
+
+        Args:
+          use: the use.
+          bias: the parameter, where it meets the outputs.
+          outputs: the outputs there.
+          is_subtracted: whether the model subtracts the parameter.
+          factors: factors of the outputs before.
+        """
+        axes = _match_axes(use, outputs, bias)
+        readers = self._readers[self._values[bias.path]]
+        if axes is None or self._reads[bias.path] > 1 or len(readers) > 1:
+            return None
+        made = [self._make_scale(factor, axes, self._values[use.path]) for factor in factors]
+        scales = [scale for scale in made if scale is not None]
+        if len(scales) < len(made):
+            return None
+        return Bias(bias.path, is_subtracted, tuple(scales))
 
     def _make_scale(self, factor: _Factor, axes: Mapping[int, int], weight: Value) -> Scale | None:
         """Returns a factor along the axes of the bias, `None` where other axes matter.

@@ -12,23 +12,16 @@ import chex
 from sparsity.core import trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path
-from sparsity.graph.model import Parameters
 from sparsity.graph.readers.uses import Tracker, Use
+from sparsity.graph.traced_model import Parameters
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 
-class _Traced(Protocol):
-    """Parts of a `TracedModel` that filters and patterns ask."""
+class _Graph(Protocol):
+    """The parts of a `Graph` that filters and patterns ask."""
 
     parameters: Parameters
     tracker: Tracker
-
-
-class _Graph(Protocol):
-    """The part of a `Graph` that holds them."""
-
-    @property
-    def traced(self) -> _Traced: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +137,7 @@ class SharedInputs(_Patterns):
             return _name_axes(axes, shown, "no axes serve FanIn")
         (inputs,) = axes
         for axis in inputs:
-            full = self.graph.traced.parameters.find_shape(uses[0].path)[axis]
+            full = self.graph.parameters.find_shape(uses[0].path)[axis]
             if not all(use.is_along(axis, full) for use in uses):
                 return (
                     f"Products contract a part of axis {axis} of {shown}, which a reshape took "
@@ -156,8 +149,8 @@ class SharedInputs(_Patterns):
 
 def _find_contractions(graph: _Graph, path: Path, param: chex.Array) -> list[Use]:
     """Returns the products that contract a parameter of this model, or of a smaller one."""
-    parameter = graph.traced.parameters.find(path, param, may_be_smaller=True)
-    return [use for use in graph.traced.tracker.find_products(parameter.path) if use.contracting]
+    parameter = graph.parameters.find(path, param, may_be_smaller=True)
+    return [use for use in graph.tracker.find_products(parameter.path) if use.contracting]
 
 
 def _name_axes(axes: set[tuple[int, ...]], shown: str, failure: str) -> str:

@@ -11,10 +11,11 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from sparsity.core.trees import Path
-from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
+from sparsity.graph.readers.views import Factor, View, Views, follow, merge_shares, resize_axis
+from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
@@ -92,27 +93,16 @@ class Use:
 
 
 class Tracker(Flow[Views]):
-    """Views of parameters, and uses in program order.
+    """Views of parameters, and uses in program order."""
 
-    Args:
-      program: the program.
-      leaves: {input of the program: number of the parameter}.
-      paths: paths of the parameters, by number.
-    """
-
-    def __init__(
-        self, program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.paths = paths
-        for value in program.inputs:
-            if value in leaves:
-                by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-                self.facts[value] = Views((View(leaves[value], by_axis),))
-            else:
-                self.facts[value] = Views(is_data=True)
-        self.run(program)
-        self.uses = list(self._find_uses(program, 1))
+        self.facts = dict.fromkeys(model.program.inputs, Views(is_data=True))
+        for value, parameter in model.values.items():
+            by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
+            self.facts[value] = Views((View(parameter.path, by_axis),))
+        self.run(model.program)
+        self.uses = list(self._find_uses(model.program, 1))
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
@@ -123,9 +113,9 @@ class Tracker(Flow[Views]):
         axes: dict[Path, tuple[int, ...]] = {}
         for fact in self.facts.values():
             for view in fact.views:
-                path, scanned = self.paths[view.leaf], view.stacked[: len(view.scans)]
-                if len(scanned) > len(axes.get(path, ())):
-                    axes[path] = scanned
+                scanned = view.stacked[: len(view.scans)]
+                if len(scanned) > len(axes.get(view.path, ())):
+                    axes[view.path] = scanned
         return axes
 
     def is_data(self, value: Value) -> bool:
@@ -140,13 +130,14 @@ class Tracker(Flow[Views]):
     def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
         views = one.views
         if other.views != views:  # later steps, or another branch, read something else
-            views = tuple(change(view, target) for view in views)
+            views = tuple(view.mark_changed(target) for view in views)
         constant = one.constant if one.constant == other.constant else None
         return Views(views, one.is_data or other.is_data, constant)
 
     def layer(self, fact: Views, scan: Equation) -> Views:
         views = [
-            dataclasses.replace(index(view, [0]), scans=(*view.scans, scan)) for view in fact.views
+            dataclasses.replace(view.select_entry([0]), scans=(*view.scans, scan))
+            for view in fact.views
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
@@ -154,7 +145,7 @@ class Tracker(Flow[Views]):
         views = []
         for view in fact.views:
             sizes = zip(view.factors, value.shape, local.shape, strict=True)
-            views.append(view.with_factors(resize(*each) for each in sizes))
+            views.append(view.with_factors(resize_axis(*each) for each in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
@@ -235,7 +226,7 @@ class Tracker(Flow[Views]):
             inputs = [self.fact(value) for value in equation.inputs]
             if equation.name in PRODUCTS:
                 for operand, x in enumerate(inputs[:2]):
-                    for view in merge(x.views):
+                    for view in merge_shares(x.views):
                         yield self._make_use(equation, operand, view, trips)
             elif is_lookup(equation) and any(x.is_data for x in inputs):
                 for view in inputs[0].views:
@@ -256,7 +247,7 @@ class Tracker(Flow[Views]):
             sizes = zip(equation.params["slice_sizes"], equation.inputs[0].shape, strict=True)
             axes = Operand((), tuple(i for i, (size, full) in enumerate(sizes) if size == full))
         return Use(
-            path=self.paths[view.leaf],
+            path=view.path,
             primitive=equation.name,
             contracting=tuple(sorted(view.axes(axes.contracted))),
             output=view.axes(axes.free),

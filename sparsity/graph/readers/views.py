@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from sparsity.core.trees import Path
 from sparsity.programs.layout import Place, Relation
 from sparsity.programs.program import Equation, Value
 
@@ -31,7 +32,7 @@ class View:
     """An array that holds entries of a parameter.
 
     Attributes:
-      leaf: number of the parameter.
+      path: path of the parameter.
       factors: for each axis its factors, the last one fastest.
       stacked: axes of the parameter that layers index, the outermost first.
       scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
@@ -43,7 +44,7 @@ class View:
       is_conjugate: whether the array holds the complex conjugates of the entries.
     """
 
-    leaf: int
+    path: Path
     factors: tuple[tuple[Factor, ...], ...]
     stacked: tuple[int, ...] = ()
     scans: tuple[Equation, ...] = ()
@@ -74,6 +75,21 @@ class View:
     def with_factors(self, by_axis: Iterable[Sequence[Factor]]) -> View:
         """Returns the view with other factors of its axes."""
         return dataclasses.replace(self, factors=tuple(map(tuple, by_axis)))
+
+    def select_entry(self, axes: Sequence[int]) -> View:
+        """Returns the view of one entry along some axes, such as a layer of a stack."""
+        return dataclasses.replace(
+            self,
+            factors=tuple(factors for i, factors in enumerate(self.factors) if i not in axes),
+            stacked=(*self.stacked, *self.axes(axes)),
+            layers=(*self.layers, *(factor for i in axes for factor in self.factors[i])),
+        )
+
+    def mark_changed(self, target: Value) -> View:
+        """Returns the view of an array that holds other entries in later steps."""
+        is_listed = target in self.changed_at
+        changed_at = self.changed_at if is_listed else (*self.changed_at, target)
+        return dataclasses.replace(self, changed_at=changed_at, keeps_zeros=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +148,12 @@ def follow(
         elif is_here:  # a sum, or a cut
             ((_, axis),), ((_, to),), is_changed = sources, targets, True
             size, new = value.shape[axis], output.shape[to]
-            by_axis[to] = resize(view.factors[axis], size, new)
+            by_axis[to] = resize_axis(view.factors[axis], size, new)
             if len(relation.sources) > 1:
                 share *= Fraction(size, new)
             elif new == 1 < size:
                 layers += view.factors[axis]
-    read = index(view, indexed)
+    read = view.select_entry(indexed)
     return dataclasses.replace(
         read,
         factors=tuple(map(tuple, by_axis)),
@@ -176,7 +192,7 @@ def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list
     return by_axis
 
 
-def resize(factors: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+def resize_axis(factors: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
     """Returns an axis with fewer or more entries."""
     if size == new:
         return factors
@@ -184,24 +200,7 @@ def resize(factors: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
     return (Factor(axes[0] if axes else None, new, factors[0].step if len(factors) == 1 else 1),)
 
 
-def index(view: View, axes: Sequence[int]) -> View:
-    """Returns the view of one entry along some axes, such as a layer of a stack."""
-    return dataclasses.replace(
-        view,
-        factors=tuple(factors for i, factors in enumerate(view.factors) if i not in axes),
-        stacked=(*view.stacked, *view.axes(axes)),
-        layers=(*view.layers, *(factor for i in axes for factor in view.factors[i])),
-    )
-
-
-def change(view: View, target: Value) -> View:
-    """Returns the view of an array that holds other entries in later steps."""
-    is_listed = target in view.changed_at
-    changed_at = view.changed_at if is_listed else (*view.changed_at, target)
-    return dataclasses.replace(view, changed_at=changed_at, keeps_zeros=False)
-
-
-def merge(views: Iterable[View]) -> list[View]:
+def merge_shares(views: Iterable[View]) -> list[View]:
     """Merges the views of an operand that differ only in shares, which add up."""
     shares: dict[View, Fraction] = {}
     for view in views:

@@ -48,54 +48,57 @@ class Alike:
         return [value for entry in self.inputs for value in entry.list_values()]
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """Searches for entries that removed channels share.
+def find_alike(
+    value: Value,
+    axis: int,
+    at_hand: AtHand,
+    find_constant: Callable[[Value, int], float | None],
+    may_be_nan: Callable[[Value], bool],
+) -> Alike | None:
+    """Returns the entry of all removed channels along an axis, `None` if they may differ.
 
-    Attributes:
+    Args:
+      value: the value.
+      axis: the axis.
       at_hand: the values from which an entry may be computed.
-      constant: returns the constant of a value at removed entries along an axis, or everywhere for
-        the axis -1; `None` if there is none.
+      find_constant: returns the constant of a value at removed entries along an axis, or everywhere
+        for the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
     """
+    results: dict[tuple[Value, int], Alike | None] = {}
 
-    at_hand: AtHand
-    constant: Callable[[Value, int], float | None]
-    may_be_nan: Callable[[Value], bool]
-    _results: dict[tuple[Value, int], Alike | None] = dataclasses.field(default_factory=dict)
-
-    def find(self, value: Value, axis: int) -> Alike | None:
-        """Returns the entry of all removed channels along an axis, `None` if they may differ."""
+    def find(value: Value, axis: int) -> Alike | None:
         key = value, axis
-        if key not in self._results:
-            is_small = len(self._results) < _MOST
-            self._results[key] = self._find(value, axis) if is_small else None
-        return self._results[key]
+        if key not in results:
+            results[key] = compute(value, axis) if len(results) < _MOST else None
+        return results[key]
 
-    def _find(self, value: Value, axis: int) -> Alike | None:
-        constant = self.constant(value, axis)
+    def compute(value: Value, axis: int) -> Alike | None:
+        constant = find_constant(value, axis)
         if constant is not None:
             return None if math.isnan(constant) else Alike(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
-            is_at_hand = value in self.at_hand or value.constant is not None
+            is_at_hand = value in at_hand or value.constant is not None
             return Alike(value, axis) if is_at_hand else None
-        maker = self.at_hand.get(value)
+        maker = at_hand.get(value)
         if maker is None:
             return None
         if maker.name == "broadcast_in_dim":
             (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
             places = [(source, axes.index(axis) if axis in axes else -1)]
         elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
-            if any(map(self.may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
+            if any(map(may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
                 return None
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:
             return None
-        inputs = [alike for place in places if (alike := self.find(*place)) is not None]
+        inputs = [alike for place in places if (alike := find(*place)) is not None]
         # The sign of a 0 is not followed.
         by_zero = entrywise.tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not by_zero
         return Alike(value, axis, maker=maker, inputs=inputs) if is_complete else None
+
+    return find(value, axis)
 
 
 def find_values_at_hand(program: Program) -> dict[Equation, AtHand]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.removal.alike import Alike, AtHand, Search, find_values_at_hand
+from sparsity.graph.removal.alike import Alike, AtHand, find_alike, find_values_at_hand
 from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
@@ -119,9 +119,7 @@ class Proof(Flow[Constants]):
 
     def run(self, program: Program) -> None:
         self._follow(program)
-        for equation in program.with_rules():
-            rule = equation.derivative
-            assert rule is not None  # it has one
+        for equation, rule in program.rules():
             constants = [self.fact(value) for value in equation.inputs]
             self.facts.update(zip(rule.inputs, constants, strict=False))
             if equation.maps_tangents:  # constants have no tangents
@@ -212,13 +210,14 @@ class Proof(Flow[Constants]):
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False
 
-        def constant(value: Value, axis: int) -> float | None:
+        def find_constant(value: Value, axis: int) -> float | None:
             fact = self.fact(value)
             return fact.everywhere if axis < 0 else fact[axis, variable]
 
-        at_hand = self._at_hand[reduction]
-        search = Search(at_hand, constant, lambda value: self.fact(value).may_be_nan)
-        alike = search.find(value, axis)
+        def may_be_nan(value: Value) -> bool:
+            return self.fact(value).may_be_nan
+
+        alike = find_alike(value, axis, self._at_hand[reduction], find_constant, may_be_nan)
         if alike is None or self.alike.get(reduction, alike).axis != axis:
             return False
         self.alike[reduction] = alike

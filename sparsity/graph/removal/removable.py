@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.channels.groups import Channels, find_channels
-from sparsity.graph.channels.layers import find_layered
-from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.alike import Alike
 from sparsity.graph.removal.proof import Proof
+from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import Equation, values_read
+from sparsity.programs.program import Equation, Program, Value
 
-
-class Proven(NamedTuple):
-    """The result of a proof, without the facts from which the result follows."""
-
-    refused: dict[Axis, Reason]
-    alike: dict[Equation, Alike]
+_Proven: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, Alike]]
 
 
 class Removal:
@@ -38,7 +32,8 @@ class Removal:
 
     def __init__(self, model: Model, uses: Sequence[Use]) -> None:
         self._model, self._uses = model, uses
-        self._proofs: dict[frozenset[tuple[object, ...]], Proven] = {}
+        # What proofs tell, without the facts from which they follow.
+        self._proofs: dict[frozenset[tuple[object, ...]], _Proven] = {}
 
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
@@ -46,18 +41,12 @@ class Removal:
 
     def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
-        axes = map(self.coupling.axes, self._model.values)
-        return list(zip(self._model.leaves, axes, strict=True))
+        return [(x, self.coupling.axes(value)) for value, x in self._model.values.items()]
 
     @functools.cached_property
     def coupling(self) -> Coupling:
         """The axes of all values of the program."""
-        read_values = values_read(self._model.program)
-        coupling = Coupling(self._model.program, self._model.values, self._model.carried)
-        for value in self._model.values:
-            if value not in read_values:
-                coupling.pin(value, Reason(None, "no operation reads it", "unread"))
-        return coupling
+        return Coupling(self._model)
 
     def find_unproven(
         self, masked: Mapping[Path, Collection[tuple[int, Axis]]]
@@ -69,21 +58,21 @@ class Removal:
         Args:
           masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
         """
-        return self._prove(masked).refused
+        return self._prove(masked)[0]
 
     @property
     def alike(self) -> dict[Equation, Alike]:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
-        return self._prove(self._maskable).alike
+        return self._prove(self._maskable)[1]
 
-    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> Proven:
-        """Returns what a proof tells of channels whose entries are 0 where they are removed."""
+    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> _Proven:
+        """Returns `refused` and `alike` of a proof; entries are 0 where they are removed."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
-            paths = {value: self._model.leaves[i].path for value, i in self._model.values.items()}
-            entries = {value: masked[path] for value, path in paths.items() if path in masked}
+            values = self._model.values.items()
+            entries = {value: masked[x.path] for value, x in values if x.path in masked}
             proof = Proof(self._model.program, self.coupling, entries)
-            self._proofs[key] = Proven(proof.refused, proof.alike)
+            self._proofs[key] = proof.refused, proof.alike
         return self._proofs[key]
 
     @functools.cached_property
@@ -112,6 +101,62 @@ class Removal:
             if use.primitive in PRODUCTS:
                 made.setdefault(use.path, set()).update(use.output)
                 windows.setdefault(use.path, set()).update({*use.contracting} - {*use.channels})
-        layers = find_layered(self._model.program, self.coupling)
+        layers = _find_layered(self._model.program, self.coupling)
         unproven = self.find_unproven(self._maskable)
         return find_channels(self.list_axes(), unproven, made, windows, layers)
+
+
+def _find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
+    """Returns {variable: number of layers} where layers of a scan may keep different entries.
+
+    A scan runs one program on layer after layer of stacked arrays. Channels that live within a
+    layer, as hidden units do, may differ between layers; channels of the carry may not.
+    """
+    layers: dict[Axis, int] = {}
+    for scan in program.flat():
+        if scan.name != "scan":
+            continue
+        (body,) = scan.within()
+        for value in (scan.inputs[number] for number in body.layers):
+            steps, *axes = coupling.axes(value)
+            for variable in (v for axis in axes for v in list_variables(axis)):
+                if (
+                    variable.pin is None
+                    and variable not in layers
+                    and _is_within_layers(program, coupling, variable, steps.root)
+                ):
+                    layers[variable] = scan.length
+    return layers
+
+
+def _is_within_layers(program: Program, coupling: Coupling, variable: Axis, steps: Axis) -> bool:
+    """Returns whether all arrays with a variable are stacks of layers, or lie within the layers.
+
+    Args:
+      program: the program, or a body.
+      coupling: the axes of the program.
+      variable: the variable.
+      steps: the axis of the layers.
+    """
+
+    def has_variable(value: Value) -> bool:
+        return any(variable in list_variables(axis) for axis in coupling.axes(value))
+
+    def is_stack(value: Value) -> bool:
+        first, *_ = coupling.axes(value)
+        return first.root is steps and variable not in list_variables(first)
+
+    values = {*program.inputs, *program.outputs}
+    for equation in program.flat():
+        values.update(equation.inputs, equation.outputs)
+    calls = (value for equation, _ in program.rules() for value in equation.inputs)
+    if not all(map(is_stack, filter(has_variable, values))) or any(map(has_variable, calls)):
+        return False
+    for equation in program.flat():
+        if equation.name == "scan":
+            (body,) = equation.within()
+            if not any(map(has_variable, body.program.inputs[: body.layers.start])):
+                continue  # each step reads a layer of the stacks
+        if not all(_is_within_layers(body, coupling, variable, steps) for body in equation.bodies):
+            return False
+    return True

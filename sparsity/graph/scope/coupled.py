@@ -11,16 +11,16 @@ from typing import ClassVar, Literal, TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity.core import exact, host, sharding, trees
-from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_int, check_number, is_traced
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels.cuts import Cut, solve_sizes
 from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
-from sparsity.graph.scope import counts
 from sparsity.graph.scope.placed import (
     Leaves,
     PlacedGroup,
@@ -35,7 +35,7 @@ from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
-from sparsity.selection import compute_array
+from sparsity.selection import compute_array, num_kept
 
 Numbers: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
 
@@ -149,7 +149,7 @@ class Coupled(DataclassBase):
                 numbers = self._compete(groups, importance, cost, numbers, least)
             return keep_best(groups, importance, numbers)
 
-        limits = self._count(groups), [counts.count_least(self, group) for group in groups]
+        limits = self._count(groups), [*map(self._count_least, groups)]
         return self._masks(groups, select, [scores], limits, is_on_host=self.order == 1)
 
     def move_tree(
@@ -200,9 +200,9 @@ class Coupled(DataclassBase):
     def _groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
-        leaves = graph.traced.parameters.match(tree)
+        leaves = graph.parameters.match(tree)
         shapes = {parameter.path: arrays[path].shape for path, parameter in leaves.items()}
-        axes = graph.traced.removal.list_axes()
+        axes = graph.removal.list_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
         places = {
             parameter.path: path
@@ -228,13 +228,8 @@ class Coupled(DataclassBase):
     def _entries(self, group: ChannelGroup, member: int) -> int:
         """Counts the entries of a member that belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
-        shape = self.graph.traced.parameters.find_shape(path)
+        shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
-
-    def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
-        """Counts the channels that stay of each group, or may stay under `across`."""
-        count = counts.count_allowed if self.across else counts.count_by_sparsity
-        return [count(self, group) for group in groups]
 
     def _masks(
         self,
@@ -285,13 +280,75 @@ class Coupled(DataclassBase):
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
-        costs, parameters = self.graph.traced.costs, self.graph.traced.parameters
+        costs, parameters = self.graph.costs, self.graph.parameters
         if self.across == "nbytes":
             paths = {parameter.path for parameter in parameters.match(tree).values()}
             cost = costs.count_small_bytes(sizes, paths)
         else:
             cost = costs.count_small_macs(sizes)
         return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
+
+    # Numbers of channels.
+
+    def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
+        """Counts the channels that stay of each group, or may stay under `across`."""
+        count = self._count_allowed if self.across else self._count_by_sparsity
+        return [count(group) for group in groups]
+
+    def _count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
+        """Counts the channels of a group that stay by its sparsity."""
+        kept = num_kept(group.full.size, group.sparsity)
+        count: chex.Numeric = self._limit(group, kept, self._count_least(group))
+        return count
+
+    def _count_allowed(self, group: PlacedGroup) -> chex.Numeric:
+        """Counts the channels that may stay under `across`, as float32 with fractions."""
+        sparsity, n = group.sparsity, np.float32(group.full.size)
+        if not is_traced(sparsity):
+            num_kept(group.full.size, sparsity)  # which checks it
+        least = self._limit(group, 0, self._count_least(group))
+        if not is_traced(sparsity):
+            return max(n * (1 - np.float32(sparsity)), np.float32(least))
+        return jnp.maximum(n * (1 - _clip(sparsity)), jnp.float32(least))
+
+    def _count_least(self, group: PlacedGroup) -> chex.Numeric:
+        """Returns the smallest number of channels of a group that stay."""
+        n, sparsity = group.full.size, group.sparsity
+        if self.min_channels is not None or not self.across:
+            return min(self.min_channels or 1, n)
+        tenth = -(-n // 10)
+        if is_traced(sparsity):
+            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clip(sparsity)))
+            return jnp.clip(fewer, 1, tenth)
+        return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
+
+    def _limit(self, group: PlacedGroup, kept: PyTree, least: PyTree) -> PyTree:
+        """Applies `round_to` and the smallest number that may stay to a number of channels."""
+        n = group.full.size
+        if is_traced(kept) or is_traced(least):
+            return jnp.clip(self._round(group, jnp.maximum(kept, least)), least, n)
+        with sharding.evaluate_now():
+            rounded = int(self._round(group, max(int(kept), least)))
+            return min(max(rounded, least), n)
+
+    def _round(self, group: PlacedGroup, kept: PyTree) -> PyTree:
+        """Applies `round_to` to a number of channels.
+
+        Raises:
+          ValueError: the group has fewer channels than `round_to`, or a function returns no number.
+        """
+        if callable(self.round_to):
+            rounded = self.round_to(kept)
+            if not is_traced(rounded):
+                check_number(f"round_to({kept})", np.asarray(rounded)[()])
+            return rounded
+        if self.round_to > group.full.size:
+            raise ValueError(
+                f"round_to = {self.round_to} cannot be met by the group {group.full.name!r} of "
+                f"{group.full.size} channels. Give a smaller number, a function of the number that "
+                "would stay, or leave its leaves out with filter_fn."
+            )
+        return -(-kept // self.round_to) * self.round_to
 
     def _compete(
         self,
@@ -306,9 +363,8 @@ class Coupled(DataclassBase):
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(numbers: Sequence[jax.Array]) -> jax.Array:
-            each = zip(groups, numbers, least, strict=True)
-            rounded = [counts.apply_rounding(self, group.full, n, few) for group, n, few in each]
-            return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
+            limited = map(self._limit, groups, numbers, least)
+            return jnp.stack([jnp.asarray(n, jnp.uint32) for n in limited])
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
 
@@ -317,3 +373,9 @@ def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     if any(map(is_traced, sparsities)):
         return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
     return max(float(x) for x in jax.device_get(list(sparsities)))
+
+
+def _clip(sparsity: chex.Numeric) -> jax.Array:
+    """Returns a traced sparsity within [0, 1], NaN as 0."""
+    sparsity = jnp.asarray(sparsity)
+    return jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)

@@ -45,6 +45,7 @@ class Model:
       output_tree: structure of the outputs.
       fn: the function that was traced.
       example: shapes and dtypes of the parameters, and of the inputs that were traced.
+      trace: makes a graph of a function, its parameters and its inputs, as this model was traced.
     """
 
     program: Program
@@ -54,11 +55,12 @@ class Model:
     output_tree: jax.tree_util.PyTreeDef
     fn: Callable[..., PyTree]
     example: tuple[PyTree, tuple[PyTree, ...]]
+    trace: Callable[..., PyTree]
 
     @functools.cached_property
-    def values(self) -> dict[Value, int]:
-        """Numbers of the parameters, by the inputs of the program that they are."""
-        return {value: i for i, value in enumerate(self.program.inputs[: len(self.leaves)])}
+    def values(self) -> dict[Value, Parameter]:
+        """Parameters, by the inputs of the program that they are."""
+        return dict(zip(self.program.inputs, self.leaves, strict=False))
 
     @property
     def state(self) -> dict[Path, Path]:
@@ -78,7 +80,7 @@ class Model:
 
         def read(value: Value) -> jax.Array:
             if value in self.values:
-                parameter = self.leaves[self.values[value]]
+                parameter = self.values[value]
                 shape = jnp.shape(arrays[parameter.path]) if parameter.path in arrays else None
                 if shape != parameter.shape:
                     raise ValueError(
@@ -169,13 +171,13 @@ class Parameters:
             for path, mask in trees.leaves_by_path(masks).items()
         ]
 
-    def match(self, tree: PyTree) -> dict[KeyPath, Parameter]:
+    def match(self, tree: PyTree, may_be_smaller: bool = True) -> dict[KeyPath, Parameter]:
         """Returns {path in the tree: parameter} for a tree of params.
 
-        The params may be those of a smaller model.
+        The params may be those of a smaller model, unless `may_be_smaller` is false.
         """
         matched = {
-            path: self.find(trees.path_names(path), array, may_be_smaller=True)
+            path: self.find(trees.path_names(path), array, may_be_smaller=may_be_smaller)
             for path, array in trees.leaves_by_path(tree).items()
             if hasattr(array, "shape")
         }

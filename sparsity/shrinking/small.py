@@ -1,0 +1,232 @@
+"""`Small`: a model without its dead channels, as `shrink` returns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from sparsity.core import extras, trees
+from sparsity.core.checks import check_kind
+from sparsity.core.pictures import bars, new_axes
+from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.graph import Graph, Parameter
+from sparsity.graph.channels.cuts import solve_kept
+from sparsity.programs.axes import Axis
+from sparsity.reports import time_in_turn
+from sparsity.shrinking.plan import Plan
+from sparsity.training.base_updater import BaseUpdater
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class _Row(NamedTuple):
+    """A row of the table: a parameter, its shape after the cut, and sizes before and after."""
+
+    leaf: Parameter
+    shape: tuple[int, ...]
+    sizes: tuple[int, int]
+    macs: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Small:
+    """A smaller model. Made by `shrink`.
+
+    Attributes:
+      params: the parameters, the same tree with smaller leaves; 0 where `masks` are.
+      opt_state: the optimizer's state, cut like the parameters; `None` without `opt_state`.
+      plan: the channels that stay; `plan.to_json()` cuts another checkpoint of the model.
+      before: the graph of the model before the cut.
+      replicated: {(path, axis): number of devices} where that number no longer divides the axis.
+      update_error: the largest difference between updates of smaller and of masked parameters, as
+        a part of the largest entry of an array; `None` without `tx`.
+      masks: uint8 masks of `params`, 1 where an entry stays; `None` for a parameter without masked
+        entries, as all are after a cut by a plan.
+      graph: the graph of the smaller model.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"up": jnp.array([[1.0, 5.0]]), "down": jnp.array([[2.0], [3.0]])}
+      >>> masks = {"up": jnp.array([[0, 1]]), "down": jnp.array([[0], [1]])}
+      >>> def model(params, x):
+      ...     return x @ params["up"] @ params["down"]
+      >>> graph = sparsity.trace(model, params, jnp.ones((1, 1)))
+      >>> small = sparsity.shrink(graph, params, masks)
+      >>> small.params["up"], small.apply(small.params, jnp.ones((1, 1)))
+      (Array([[5.]], dtype=float32), Array([[15.]], dtype=float32))
+    """
+
+    params: Params
+    opt_state: optax.OptState | None
+    plan: Plan
+    before: Graph
+    replicated: Mapping[tuple[Path, int], int]
+    update_error: float | None = None
+    masks: Masks = None
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """Graph of the smaller model, whose channels can be cut again."""
+        return self.plan.graph(self.before)
+
+    def apply(self, params: Params, *args: PyTree) -> PyTree:
+        """Runs the model at its smaller size: returns `fn(params, *args)` of the masked model.
+
+        Can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
+
+        Args:
+          params: the smaller parameters.
+          *args: inputs of the model.
+        """
+        return self.plan.apply(self.before, params, *args)
+
+    def updater(self, updater: BaseUpdater) -> BaseUpdater:
+        """Converts an updater of the model before for the smaller model: see `Plan.updater`."""
+        return self.plan.updater(updater)
+
+    def macs(self, path: Path | None = None) -> int:
+        """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter.
+
+        Raises:
+          ValueError: the model has no parameter of this path, which is a tuple of strings.
+        """
+        paths = [leaf.path for leaf in self.before.leaves]
+        if path is not None and path not in paths:
+            raise ValueError(f"path must be one of {paths}, got path = {path!r}.")
+        return round(self.before.costs.count_small_macs(self._sizes, path))
+
+    def measure(self, params: Params, *args: PyTree, rounds: int = 20) -> list[float]:
+        """Measures the model before and after, both compiled and called in turn.
+
+        Args:
+          params: the parameters before, as `shrink` got them.
+          *args: inputs of the model.
+          rounds: number of calls of each model.
+
+        Returns:
+          Median seconds of a call before and after: an entry of `report`.
+        """
+
+        def program(plan: Plan, params: Params) -> Callable[[], object]:
+            arrays, rebuild = trees.split_arrays((params, args))
+
+            @jax.jit
+            def run(arrays: list[jax.Array]) -> object:
+                params, inputs = rebuild(arrays)
+                return plan.apply(self.before, params, *inputs)
+
+            return functools.partial(run, arrays)
+
+        full = program(Plan({}, {}), params)
+        return time_in_turn(full, program(self.plan, self.params), rounds=rounds)
+
+    def report(self, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
+        """Returns a table of shapes, sizes, bytes and MACs before and after, by parameter.
+
+        Args:
+          seconds: measured times shown below the table, `{name: (before, after)}`, as `measure` and
+            `sparsity.reports.time_in_turn` return them.
+
+        Returns:
+          Text of several lines.
+        """
+        seconds = seconds or {}
+        check_kind("seconds", seconds, Mapping, "a dict {name: (before, after)}")
+        densities = self._densities()
+        columns = ("parameters", "left", "bytes", "left", "MACs", "left")
+        last_columns = ("density",) if densities else ()
+        leaves = extras.make_table(("leaf", "shape", "smaller"), (*columns, *last_columns))
+        totals = np.zeros(4, object)
+        for leaf, shape, sizes, macs in self._rows():
+            numbers = (*sizes, *(size * leaf.dtype.itemsize for size in sizes))
+            totals += numbers
+            shapes = trees.shape_text(leaf.shape), trees.shape_text(shape)
+            density = densities.get(leaf.path)
+            shown = ["" if density is None else f"{density:.3g}" for _ in last_columns]
+            leaves.add_row(leaf.name, *shapes, *(f"{n:,}" for n in (*numbers, *macs)), *shown)
+        leaves.add_section()
+        numbers = (*totals, self.before.macs(), self.macs())
+        leaves.add_row("all", "", "", *(f"{n:,}" for n in numbers), *("" for _ in last_columns))
+        parts = [extras.as_text(leaves), *self._notes()]
+        if seconds:
+            times = extras.make_table(("time",), ("before", "after", "ratio"))
+            for name, (before, after) in seconds.items():
+                milliseconds = [f"{1000 * x:.3g} ms" for x in (before, after)]
+                times.add_row(name, *milliseconds, f"{after / before:.2f}")
+            parts.append(extras.as_text(times))
+        return "\n\n".join(parts)
+
+    def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
+        """Draws multiply-adds and sizes of all parameters: before in light, after in dark.
+
+        Leaves out parameters of one axis that no product reads, such as biases.
+
+        Args:
+          axes: two matplotlib axes to draw on; new ones side by side by default.
+
+        Returns:
+          The matplotlib axes.
+        """
+        rows = self._rows()
+        shown = [row for row in rows if row.macs[0] or len(row.leaf.shape) > 1]
+        names = [row.leaf.name for row in shown]
+        axes = new_axes(len(shown), 2) if axes is None else axes
+        columns = (
+            ("multiply-adds", [row.macs for row in shown], self.before.macs()),
+            ("parameters", [row.sizes for row in shown], sum(row.sizes[0] for row in rows)),
+        )
+        for ax, (quantity, pairs, total) in zip(axes, columns, strict=True):
+            bars(ax, quantity, names, [n for n, _ in pairs], [n for _, n in pairs], total)
+        return axes
+
+    def _rows(self) -> list[_Row]:
+        """Returns the rows of tables and pictures, in tree order."""
+        rows = []
+        for leaf in self.before.leaves:
+            shape = self.plan.shrink_shape(leaf.path, leaf.shape)
+            macs = self.before.costs.count_macs(leaf.path), self.macs(leaf.path)
+            rows.append(_Row(leaf, shape, (leaf.size, math.prod(shape)), macs))
+        return rows
+
+    def _densities(self) -> dict[Path, float]:
+        """Returns the part of the entries that masks keep, for each parameter with a mask."""
+        densities = {}
+        for key, mask in trees.leaves_by_path(self.masks).items():
+            leaf = self.before.parameters.find(trees.path_names(key), mask, may_be_smaller=True)
+            densities[leaf.path] = np.count_nonzero(mask) / mask.size
+        return densities
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.replicated:
+            names = [f"{trees.join_names(path)}:{axis}" for path, axis in self.replicated]
+            notes.append(
+                f"{trees.listed(names)}: what is left does not divide among the devices of the "
+                "mesh that held it, and is replicated. "
+                f"Coupled(round_to={math.lcm(*self.replicated.values())}) keeps it sharded."
+            )
+        if self.update_error is not None:
+            notes.append(
+                "The optimizer continues as on the masked model: the updates that were compared "
+                f"differ by {self.update_error:.1g} of their largest entry at most."
+            )
+        elif self.opt_state is not None:
+            notes.append(
+                "Whether the optimizer continues as on the masked model was not checked: shrink("
+                "..., opt_state, tx) compares updates."
+            )
+        return notes
+
+    @functools.cached_property
+    def _sizes(self) -> dict[Axis, int]:
+        """Sizes of the variables that lose entries."""
+        chosen = solve_kept(self.before.removal.list_axes(), self.plan)
+        return {variable: index.shape[-1] for variable, index in chosen.items()}
