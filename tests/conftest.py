@@ -49,4 +49,4 @@ def registry():
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
     yield
-    free_programs(max_maps=8_000)
+    free_programs(max_maps=25_000)
