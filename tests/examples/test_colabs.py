@@ -21,7 +21,8 @@ FEW_DIGITS = {
 }
 SHORTER = {
     "compact": FEW_DIGITS | {"steps=200": "steps=2", "rounds=10": "rounds=2"},
-    "deep_dive": {
+    "deep_dive": FEW_DIGITS
+    | {
         "STEPS, BATCH = 400": "STEPS, BATCH = 100",
         '"update_freq": 20': '"update_freq": 5',
         '"update_start_step": 100': '"update_start_step": 25',
