@@ -1,16 +1,14 @@
 """Settings of all tests, and fixtures that several test modules share."""
 
 import gc
-import os
-from pathlib import Path
 
 import tests.environment  # noqa: F401 isort: skip (before jax)
 
-import jax
 import pytest
 
 from sparsity import api
 from tests.lowering import share_contexts
+from tests.memory import free_programs
 
 pytest.register_assert_rewrite("tests.helpers")
 share_contexts()
@@ -48,19 +46,7 @@ def registry():
     api.ALGORITHM_REGISTRY.update(saved)
 
 
-def _needs_memory():
-    """Returns whether the process maps much memory; True where the system does not tell."""
-    process = Path("/proc/self")
-    if not process.exists():
-        return True
-    pages = int((process / "statm").read_text(encoding="ascii").split()[1])
-    num_maps = (process / "maps").read_bytes().count(b"\n")  # Linux allows 65,530
-    return pages * os.sysconf("SC_PAGE_SIZE") > 2**31 or num_maps > 8_000
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
-    """Frees compiled programs where they use up memory; other modules share what they compile."""
     yield
-    if _needs_memory():
-        jax.clear_caches()
+    free_programs(max_maps=25_000)

@@ -1,10 +1,13 @@
-"""Runs a program of tests/scripts on eight virtual devices, in a process of its own."""
+"""Runs programs of tests/scripts on eight virtual devices, in a process that sees them."""
 
+import atexit
 import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 
 import pytest
 
@@ -22,17 +25,35 @@ def run(program, kind):
 
 @functools.cache
 def _failures(program):
-    """Texts by kind; one process runs both kinds, which share what one device computes."""
+    """Texts by kind; both kinds run one after the other, and share what one device computes."""
+    process, log = _start()
+    limit = threading.Timer(LIMIT, process.kill)
+    limit.start()
+    print(program, file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    limit.cancel()
+    if not answer:
+        _start.cache_clear()
+        process.wait()
+        log.seek(0)
+        pytest.fail(log.read()[-12_000:], pytrace=False)
+    return json.loads(answer)
+
+
+@functools.cache
+def _start():
+    """Starts the process, and returns it with its log; programs share imports and compilations."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.scripts", program],
-        capture_output=True,
+    log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.scripts"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
         text=True,
-        timeout=LIMIT,
-        check=False,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )
-    if done.returncode:
-        pytest.fail(done.stderr[-12_000:], pytrace=False)
-    return json.loads(done.stdout.splitlines()[-1])
+    atexit.register(log.close)
+    atexit.register(process.communicate)  # ends its input, and so the process
+    return process, log

@@ -23,6 +23,8 @@ from sparsity.algorithms import global_pruners, sparse_trainers, ste
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Compiles programs as before the emitters of fusions, the only ones since jax 0.11.
 WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+# For programs that take longer to run than to compile; see `tests/environment.py`.
+OPTIMIZED = {"xla_backend_optimization_level": 1}
 SHAPE = (6, 10)  # of the kernel that `params` makes
 
 

@@ -57,7 +57,7 @@ def kill(run_dir: Path, is_time: Callable[[], bool], kind: str = "masked") -> bo
             if process.returncode:
                 raise RuntimeError(f"training failed:\n{process.stderr.read()}")
             return False
-        time.sleep(0.001)
+        time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     return True

@@ -48,9 +48,9 @@ def installed(tmp_path_factory):
     return folder
 
 
-def check_by_pyright(folder, installed, settings):
+def check_by_pyright(folder, installed):
     """Yields (path, line, text, rule, message) of all errors of the programs in a folder."""
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    (folder / "pyrightconfig.json").write_text(json.dumps(SETTINGS))
     checker = [sys.executable, "-m", "basedpyright"]
     done = subprocess.run(
         [*checker, "--project", folder, "--pythonpath", sys.executable, "--outputjson"],
@@ -70,14 +70,16 @@ def check_by_pyright(folder, installed, settings):
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory, installed):
-    """(line, rule, message) of all errors of each program, by its name."""
+    """(line, text, rule, message) of all errors of each program, by its name."""
     folder = tmp_path_factory.mktemp("programs")
     mistakes = {name: f"import sparsity\n{line}\n" for name, (line, _) in MISTAKES.items()}
-    for name, program in (PROGRAMS | mistakes).items():
+    strict = {path.stem: f"# pyright: strict\n{path.read_text()}" for path in STRICT}
+    programs = PROGRAMS | mistakes | strict
+    for name, program in programs.items():
         (folder / f"{name}.py").write_text(program, encoding="utf-8")
-    by_name = {name: [] for name in PROGRAMS | mistakes}
-    for path, line, _, rule, message in check_by_pyright(folder, installed, SETTINGS):
-        by_name[path.stem].append((line, rule, message))
+    by_name = {name: [] for name in programs}
+    for path, *error in check_by_pyright(folder, installed):
+        by_name[path.stem].append(error)
     return by_name
 
 
@@ -85,23 +87,21 @@ def errors(tmp_path_factory, installed):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_runs_has_no_type_errors(errors, name):
     assert not errors[name], "\n".join(
-        f"{name}.py:{line}: {message} [{rule}]" for line, rule, message in errors[name]
+        f"{name}.py:{line}: {message} [{rule}]" for line, _, rule, message in errors[name]
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, (_, rule) in MISTAKES.items()])
 def test_a_mistake_is_a_type_error(errors, name, rule):
-    assert [(line, found) for line, found, _ in errors[name]] == [(2, rule)]
+    assert [(line, broken) for line, _, broken, _ in errors[name]] == [(2, rule)]
 
 
 @pytest.mark.slow
-def test_programs_of_users_pass_pyright_in_its_strict_mode(tmp_path, installed):
-    for path in STRICT:
-        shutil.copy(path, tmp_path)
-    strict = SETTINGS | {"typeCheckingMode": "strict"}
-    faults = check_by_pyright(tmp_path, installed, strict)
-    assert [fault for fault in faults if not re.match(r"(jax|jnp|optax)\b", fault[2])] == []
+def test_programs_of_users_pass_pyright_in_its_strict_mode(errors):
+    texts = [text for path in STRICT for _, text, _, _ in errors[path.stem]]
+    assert texts  # or else the mode is not strict
+    assert [text for text in texts if not re.match(r"(jax|jnp|optax)\b", text)] == []
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Folders of Orbax: all layouts, copies that keep what they do not change, hostile descriptions."""
 
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 
 import jax
@@ -11,7 +12,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from sparsity.cli import main
-from tests.helpers import ROOT
 
 HALF = ["--sparsity", "0.5"]
 LAYOUTS = [(database, zarr3) for database in (True, False) for zarr3 in (True, False)]
@@ -23,12 +23,24 @@ def save(path, tree, *, database=True, zarr3=False, metadata=None):
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree, custom_metadata=metadata))
 
 
+# Starts processes as copies of one that has imported this module.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
+
+
+def inspect(path, log):
+    with open(log, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.exit(main(["inspect", str(path)]))
+
+
 def inspect_alone(path):
     """Runs the command in a process, which a library may end; returns code and stderr."""
-    program = "import sys; from sparsity.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "inspect", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    return done.returncode, done.stderr
+    log = path.with_suffix(".log")
+    process = PROCESSES.Process(target=inspect, args=(path, log))
+    process.start()
+    process.join()
+    return process.exitcode, log.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -48,23 +48,27 @@ def _strict():
         yield
 
 
-@pytest.mark.parametrize("kind", _TYPES)
-@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
-def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind):
-    if not helpers.takes_types(name) and kind != "unstructured":
-        pytest.skip("ranks single weights")
+def _cases():
+    """Yields each algorithm with each type that it takes; each with packed masks and without."""
+    for row, name in enumerate(helpers.names_of(helpers.prunes)):
+        kinds = _TYPES if helpers.takes_types(name) else ["unstructured"] * 2
+        for column, kind in enumerate(kinds):
+            yield name, kind, (row + column) % 2 == 1
+
+
+@pytest.mark.parametrize(("name", "kind", "packed"), [*_cases()])
+def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind, packed):
     params = _PARAMS
     with _strict(), jax.checking_leaks():
-        for packed in (False, True):
-            updater = helpers.make_updater(
-                name, sparsity_type=_TYPES[kind], batch_axes=_axes(name), use_packed_masks=packed
-            )
-            step, init = _step_fn(updater)
-            state = jax.eval_shape(init, params)
-            shapes = jax.eval_shape(step, params, state)
-            assert jax.tree.structure(shapes) == jax.tree.structure((params, state))
-            for new, old in zip(*map(jax.tree.leaves, (shapes, (params, state))), strict=True):
-                assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, False)
+        updater = helpers.make_updater(
+            name, sparsity_type=_TYPES[kind], batch_axes=_axes(name), use_packed_masks=packed
+        )
+        step, init = _step_fn(updater)
+        state = jax.eval_shape(init, params)
+        shapes = jax.eval_shape(step, params, state)
+        assert jax.tree.structure(shapes) == jax.tree.structure((params, state))
+        for new, old in zip(*map(jax.tree.leaves, (shapes, (params, state))), strict=True):
+            assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, False)
         if not helpers.is_sparse_training(name):
             jax.eval_shape(updater.instant_sparsify, params, params)
 

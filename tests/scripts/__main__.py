@@ -1,5 +1,9 @@
-"""Runs the cases of a program, and prints the tracebacks of those that fail, by kind of mesh."""
+"""Runs the cases of a program, and prints the tracebacks of those that fail, by kind of mesh.
 
+Without a program, runs those that the input names, one a line, and prints a line for each.
+"""
+
+import contextlib
 import importlib
 import json
 import sys
@@ -8,12 +12,11 @@ import traceback
 import jax
 
 from tests.lowering import share_contexts
+from tests.memory import free_programs
 from tests.scripts.devices import Devices
 
 
-def main(program, *names):
-    assert jax.device_count() == 8
-    share_contexts()
+def find_failures(program, *names):
     failures = {}
     for kind, cases in importlib.import_module(f"tests.scripts.{program}").CASES.items():
         failures[kind] = ""
@@ -24,7 +27,18 @@ def main(program, *names):
                 case(Devices(kind))
             except Exception:
                 failures[kind] += f"\n{case.__name__}:\n{traceback.format_exc()[-3000:]}"
-    print(json.dumps(failures))
+    return failures
+
+
+def main(*arguments):
+    assert jax.device_count() == 8
+    share_contexts()
+    programs = [arguments] if arguments else (line.split() for line in sys.stdin)
+    for program in programs:
+        with contextlib.redirect_stdout(sys.stderr):
+            failures = find_failures(*program)
+            free_programs(max_maps=8_000)
+        print(json.dumps(failures), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from tests import helpers
+from tests.lowering import share_contexts
 
 STEPS, SAVED = 6, 2
 
 
 def main(process, port, folder, how):
     again = how == "again"
+    share_contexts()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
     assert (jax.device_count(), jax.local_device_count()) == (4, 2)

@@ -18,7 +18,7 @@ from tests.selection_oracle import best, best_first
 SEARCHES = pytest.mark.parametrize("search", ["portable", "mesh", "cpu"])
 
 
-@functools.partial(jax.jit, static_argnames="name")
+@functools.partial(jax.jit, static_argnames="name", compiler_options=helpers.OPTIMIZED)
 def select(leaves, k, name):
     """Masks by a search of that name, and its passes, which the portable one does not count."""
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
