@@ -205,15 +205,19 @@ def arrays_on_explicit_axes_need_no_mesh_in_use(devices):
 
 def a_leaf_off_the_mesh_and_an_empty_one_train_beside_leaves_on_explicit_axes(devices):
     draw = tree(0)
-    for name in ("magnitude", "global_magnitude", "rigl", "top_kast"):
+    packed = {"use_packed_masks": True}
+    cases = ("magnitude", packed), ("global_magnitude", {}), ("rigl", {}), ("top_kast", {})
+    for name, options in cases:
         masks = []
         for layout in (None, "both"):
             params = place(devices, draw, layout)
             empty = np.zeros((0, 64), np.float32)
             params["empty"] = devices.put(empty, "a") if layout else jnp.asarray(empty)
             params["off"] = jnp.asarray(draw["in"]["kernel"] ** 3)
-            tx = helpers.make_updater(name).wrap_optax(optax.adam(0.1))
+            tx = helpers.make_updater(name, **options).wrap_optax(optax.adam(0.1))
             state = tx.init(params)
+            with on(devices, layout):  # types of both branches of the step agree
+                jax.eval_shape(tx.update, params, state, params)
             for _ in range(3):
                 updates, state = tx.update(params, state, params)
             masks.append(state.masks)
