@@ -64,10 +64,16 @@ def _use_mesh(like: PyTree) -> contextlib.AbstractContextManager[object]:
 
     Programs that read none of these arrays, such as random numbers, would run on one device.
     """
-    placed = [x.sharding for x in jax.tree.leaves(like) if is_array(x) and not is_traced(x)]
+    mesh = None if not jax.sharding.get_abstract_mesh().empty else find_mesh(like)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def find_mesh(tree: PyTree) -> Mesh | None:
+    """Returns the mesh of the first array outside of jit that lies on one."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not is_traced(x)]
+    placed = [x.sharding for x in arrays]
     meshes = [x.mesh for x in placed if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)]
-    is_set = not jax.sharding.get_abstract_mesh().empty
-    return contextlib.nullcontext() if is_set or not meshes else jax.set_mesh(meshes[0])
+    return meshes[0] if meshes else None
 
 
 def explicit_sharding(aval: object) -> NamedSharding | None:

@@ -21,7 +21,7 @@ from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
+from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, find_mesh
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
@@ -88,6 +88,7 @@ class Global(DataclassBase):
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
+        _check_meshes(leaves)
         total = _find_cost([(leaf.site, leaf.lazy_scores) for leaf in (*leaves, *fixed)])
         scores = [leaf.lazy_scores for leaf in leaves]
         sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
@@ -142,6 +143,7 @@ class Global(DataclassBase):
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
+        _check_meshes(leaves)
         total = _find_cost([(leaf.site, leaf.lazy_drop_scores) for leaf in leaves])
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
@@ -193,6 +195,19 @@ class Global(DataclassBase):
             "A global scope lets layers trade weights, so that no slice can have an exact mask of "
             f"its own: batch_axes must be 0, {got}. Use scope=Layerwise(), or leave stacked biases "
             "out with filter_fn."
+        )
+
+
+def _check_meshes(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> None:
+    """Raises a ValueError for parameters on several meshes, which no program ranks together."""
+    names = {find_mesh(leaf): leaf.site.name for leaf in leaves}
+    names.pop(None, None)  # a program moves what lies on no mesh
+    if len(names) > 1:
+        (mesh, name), (other_mesh, other), *_ = names.items()
+        raise ValueError(
+            f"A global scope ranks all parameters together, but {name!r} lies on {mesh} and "
+            f"{other!r} on {other_mesh}. Place all parameters on one mesh, or use "
+            "scope=Layerwise()."
         )
 
 

@@ -225,6 +225,40 @@ def a_leaf_off_the_mesh_and_an_empty_one_train_beside_leaves_on_explicit_axes(de
         assert updates["in"]["kernel"].sharding.is_equivalent_to(params["in"]["kernel"].sharding, 2)
 
 
+def layers_on_several_meshes_are_ranked_alone_and_refused_together(devices):
+    draw, kinds = tree(0), devices.mesh.axis_types
+    all_devices = np.array(jax.devices())
+    meshes = [jax.sharding.Mesh(all_devices[:4].reshape(2, 2), ("a", "b"), axis_types=kinds)]
+    for part in (all_devices[4:], all_devices):
+        meshes.append(jax.sharding.Mesh(part, ("c",), axis_types=kinds[:1]))
+
+    def put(values, second):
+        if second is None:
+            return jax.tree.map(jnp.asarray, values)
+        first = jax.sharding.NamedSharding(meshes[0], P("a", "b"))
+        layers = {"in": values["in"]["kernel"], "out": values["out"]["kernel"]}
+        specs = {"in": first, "out": jax.sharding.NamedSharding(second, P("c"))}
+        return {key: {"kernel": jax.device_put(layers[key], specs[key])} for key in layers}
+
+    for name in ("magnitude", "rigl", "global_magnitude"):
+        masks = []
+        for second in (None, *meshes[1:]):
+            params = put(draw, second)
+            updater = helpers.make_updater(name, skip_gradients=False)
+            tx = updater.wrap_optax(optax.sgd(0.5))
+            state = tx.init(params)._replace(count=jnp.int32(3))
+            if second is not None and name == "global_magnitude":
+                with pytest.raises(
+                    ValueError, match=r"'in/kernel' lies on .*'out/kernel' on .*one"
+                ):
+                    tx.update(params, state, params)
+                continue
+            state = tx.update(params, state, params)[1]
+            masks.append([state.masks[key]["kernel"] for key in ("in", "out")])
+        for found in masks[1:]:
+            jax.tree.map(np.testing.assert_array_equal, found, masks[0])
+
+
 def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(devices):
     params, grads = (place(devices, tree(seed), "both") for seed in (0, 1))
     tx = helpers.make_updater("rigl").wrap_optax(optax.adam(0.1))
@@ -323,6 +357,7 @@ _BOTH = [
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
     packed_masks_on_fewer_devices_than_their_parameters_compile_one_step,
+    layers_on_several_meshes_are_ranked_alone_and_refused_together,
     a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,
     no_array_has_the_size_of_an_unsharded_parameter,
 ]
