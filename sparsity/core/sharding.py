@@ -250,16 +250,17 @@ def _zeros(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.zeros_like(array, dtype)
 
 
-def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+def fit(sharding: Sharding, shape: Sequence[int | None]) -> Sharding:
     """Returns the sharding without the axes of the mesh that do not divide `shape`.
 
-    Of several mesh axes along one axis, the first ones stay that divide it, as XLA keeps them.
+    Of several mesh axes along one axis, the first ones stay that divide it, as XLA keeps them. An
+    axis of size `None` lies on every device.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
     before, fitting = mesh_axes(sharding, len(shape)), []
     for size, names in zip(shape, before, strict=False):
-        while size % _count_devices(sharding, names):
+        while names and (size is None or size % _count_devices(sharding, names)):
             names = names[:-1]
         fitting.append(names)
     if fitting == before:

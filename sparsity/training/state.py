@@ -128,12 +128,12 @@ def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:
         shape = jnp.shape(leaf)
         if param is None:
             return replicated
-        if shape not in (param.shape, packed_shape(param.shape)):
-            leading = shape[:-1]  # of kept entries, [*batch, k]
-            if not leading or leading != param.shape[: len(leading)]:
-                return replicated
-            shape = leading
-        return sharding.fit(param.sharding, shape)
+        if shape in (param.shape, packed_shape(param.shape)):
+            return sharding.fit(param.sharding, shape)
+        leading = shape[:-1]  # of kept entries, [*batch, k]
+        if not leading or leading != param.shape[: len(leading)]:
+            return replicated
+        return sharding.fit(param.sharding, (*leading, None))
 
     shardings: optax.OptState = owners.map_owned(fit, params, opt_state)
     return shardings
