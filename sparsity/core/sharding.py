@@ -265,10 +265,19 @@ def fit(sharding: Sharding, shape: Sequence[int | None]) -> Sharding:
         fitting.append(names)
     if fitting == before:
         return sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    while fitting and not (fitting[-1] or is_explicit):
-        fitting.pop()  # as jit returns arrays: another spec would compile a step again
-    return sharding.update(spec=PartitionSpec(*[names or None for names in fitting]))
+    return with_axes(sharding, fitting)
+
+
+def with_axes(sharding: NamedSharding, axes: Sequence[tuple[str, ...]]) -> NamedSharding:
+    """Returns the sharding with other mesh axes along each axis of an array.
+
+    The spec is the one with which jit returns arrays: another would compile a step again.
+    """
+    specs = [names or None for names in axes]
+    while specs and not specs[-1] and AxisType.Explicit not in sharding.mesh.axis_types:
+        specs.pop()
+    updated: NamedSharding = sharding.update(spec=PartitionSpec(*specs))
+    return updated
 
 
 def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:
