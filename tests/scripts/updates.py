@@ -284,6 +284,17 @@ def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(dev
     assert count == [0]
 
 
+def factored_moments_lie_as_the_axes_that_they_keep(devices):
+    params = place(devices, tree(0), "both")
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    with jax.set_mesh(devices.mesh):
+        shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        _, after = jax.jit(tx.update)(params, state, params)
+    assert state[0].v_row["in"]["kernel"].sharding.spec == P("a")
+    assert jax.tree.map(lambda leaf: leaf.sharding, after) == shardings
+
+
 def no_array_has_the_size_of_an_unsharded_parameter(devices):
     params = place(devices, tree(0, 256, 512), "both")
     largest = 256 * 512 // 8
@@ -362,6 +373,7 @@ _BOTH = [
     packed_masks_on_fewer_devices_than_their_parameters_compile_one_step,
     layers_on_several_meshes_are_ranked_alone_and_refused_together,
     a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,
+    factored_moments_lie_as_the_axes_that_they_keep,
     no_array_has_the_size_of_an_unsharded_parameter,
 ]
 CASES = {
