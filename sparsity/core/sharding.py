@@ -263,7 +263,7 @@ def fit(sharding: Sharding, shape: Sequence[int | None]) -> Sharding:
         while names and (size is None or size % _count_devices(sharding, names)):
             names = names[:-1]
         fitting.append(names)
-    if fitting == before:
+    if fitting == before and len(sharding.spec) >= len(shape):
         return sharding
     return with_axes(sharding, fitting)
 

@@ -179,7 +179,10 @@ def packed_masks_on_fewer_devices_than_their_parameters_compile_one_step(devices
     draw = np.random.default_rng(0).normal(size=(4, 48)).astype(np.float32)
     values = {"narrow": draw[:, :12], "both": draw}
     params = {name: devices.put(x, *specs[name]) for name, x in values.items()}
-    tx = helpers.make_updater("magnitude", use_packed_masks=True).wrap_optax(optax.adam(0.1))
+    params["scalar"] = devices.put(np.float32(1))
+    expected["scalar"] = P(None) if devices.is_explicit else P()
+    options = {"use_packed_masks": True, "filter_fn": lambda path, param: True}
+    tx = helpers.make_updater("magnitude", **options).wrap_optax(optax.adam(0.1))
     shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     step = jax.jit(tx.update)
