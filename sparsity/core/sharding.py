@@ -64,10 +64,16 @@ def _use_mesh(like: PyTree) -> contextlib.AbstractContextManager[object]:
 
     Programs that read none of these arrays, such as random numbers, would run on one device.
     """
-    placed = [x.sharding for x in jax.tree.leaves(like) if is_array(x) and not is_traced(x)]
+    mesh = None if not jax.sharding.get_abstract_mesh().empty else find_mesh(like)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def find_mesh(tree: PyTree) -> Mesh | None:
+    """Returns the mesh of the first array outside of jit that lies on one."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not is_traced(x)]
+    placed = [x.sharding for x in arrays]
     meshes = [x.mesh for x in placed if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)]
-    is_set = not jax.sharding.get_abstract_mesh().empty
-    return contextlib.nullcontext() if is_set or not meshes else jax.set_mesh(meshes[0])
+    return meshes[0] if meshes else None
 
 
 def explicit_sharding(aval: object) -> NamedSharding | None:
@@ -244,24 +250,34 @@ def _zeros(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.zeros_like(array, dtype)
 
 
-def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+def fit(sharding: Sharding, shape: Sequence[int | None]) -> Sharding:
     """Returns the sharding without the axes of the mesh that do not divide `shape`.
 
-    Of several mesh axes along one axis, the first ones stay that divide it, as XLA keeps them.
+    Of several mesh axes along one axis, the first ones stay that divide it, as XLA keeps them. An
+    axis of size `None` lies on every device.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
     before, fitting = mesh_axes(sharding, len(shape)), []
     for size, names in zip(shape, before, strict=False):
-        while size % _count_devices(sharding, names):
+        while names and (size is None or size % _count_devices(sharding, names)):
             names = names[:-1]
         fitting.append(names)
-    if fitting == before:
+    if fitting == before and len(sharding.spec) >= len(shape):
         return sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    while fitting and not (fitting[-1] or is_explicit):
-        fitting.pop()  # as jit returns arrays: another spec would compile a step again
-    return sharding.update(spec=PartitionSpec(*[names or None for names in fitting]))
+    return with_axes(sharding, fitting)
+
+
+def with_axes(sharding: NamedSharding, axes: Sequence[tuple[str, ...]]) -> NamedSharding:
+    """Returns the sharding with other mesh axes along each axis of an array.
+
+    The spec is the one with which jit returns arrays: another would compile a step again.
+    """
+    specs = [names or None for names in axes]
+    while specs and not specs[-1] and AxisType.Explicit not in sharding.mesh.axis_types:
+        specs.pop()
+    updated: NamedSharding = sharding.update(spec=PartitionSpec(*specs))
+    return updated
 
 
 def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:

@@ -39,21 +39,18 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
       >>> pack(jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1]], jnp.uint8), jnp.zeros((1, 9)))
       Array([[128, 128]], dtype=uint8)
     """
-    shape = jnp.shape(like)
-    if 0 in shape:
-        return jnp.zeros(packed_shape(shape), jnp.uint8)
-
-    packed: jax.Array = sharding.shard_like(like, _to_bits, mask, shape=packed_shape(shape))
+    shape = packed_shape(jnp.shape(like))
+    packed: jax.Array = sharding.shard_like(like, _to_bits, mask, shape=shape)
     return packed
 
 
 def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
     """Undoes `pack`; returns uint8 of the shape of the parameter `like`."""
     shape = jnp.shape(like)
-    if 0 in shape:
-        return jnp.zeros(shape, jnp.uint8)
 
     def to_bytes(bits: jax.Array) -> jax.Array:
+        if 0 in shape:
+            return jnp.zeros(shape, jnp.uint8)
         if shape[-1:] == (1,):  # a byte a weight, packed or not
             return (bits != 0).astype(jnp.uint8)
         return jnp.unpackbits(bits, axis=-1, count=(shape or (1,))[-1]).reshape(shape)

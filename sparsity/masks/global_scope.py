@@ -21,7 +21,7 @@ from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
+from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, find_mesh
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
@@ -77,6 +77,7 @@ class Global(DataclassBase):
         self, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
+        _check_meshes(leaves)
         total = _find_cost([(leaf.site, leaf.lazy_scores) for leaf in (*leaves, *fixed)])
         scores = [leaf.lazy_scores for leaf in leaves]
         sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
@@ -128,6 +129,7 @@ class Global(DataclassBase):
     def _move_together(
         self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
+        _check_meshes(leaves)
         total = _find_cost([(leaf.site, leaf.lazy_drop_scores) for leaf in leaves])
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
@@ -177,6 +179,19 @@ def _check(pattern: object, batch_axes: object, topk_fn: TopkFn | None, where: s
             "A global scope lets layers trade weights, so that no slice can have an exact mask "
             f"of its own: batch_axes must be 0, got batch_axes = {batch_axes}{where}. Use "
             "scope=Layerwise(), or leave stacked biases out with filter_fn."
+        )
+
+
+def _check_meshes(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> None:
+    """Raises a ValueError for parameters on several meshes, which no program ranks together."""
+    names = {find_mesh(leaf): leaf.site.name for leaf in leaves}
+    names.pop(None, None)  # a program moves what lies on no mesh
+    if len(names) > 1:
+        (mesh, name), (other_mesh, other), *_ = names.items()
+        raise ValueError(
+            f"A global scope ranks all parameters together, but {name!r} lies on {mesh} and "
+            f"{other!r} on {other_mesh}. Place all parameters on one mesh, or use "
+            "scope=Layerwise()."
         )
 
 

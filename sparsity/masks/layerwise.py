@@ -11,12 +11,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from sparsity.core import sharding
 from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf
+from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, find_mesh
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
 from sparsity.selection.kept_counts import num_kept
@@ -87,13 +88,14 @@ def _by_kind(
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
     Patterns of single entries are searched apart from those of blocks and channels, because scores
-    of single entries need not be stored.
+    of single entries need not be stored. No program reads arrays of several meshes.
     """
     masks: dict[int, jax.Array] = {}
-    kinds: dict[bool, list[int]] = {}
+    kinds: dict[tuple[bool, Mesh | None], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.site.pattern.ranks_units:
-            kinds.setdefault(leaf.site.pattern.is_elementwise, []).append(i)
+            kind = leaf.site.pattern.is_elementwise, find_mesh(leaf)
+            kinds.setdefault(kind, []).append(i)
         else:
             masks[i] = one(leaf)
     for members in kinds.values():

@@ -11,7 +11,9 @@ from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
+from jax.sharding import Mesh
 
+from sparsity.core import sharding
 from sparsity.core.checks import find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import Site, TopkFn
@@ -69,6 +71,12 @@ class MovingLeaf(NamedTuple):
 
 
 AnyLeaf = TypeVar("AnyLeaf", ScoredLeaf, MovingLeaf)
+
+
+def find_mesh(leaf: ScoredLeaf | MovingLeaf) -> Mesh | None:
+    """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
+    values = [vars(x) if isinstance(x, LazyScores) else x for x in leaf]
+    return sharding.find_mesh(values)
 
 
 class Scope(Protocol):

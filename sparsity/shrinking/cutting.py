@@ -280,11 +280,7 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
 def _take_all_on_host(
     array: PyTree, axes: Mapping[int, np.ndarray], target: Sharding | None = None
 ) -> PyTree:
-    if target is not None:
-        return NotImplemented  # of a mesh
-    for axis, index in axes.items():
-        array = take(array, index, axis)
-    return array
+    return NotImplemented if target is not None else _take_in_turn(array, axes)  # of a mesh
 
 
 @host.instead(_take_all_on_host)
@@ -292,6 +288,30 @@ def _take_all_on_host(
 def _take_all(
     array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None = None
 ) -> jax.Array:
+    array = _take_bits(array, axes)
+    return array if target is None else jax.lax.with_sharding_constraint(array, target)
+
+
+@jax.custom_jvp
+def _take_bits(array: jax.Array, axes: Mapping[int, jax.Array]) -> jax.Array:
+    """Takes entries as integers: XLA adds zeros of other devices, and -0.0 + 0.0 is 0.0."""
+    if jnp.iscomplexobj(array):
+        return jax.lax.complex(_take_bits(array.real, axes), _take_bits(array.imag, axes))
+    bits = array
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        unsigned = getattr(jnp, f"uint{jnp.finfo(array.dtype).bits}")
+        bits = jax.lax.bitcast_convert_type(array, unsigned)
+    return jax.lax.bitcast_convert_type(_take_in_turn(bits, axes), array.dtype)
+
+
+@_take_bits.defjvp
+def _take_tangents(
+    primals: tuple[jax.Array, Mapping[int, jax.Array]], tangents: tuple[jax.Array, PyTree]
+) -> tuple[jax.Array, jax.Array]:
+    return _take_bits(*primals), _take_in_turn(tangents[0], primals[1])
+
+
+def _take_in_turn(array: PyTree, axes: Mapping[int, PyTree]) -> PyTree:
     for axis, index in axes.items():
         array = take(array, index, axis)
-    return array if target is None else jax.lax.with_sharding_constraint(array, target)
+    return array

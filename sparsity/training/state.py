@@ -104,8 +104,9 @@ def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:
     The result serves as `out_shardings` of a jitted `init`, because the compiler would otherwise
     place moments and counts freely, and for restoring a checkpoint on a mesh. Packed masks are
     sharded as their parameters, along the last axis only if the devices divide its bytes. State of
-    kept entries (`use_compact_state`) is sharded along the batch axes. Scalars are replicated, and
-    so are leaves that share no leading axes with their parameter (histories).
+    kept entries (`use_compact_state`) is sharded along the batch axes, a moment that averages one
+    axis (adafactor) along the others. Scalars are replicated, and so are leaves that share no
+    leading axes with their parameter (histories).
 
     Args:
       params: tree of arrays, or of `jax.ShapeDtypeStruct` with shardings.
@@ -144,15 +145,25 @@ def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else param_shardings[0]
 
     def fit(param: jax.Array | None, leaf: PyTree) -> Sharding:
-        shape = jnp.shape(leaf)
-        if param is None:
-            return replicated
-        if shape not in (param.shape, packed_shape(param.shape)):
-            leading = shape[:-1]  # of kept entries, [*batch, k]
-            if not leading or leading != param.shape[: len(leading)]:
-                return replicated
-            shape = leading
-        return sharding.fit(param.sharding, shape)
+        fitted = None if param is None else _shard_like(param, jnp.shape(leaf))
+        if fitted is None and isinstance(replicated, NamedSharding):
+            return sharding.with_axes(replicated, [()] * jnp.ndim(leaf))
+        return fitted or replicated
 
     shardings: optax.OptState = owners.map_owned(fit, params, opt_state)
     return shardings
+
+
+def _shard_like(param: jax.Array, shape: tuple[int, ...]) -> Sharding | None:
+    """Returns the sharding of a leaf of the state of a parameter; `None` if no axes tell one."""
+    full, placed = param.shape, param.sharding
+    if shape in (full, packed_shape(full)):
+        return sharding.fit(placed, shape)
+    averaged = [i for i in range(len(full)) if full[:i] + full[i + 1 :] == shape]
+    if len(averaged) == 1 and isinstance(placed, NamedSharding):
+        names = sharding.mesh_axes(placed, len(full))
+        del names[averaged[0]]
+        return sharding.with_axes(placed, names)
+    leading = shape[:-1]  # of kept entries, [*batch, k]
+    is_kept = leading and leading == full[: len(leading)]
+    return sharding.fit(placed, (*leading, None)) if is_kept else None

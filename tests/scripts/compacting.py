@@ -177,7 +177,7 @@ def masks_move_as_on_one_device(devices):
             assert (moved_masks[key] != masks[key]).any()
         for key, leaf in model.indices.items():
             new = moved.indices[key]
-            assert new.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), (new.sharding, leaf)
+            assert new.sharding == leaf.sharding, (new.sharding, leaf.sharding)  # compiles once
 
 
 _BOTH = [

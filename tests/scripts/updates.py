@@ -58,7 +58,8 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
         return tx, jax.jit(tx.init, out_shardings=shardings)(params)
 
     draw = np.random.default_rng(0).normal(size=(3, 8, 12, 20)).astype(np.float32)
-    params, *grads = (devices.put(x, ("a", "b")) for x in draw)
+    spec = ("a", "b"), *[None, None][: 2 * devices.is_explicit]  # as jit returns arrays
+    params, *grads = (devices.put(x, *spec) for x in draw)
     with jax.set_mesh(devices.mesh):
         for algorithm in ("static_sparse", "rigl"):
             landed = []
@@ -72,6 +73,8 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
                 landed.append(new)
                 moment = jax.tree.leaves(state.inner_state)[-1]
                 assert moment.sharding.spec[0] == ("a", "b"), moment.sharding
+                first = jax.tree.leaves(start(algorithm, params, is_compact)[1].inner_state)[-1]
+                assert not is_compact or first.sharding == moment.sharding, first.sharding
                 if algorithm == "static_sparse":
                     assert not re.search("all-gather|all-reduce|all-to-all", update.as_text())
             same(*landed, params)
@@ -176,7 +179,10 @@ def packed_masks_on_fewer_devices_than_their_parameters_compile_one_step(devices
     draw = np.random.default_rng(0).normal(size=(4, 48)).astype(np.float32)
     values = {"narrow": draw[:, :12], "both": draw}
     params = {name: devices.put(x, *specs[name]) for name, x in values.items()}
-    tx = helpers.make_updater("magnitude", use_packed_masks=True).wrap_optax(optax.adam(0.1))
+    params["scalar"] = devices.put(np.float32(1))
+    expected["scalar"] = P(None) if devices.is_explicit else P()
+    options = {"use_packed_masks": True, "filter_fn": lambda path, param: True}
+    tx = helpers.make_updater("magnitude", **options).wrap_optax(optax.adam(0.1))
     shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     step = jax.jit(tx.update)
@@ -205,20 +211,58 @@ def arrays_on_explicit_axes_need_no_mesh_in_use(devices):
 
 def a_leaf_off_the_mesh_and_an_empty_one_train_beside_leaves_on_explicit_axes(devices):
     draw = tree(0)
-    for name in ("magnitude", "global_magnitude", "rigl", "top_kast"):
+    packed = {"use_packed_masks": True}
+    cases = ("magnitude", packed), ("global_magnitude", {}), ("rigl", {}), ("top_kast", {})
+    for name, options in cases:
         masks = []
         for layout in (None, "both"):
             params = place(devices, draw, layout)
             empty = np.zeros((0, 64), np.float32)
             params["empty"] = devices.put(empty, "a") if layout else jnp.asarray(empty)
             params["off"] = jnp.asarray(draw["in"]["kernel"] ** 3)
-            tx = helpers.make_updater(name).wrap_optax(optax.adam(0.1))
+            tx = helpers.make_updater(name, **options).wrap_optax(optax.adam(0.1))
             state = tx.init(params)
+            with on(devices, layout):  # types of both branches of the step agree
+                jax.eval_shape(tx.update, params, state, params)
             for _ in range(3):
                 updates, state = tx.update(params, state, params)
             masks.append(state.masks)
         jax.tree.map(np.testing.assert_array_equal, *masks)
         assert updates["in"]["kernel"].sharding.is_equivalent_to(params["in"]["kernel"].sharding, 2)
+
+
+def layers_on_several_meshes_are_ranked_alone_and_refused_together(devices):
+    draw, kinds = tree(0), devices.mesh.axis_types
+    all_devices = np.array(jax.devices())
+    meshes = [jax.sharding.Mesh(all_devices[:4].reshape(2, 2), ("a", "b"), axis_types=kinds)]
+    for part in (all_devices[4:], all_devices):
+        meshes.append(jax.sharding.Mesh(part, ("c",), axis_types=kinds[:1]))
+
+    def put(values, second):
+        if second is None:
+            return jax.tree.map(jnp.asarray, values)
+        first = jax.sharding.NamedSharding(meshes[0], P("a", "b"))
+        layers = {"in": values["in"]["kernel"], "out": values["out"]["kernel"]}
+        specs = {"in": first, "out": jax.sharding.NamedSharding(second, P("c"))}
+        return {key: {"kernel": jax.device_put(layers[key], specs[key])} for key in layers}
+
+    for name in ("magnitude", "rigl", "global_magnitude"):
+        masks = []
+        for second in (None, *meshes[1:]):
+            params = put(draw, second)
+            updater = helpers.make_updater(name, skip_gradients=False)
+            tx = updater.wrap_optax(optax.sgd(0.5))
+            state = tx.init(params)._replace(count=jnp.int32(3))
+            if second is not None and name == "global_magnitude":
+                with pytest.raises(
+                    ValueError, match=r"'in/kernel' lies on .*'out/kernel' on .*one"
+                ):
+                    tx.update(params, state, params)
+                continue
+            state = tx.update(params, state, params)[1]
+            masks.append([state.masks[key]["kernel"] for key in ("in", "out")])
+        for found in masks[1:]:
+            jax.tree.map(np.testing.assert_array_equal, found, masks[0])
 
 
 def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(devices):
@@ -241,6 +285,17 @@ def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(dev
             pruner.instant_sparsify(params)
     assert step._cache_size() == 1
     assert count == [0]
+
+
+def factored_moments_lie_as_the_axes_that_they_keep(devices):
+    params = place(devices, tree(0), "both")
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    with jax.set_mesh(devices.mesh):
+        shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        _, after = jax.jit(tx.update)(params, state, params)
+    assert state[0].v_row["in"]["kernel"].sharding.spec == P("a")
+    assert jax.tree.map(lambda leaf: leaf.sharding, after) == shardings
 
 
 def no_array_has_the_size_of_an_unsharded_parameter(devices):
@@ -319,7 +374,9 @@ _BOTH = [
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
     packed_masks_on_fewer_devices_than_their_parameters_compile_one_step,
+    layers_on_several_meshes_are_ranked_alone_and_refused_together,
     a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,
+    factored_moments_lie_as_the_axes_that_they_keep,
     no_array_has_the_size_of_an_unsharded_parameter,
 ]
 CASES = {

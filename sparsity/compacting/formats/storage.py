@@ -269,7 +269,6 @@ class Storage(SliceLayout):
         placed = getattr(like, "sharding", None)
         if not isinstance(placed, NamedSharding):
             return jnp.asarray(array)
-        spec = [*placed.spec, *[None] * (len(self.shape) - len(placed.spec))]
         counts = sharding.num_devices(placed, len(self.shape))
         axes = [*self.stack, *(self.order[len(self.stack) + i] for i in self.divisible_axes)]
         sizes = dict(zip(axes, self.kept_shape, strict=False))
@@ -281,8 +280,9 @@ class Storage(SliceLayout):
                 "Shard it along axes that index slices, or along outputs whose groups of FanIn "
                 "the mesh divides, or replicate it: jax.device_put(leaf, NamedSharding(mesh, P()))."
             )
-        entries = PartitionSpec(*(spec[axis] for axis in axes))
-        result: jax.Array = jax.device_put(array, placed.update(spec=entries))
+        names = sharding.mesh_axes(placed, len(self.shape))
+        entries = [names[axis] for axis in axes] + [()] * (array.ndim - len(axes))
+        result: jax.Array = jax.device_put(array, sharding.with_axes(placed, entries))
         return result
 
 
