@@ -50,6 +50,31 @@ def test_updates_that_depend_on_zeros_among_gradients_of_one_sign_are_refused(re
         )
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_optimizer_that_fails_on_other_shapes_is_refused_with_what_it_says(error):
+    def update(grads, state, params=None):
+        if grads["w"].size < 40:
+            raise error("forty entries")
+        return grads, state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    params = {"w": jnp.ones(40)}
+    with pytest.raises(
+        ValueError, match=r"train the tiny model .* or none\. It says: forty"
+    ) as caught:
+        check_updates(
+            tx,
+            params,
+            tx.init(params),
+            mask=lambda path, array: array,
+            cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
+            cut_state=lambda state: state,
+            model="tiny model",
+            remedy="none",
+        )
+    assert isinstance(caught.value.__cause__, error)
+
+
 def test_gradients_that_compare_have_both_signs_twice_and_then_one():
     seen = []
 
