@@ -1,13 +1,17 @@
-"""Defaults of public arguments: numbers, booleans and text, as they were released.
+"""Defaults of public arguments, as they were released, and options of dataclasses.
 
 A default that changes is a change for users: it belongs here, in the docstring and the changelog.
 """
 
+import dataclasses
+import importlib
 import inspect
+import pkgutil
 
 import sparsity
 from sparsity.compacting.compact import Compact
 from sparsity.shrinking.shrink import Small
+from sparsity.training.base_updater import BaseUpdater
 
 # Of the arguments that all updaters share.
 UPDATER = {
@@ -87,6 +91,12 @@ sparsify_linen(batch_axes=0, straight_through=False)
 sparsify_nnx(batch_axes=0, straight_through=False)
 summarize_sparsity(only_total_sparsity=False)
 """
+# Dataclasses that compare as any object.
+IDENTITY = """
+Alignment Alike Axis Carrier ChannelGroup Compact Cutter Deferred Delta Entries Equation Kept
+KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores Small StoredModel
+Support Use Value Visits _Trainer
+"""
 
 
 def list_callables():
@@ -123,3 +133,28 @@ def write_defaults(name, function):
 def test_defaults_are_those_that_were_released():
     written = [write_defaults(name, function) for name, function in list_callables()]
     assert sorted(filter(None, written)) == sorted(DEFAULTS.split("\n")[1:-1])
+
+
+def list_dataclasses():
+    """Returns the dataclasses of the package."""
+    names = [module.name for module in pkgutil.walk_packages(sparsity.__path__, "sparsity.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    return [
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if inspect.isclass(kind)
+        and kind.__module__ == module.__name__
+        and dataclasses.is_dataclass(kind)
+    ]
+
+
+def test_dataclasses_are_frozen_but_updaters_and_parts_of_programs():
+    kinds = [kind for kind in list_dataclasses() if not kind.__dataclass_params__.frozen]
+    others = {kind.__name__ for kind in kinds if not issubclass(kind, BaseUpdater)}
+    assert others == {"Axis", "Equation", "Program", "Updater", "Value"}
+
+
+def test_objects_that_hold_arrays_or_programs_equal_themselves_alone():
+    kinds = [kind for kind in list_dataclasses() if kind.__eq__ is object.__eq__]
+    assert sorted(kind.__name__ for kind in kinds) == IDENTITY.split()
