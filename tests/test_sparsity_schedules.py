@@ -15,6 +15,7 @@ from sparsity.sparsity_schedules import (
     PeriodicSchedule,
     PolynomialSchedule,
     boundary_values,
+    check_schedule,
 )
 
 STEPS = 60
@@ -346,3 +347,24 @@ def test_schedules_are_equal_by_all_of_their_fields():
 )
 def test_functions_of_the_step_are_checked_at_the_ends_of_the_updates(schedule, steps):
     assert boundary_values(lambda step: -step, schedule) == {step: -step for step in steps}
+
+
+def test_steps_are_as_many_as_the_count_of_a_state_holds():
+    last = 2**31 - 1
+    for make in (
+        OneShotSchedule,
+        lambda step: PeriodicSchedule(1, step),
+        lambda step: PeriodicSchedule(step),
+        lambda step: PolynomialSchedule(1, 0, step),
+    ):
+        make(last)
+        with pytest.raises(ValueError, match=f"must be at most {last}, got .* = {last + 1}"):
+            make(last + 1)
+
+
+@pytest.mark.parametrize("missing", ["is_mask_update_iter", "get_sparsity_at_step"])
+def test_a_schedule_without_a_method_is_refused_by_the_name_of_the_method(missing):
+    methods = {"is_mask_update_iter", "get_sparsity_at_step"} - {missing}
+    schedule = type("Own", (), dict.fromkeys(methods, lambda *_: None))()
+    with pytest.raises(ValueError, match=rf"must have a method {missing}, got scheduler = <"):
+        check_schedule(schedule)

@@ -144,5 +144,5 @@ def _tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice
             continue
         part = part.reshape(count, width // 8)
         for first in range(0, width // 8, TILE // 256):
-            last = min(first + TILE // 256, width // 8)
+            last = first + TILE // 256  # or beyond the width, where slices end
             yield start, slice(8 * first, 8 * last), np.unpackbits(part[:, first:last], axis=1)

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 import sparsity
-from sparsity.cli import checkpoints, main, stored
+from sparsity.cli import checkpoints, main, output, stored
 from tests import helpers
 from tests.cli.checkpoints import FORMATS, save_orbax, weights
 
@@ -534,3 +534,20 @@ def test_the_command_runs_in_a_process_of_its_own(kernels):
     done = subprocess.run(run, capture_output=True, text=True, cwd=helpers.ROOT, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["total"]["size"] == 128
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (123_456, "123.46 kB"),
+        (999_999, "1000.00 kB"),
+        (10**6, "1.00 MB"),
+        (10**9, "1.00 GB"),
+        (10**12, "1.00 TB"),
+        (10**15, "1000.00 TB"),
+    ],
+)
+def test_bytes_are_written_with_the_largest_unit_that_leaves_a_digit(count, text):
+    assert output.bytes_text(count) == text

@@ -87,6 +87,41 @@ def test_complex_entries_are_frozen_and_come_back():
     np.testing.assert_array_equal(model.dense(model.params)["w"], params["w"])
 
 
+@pytest.mark.parametrize(
+    ("move", "is_read"),
+    [
+        (lambda w: w.T, True),
+        (lambda w: w[:4], True),
+        (lambda w: w.reshape(4, 2, 6), True),
+        (lambda w: jnp.squeeze(w[None], 0), True),
+        (lambda w: jnp.broadcast_to(w, (2, 8, 6)), True),
+        (lambda w: jax.lax.dynamic_slice(w, (jnp.int32(1), 0), (4, 6)), True),
+        (lambda w: w[::-1], False),
+        (lambda w: jnp.concatenate([w, w]), False),
+        (lambda w: jnp.pad(w, 1), False),
+        (jnp.abs, False),
+    ],
+    ids="T slice reshape squeeze broadcast dynamic_slice rev concatenate pad abs".split(),  # noqa: SIM905
+)
+def test_quantized_parameters_may_be_moved_before_their_cast(move, is_read):
+    w = jnp.arange(-24, 24, dtype=jnp.int8).reshape(8, 6)
+    mask = np.random.default_rng(0).integers(0, 2, w.shape).astype(np.uint8)
+
+    def fn(params, x):
+        return x * move(params["w"]).astype(jnp.float32)
+
+    params, x = {"w": w}, jnp.float32(2)
+    graph = trace(fn, params, x)
+    if not is_read:
+        with pytest.raises(ValueError, match=r"'w' is int8 and read by .*cast the parameter"):
+            compact(graph, params, {"w": mask}, outside="frozen")
+        return
+    model = compact(graph, params, {"w": mask}, outside="frozen")
+    values = {"w": model.params["w"] + 0.5}
+    expected = fn({"w": w + 0.5 * mask}, x)
+    np.testing.assert_array_equal(model.apply(values, x), expected)
+
+
 def test_quantized_parameters_that_are_read_without_a_cast_are_refused():
     params, masks, x = draw("int8")
 

@@ -10,7 +10,7 @@ import pytest
 
 import sparsity
 from sparsity import FanIn, NByM, Unstructured, compact, trace
-from sparsity.compacting.moving.gradients import read_positions
+from sparsity.compacting.moving.gradients import differentiate_directly, read_positions
 
 ADAM = optax.adam(0.01)
 SRIGL = functools.partial(sparsity.SRigL, min_salient=None)
@@ -249,6 +249,15 @@ def test_a_loss_may_cast_the_kept_values():
 
 
 @pytest.mark.slow
+def test_gradients_that_are_zeros_in_the_program_are_left_out_and_other_constants_stay():
+    values = {("a",): jnp.arange(3.0), ("b",): jnp.ones(2), ("c",): jnp.float32(2)}
+    gradients = differentiate_directly(lambda x: x["a",].sum() + 5 * x["c",], values)
+    assert {path: x.tolist() for path, x in gradients.items()} == {("a",): [1, 1, 1], ("c",): 5}
+    gradients = differentiate_directly(lambda x: (x["a",] ** 2).sum(), values)
+    assert {path: x.tolist() for path, x in gradients.items()} == {("a",): [0, 2, 4]}
+    assert differentiate_directly(lambda x: jnp.float32(1), values) == {}
+
+
 @pytest.mark.parametrize("maps_params", [True, False])
 def test_models_move_in_parallel_under_vmap(maps_params):
     pruner = make_pruner(sparsity.RigL)

@@ -502,3 +502,11 @@ def test_files_of_others_are_no_deltas(tmp_path):
         Delta.load(tmp_path)
     with pytest.raises(FileNotFoundError):
         Delta.load(tmp_path / "nothing.safetensors")
+
+
+def test_a_delta_equals_itself_alone_and_can_be_a_key(model):
+    base, tuned, masks = model
+    one, other = (Delta.between(base, tuned, masks) for _ in range(2))
+    assert one == one
+    assert one != other
+    assert {one: 1, other: 2}[one] == 1

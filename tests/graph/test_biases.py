@@ -1,7 +1,10 @@
 """A bias is a leaf that is added to the outputs of one product, as it is, and to nothing else."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -61,6 +64,48 @@ def test_what_shifts_normalized_outputs_is_found_where_it_is_exact(name):
     bias = trace(model, {**PARAMS, "scale": jnp.ones(3)}, X).biases.get(("w",))
     seen = bias and (*bias.path, bias.is_subtracted, len(bias.scales))
     assert seen == expected
+
+
+HEADS = {
+    "heads": lambda p, x: jnp.einsum("rk,khd->rhd", x, p["heads"]) * p["wide"] - p["shift"],
+    "one factor a head": lambda p, x: (
+        jnp.einsum("rk,khd->rhd", x, p["heads"]) / p["tall"][:, None] + p["shift"]
+    ),
+    "heads at the end": lambda p, x: (
+        jnp.einsum("khd,rk->hdr", p["heads"], x) * p["wide"][:, :, None] + p["shift"][:, :, None]
+    ),
+    "one factor": lambda p, x: jnp.einsum("rk,khd->rhd", x, p["heads"]) / p["one"] + p["shift"],
+}
+
+
+@pytest.mark.parametrize("name", [*(name for name in NORMED if NORMED[name][1]), *HEADS])
+def test_a_bias_that_is_shifted_stands_for_what_is_added_to_the_product(name):
+    model, at, to = HEADS.get(name), "heads", "shift"
+    if model is None:
+        (model, (to, *_)), at = NORMED[name], "w"
+    shapes = {
+        **{name: array.shape for name, array in PARAMS.items()},
+        "scale": (3,),
+        "heads": (4, 2, 3),
+        "shift": (2, 3),
+        "wide": (2, 3),
+        "tall": (2,),
+        "one": (1, 1, 1),
+    }
+    params = {
+        key: jnp.linspace(1, 2 + i / 2, math.prod(shape)).reshape(shape) ** 2
+        for i, (key, shape) in enumerate(shapes.items())
+    }
+    graph = trace(model, params, X)
+    bias, read = graph.traced.biases[(at,)], graph.traced.model.reader
+    scales = [read({(key,): x for key, x in params.items()})(x.value) for x in bias.scales]
+    added = jnp.linspace(-1, 3, params[to].size)
+    shifted = bias.shift(params[to], added, scales)
+    # Rows of X are ones, so that the product is less by what the bias adds.
+    less = params[at] - added.reshape(params[to].shape) / 4
+    np.testing.assert_allclose(
+        model({**params, to: shifted, at: less}, X), model(params, X), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

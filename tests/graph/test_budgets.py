@@ -187,6 +187,18 @@ def test_parameters_of_another_shape_are_named():
         sparsity.budget(graph, macs=0.5)(params | {"head": jnp.ones((2, 2))})
 
 
+@pytest.mark.parametrize(("quantity", "across"), [("macs", "nbytes"), ("nbytes", True)])
+def test_groups_that_trade_another_cost_than_that_of_a_budget_are_an_error(quantity, across):
+    params, graph = case()
+    distribution = sparsity.budget(graph, **{quantity: 0.5})
+    remedy = {"macs": "True", "nbytes": "'nbytes'"}[quantity]
+    with pytest.raises(ValueError, match=rf"across = {across!r} keeps .* Use across = {remedy}\."):
+        distribution(params, scope=sparsity.Coupled(graph, across=across))
+    for fits in (False, {"macs": True, "nbytes": "nbytes"}[quantity]):
+        sparsities = distribution(params, scope=sparsity.Coupled(graph, across=fits))
+        assert 0 < sparsities["deep"] < 1
+
+
 # Under a global scope leaves trade weights: the cost of products counts, not that of leaves.
 
 

@@ -167,6 +167,17 @@ def test_the_picture_has_a_light_and_a_dark_bar_for_each_product():
     mpl.pyplot.close(ax.figure)
 
 
+def test_a_model_without_products_has_a_table_and_a_picture_without_bars():
+    graph = trace(lambda p, x: x * p["scale"], {"scale": jnp.ones(4)}, jnp.ones((2, 4)))
+    assert graph.macs() == graph.macs({"scale": np.ones(4)}) == 0
+    rows = [line.split() for line in graph.table({"scale": np.ones(4)}).splitlines()]
+    assert ["scale", "4", "no", "product", "0", "0", "0.0%"] in rows
+    assert ["dots", "and", "convolutions", "0", "0", "0.0%"] in rows
+    ax = graph.plot()
+    assert not ax.patches
+    mpl.pyplot.close(ax.figure)
+
+
 def test_a_graph_says_what_it_is():
     assert repr(language_model()).startswith("Graph(10 leaves, 8 uses, 7,760 MACs, 6 groups of")
 

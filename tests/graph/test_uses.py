@@ -1,5 +1,6 @@
 """What reads each leaf: the same for every framework, loop and layout."""
 
+import math
 import re
 
 import equinox as eqx
@@ -161,6 +162,19 @@ def test_a_model_has_the_same_products_axes_and_groups_in_every_framework(make):
 
 
 # Axes.
+
+
+@pytest.mark.parametrize("make", [linen, nnx_, haiku, equinox, plain, lambda: gather_and_dot()])
+def test_each_use_reads_the_operand_whose_axes_its_view_has(make):
+    for use in make().uses:
+        sizes = tuple(math.prod(factor.size for factor in axis) for axis in use.view.factors)
+        assert sizes == use.equation.inputs[use.operand].shape
+
+
+def gather_and_dot():
+    """A table that is looked up, and the first operand of a product."""
+    tokens = jax.ShapeDtypeStruct((5, 1), jnp.int32)
+    return traced(lambda p, x: p["head"] @ p["table"][x[:, 0]].T, tokens, table=(9, 4), head=(3, 4))
 
 
 def test_the_kernel_after_attention_contracts_heads_and_their_channels():

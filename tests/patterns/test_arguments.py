@@ -1,5 +1,6 @@
 """Wrong arguments of `select` and `move`, each refused by its name."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -65,3 +66,58 @@ def test_no_axis_indexes_slices_by_default(pattern):
         units = np.arange(pooled.size).reshape(pooled.shape) % 2
         np.testing.assert_array_equal(pattern.expand(units, shape), pattern.expand(units, shape, 0))
         assert pattern.count_kept(shape, 0.5) == pattern.count_kept(shape, 0.5, 0)
+
+
+@pytest.mark.parametrize("batch_axes", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("pattern", "least"),
+    [
+        (Unstructured(), 0),
+        (Block((2, 2)), 1),
+        (Channel(), 1),
+        (Channel(1), 2),
+        (Channel(-3), 3),
+        (NByM(1, 2), 1),
+        (NByM(1, 2, axis=2), 3),
+        (FanIn(2), 2),
+        (FanIn(2, 0), 1),
+        (FanIn(1, (0, -2)), 3),
+    ],
+    ids=str,
+)
+def test_a_slice_needs_the_axes_that_a_pattern_names(pattern, least, batch_axes):
+    pattern.check((2,) * (batch_axes + least), batch_axes, "layer/w")
+    if least:
+        shape = (2,) * (batch_axes + least - 1)
+        batch = f" (of which {batch_axes} leading are batch axes)" if batch_axes else ""
+        with pytest.raises(ValueError, match="filter_fn or custom_sparsity_map") as error:
+            pattern.check(shape, batch_axes, "layer/w")
+        assert f"parameter 'layer/w' of shape {shape}{batch}" in str(error.value)
+
+
+@PATTERNS
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 0, 4), (0, 4, 8)])
+def test_arrays_without_entries_have_empty_masks_and_counts_of_zero(pattern, shape):
+    batch_axes = len(shape) - 2
+    empty = np.zeros(shape, np.float32)
+    mask = pattern.select(empty, 0.5, batch_axes=batch_axes)
+    assert (mask.shape, mask.dtype) == (shape, np.uint8)
+    assert pattern.move(mask, empty, empty, 0.5, batch_axes=batch_axes).shape == shape
+    if 0 in shape[batch_axes:]:
+        assert pattern.count_kept(shape, 0.5, batch_axes) == 0
+
+
+@pytest.mark.parametrize("target", [0.044, 0.169, 0.346])
+def test_nm_keeps_n_of_m_at_a_target_whose_reciprocal_rounds_below(target):
+    # A compiler turns a division by a constant into a product with the rounded reciprocal.
+    target = np.float32(target)
+    assert target * (np.float32(1) / target) < 1
+    at = jax.jit(lambda sparsity: NByM(1, 4).select(SCORES, sparsity, target=target))
+    np.testing.assert_array_equal(at(target).reshape(-1, 4).sum(axis=1), [1] * 8)
+    np.testing.assert_array_equal(at(target * 0.99).reshape(-1, 4).sum(axis=1), [2] * 8)
+
+
+def test_nm_keeps_all_where_the_sparsity_is_0_as_a_float32():
+    for sparsity, kept in ((0.0, 32), (1e-60, 32), (1e-30, 16)):
+        assert NByM(2, 4).count_kept((4, 8), sparsity) == kept
+        assert NByM(2, 4).select(SCORES, sparsity).sum() == kept

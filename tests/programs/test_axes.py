@@ -1,11 +1,13 @@
 """Axes that are bound together, by their entries."""
 
+import numpy as np
 import pytest
 
 from sparsity.programs.axes import (
     Axis,
     Reason,
     count_entries,
+    find_kept,
     join_axes,
     label_entries,
     list_variables,
@@ -31,3 +33,19 @@ def test_repetitions_of_no_entries_are_pinned(times, other_times):
     one, other = (join_axes("product", [Axis(n), Axis(0)]) for n in (times, other_times))
     unify(one, other, REASON)
     assert all(variable.pin for axis in (one, other) for variable in list_variables(axis))
+
+
+def test_entries_that_stay_along_joined_axes_have_a_row_for_each_layer_that_differs():
+    one, other = Axis(2), Axis(3)
+    layers = np.array([[0, 2], [1, 2]])
+    product, total = join_axes("product", [one, other]), join_axes("sum", [one, other])
+    for kept, along_product, along_sum in (
+        ({one: np.array([1])}, [3, 4, 5], [1, 2, 3, 4]),
+        ({one: np.array([1]), other: np.array([0, 2])}, [3, 5], [1, 2, 4]),
+        ({other: layers}, [[0, 2, 3, 5], [1, 2, 4, 5]], [[0, 1, 2, 4], [0, 1, 3, 4]]),
+        ({one: np.array([1]), other: layers}, [[3, 5], [4, 5]], [[1, 2, 4], [1, 3, 4]]),
+        ({one: np.array([[0], [1]]), other: layers}, [[0, 2], [4, 5]], [[0, 2, 4], [1, 3, 4]]),
+    ):
+        assert find_kept(product, kept).tolist() == along_product
+        assert find_kept(total, kept).tolist() == along_sum
+    assert find_kept(product, {}) is None

@@ -67,9 +67,22 @@ def a_mask_that_is_sharded_otherwise_is_refused(devices):
         tx = train_only(optax.sgd(0.1), masks | {"rows": np.asarray(masks["rows"])})
         with pytest.raises(ValueError, match=r"'rows'.*\(2, 1\) parts.*param.sharding"):
             tx.init(params)
+        replicated = devices.put(np.asarray(params["rows"]))
+        with pytest.raises(ValueError, match=r"'rows'.*in \(1, 1\) parts, its mask in \(2, 1\)"):
+            train_only(optax.sgd(0.1), masks).init(params | {"rows": replicated})
+
+
+def a_mask_of_all_entries_fits_any_sharding(devices):
+    with jax.set_mesh(devices.mesh):
+        params, _ = draw(devices)
+        masks = dict.fromkeys(params) | {"both": np.ones(SHAPES["both"], np.uint8)}
+        tx = train_only(optax.sgd(0.1, momentum=0.9), masks)
+        (moments, *_) = jax.tree.leaves(tx.init(params))
+        assert moments.shape == SHAPES["both"]
 
 
 _BOTH = [
+    a_mask_of_all_entries_fits_any_sharding,
     parts_train_as_on_one_device_and_hold_their_own_state,
     a_mask_that_is_sharded_otherwise_is_refused,
 ]

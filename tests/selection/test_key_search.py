@@ -105,6 +105,20 @@ def test_counts_are_of_eligible_keys_strictly_above():
             np.testing.assert_array_equal(part.eligible(), expected[1])
 
 
+def test_padding_is_not_eligible_where_zeros_are():
+    rng = np.random.default_rng(0)
+    leaves, expected = [], []
+    for shape in [(3, 5), (2, 1200), (1, 49_999)]:
+        where = rng.integers(0, 2, shape).astype(np.uint8)
+        scores = Scores.wrap(rng.random(shape, np.float32))
+        leaves.append(Ranked(scores, jnp.asarray(where), batch_axes=1, eligible_is_zero=True))
+        expected += np.sum(where == 0, axis=1).tolist()
+    parts, _ = visits.arrange(leaves)
+    assert any(leaf.sizes is not None for part in parts for leaf in part.leaves)
+    counted = [jnp.sum(part.eligible(), axis=1).tolist() for part in parts]
+    assert [count for part in counted for count in part] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):

@@ -235,3 +235,15 @@ def test_functions_without_derivatives_are_cut_and_stay_without(activation, loop
     assert jnp.allclose(small.apply(small.params, x), fn(masked, x), atol=1e-5)
     with pytest.raises(NotImplementedError, match="forward-only"):
         jax.grad(lambda p: small.apply(p, x).sum())(small.params)
+
+
+def test_a_state_may_hold_numbers_and_integers_below_a_parameter_but_no_other_floats():
+    params, x = mlp()
+    graph = trace(lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"], params, x)
+    masks = {"up": np.tile(np.arange(8) < 4, (5, 1)).astype(np.uint8), "down": None}
+    stats = {"norm": jnp.float32(2), "steps": jnp.arange(3)}
+    small = shrink(graph, params, masks, {"trace": params, "stats": {"up": stats}})
+    assert jax.tree.map(jnp.shape, small.opt_state["trace"]) == {"up": (5, 4), "down": (4, 2)}
+    jax.tree.map(np.testing.assert_array_equal, small.opt_state["stats"], {"up": stats})
+    with pytest.raises(ValueError, match=r"leaf 'stats/up/rows' of shape \(3,\) for 'up' of shape"):
+        shrink(graph, params, masks, {"trace": params, "stats": {"up": {"rows": jnp.ones(3)}}})

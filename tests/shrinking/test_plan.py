@@ -132,3 +132,20 @@ def test_plans_are_composed_in_the_order_of_the_cuts():
     np.testing.assert_array_equal(first.then(second).kept["w",][1], [1, 5])
     with pytest.raises(ValueError, match=r"'w' of shape \(2, 6\), this plan leaves \(2, 2\)"):
         second.then(first)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        ([1, 3, 5], [[0, 1], [1, 2]], [[1, 3], [3, 5]]),
+        ([[0, 1, 2], [3, 4, 5]], [0, 2], [[0, 2], [3, 5]]),
+        ([[0, 1, 2], [3, 4, 5]], [[0, 1], [1, 2]], [[0, 1], [4, 5]]),
+    ],
+)
+def test_plans_of_layers_that_keep_different_channels_are_composed_layer_by_layer(
+    first, second, both
+):
+    cuts = [
+        Plan({("w",): {1: np.array(x)}}, {("w",): (2, n)}) for x, n in ((first, 6), (second, 3))
+    ]
+    np.testing.assert_array_equal(cuts[0].then(cuts[1]).kept["w",][1], both)

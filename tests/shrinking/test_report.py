@@ -76,6 +76,16 @@ def test_the_model_before_and_the_smaller_one_are_measured(model, monkeypatch):
     np.testing.assert_allclose(after, small.apply(small.params, x), rtol=1e-6)
 
 
+def test_both_models_are_compiled_before_they_are_measured(model, monkeypatch):
+    _, params, x, small = model
+    module, measured = importlib.import_module("sparsity.shrinking.shrink"), []
+    monkeypatch.setattr(module, "time_in_turn", lambda *programs, rounds: measured.extend(programs))
+    small.measure(params, x)
+    for program in measured:
+        text = program.func.lower(*program.args).as_text()
+        assert text.count("dot_general") == 2
+
+
 @pytest.mark.slow
 def test_a_module_with_functions_among_its_leaves_is_measured():
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))

@@ -50,6 +50,63 @@ def test_updates_that_depend_on_zeros_among_gradients_of_one_sign_are_refused(re
         )
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_optimizer_that_fails_on_other_shapes_is_refused_with_what_it_says(error):
+    def update(grads, state, params=None):
+        if grads["w"].size < 40:
+            raise error("forty entries")
+        return grads, state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    params = {"w": jnp.ones(40)}
+    with pytest.raises(
+        ValueError, match=r"train the tiny model .* or none\. It says: forty"
+    ) as caught:
+        check_updates(
+            tx,
+            params,
+            tx.init(params),
+            mask=lambda path, array: array,
+            cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
+            cut_state=lambda state: state,
+            model="tiny model",
+            remedy="none",
+        )
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_gradients_that_compare_have_both_signs_twice_and_then_one():
+    seen = []
+
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda g: seen.append(np.array(g)), grads["w"])
+        is_late = state >= 5
+        return jax.tree.map(lambda g: g * is_late, grads), state + 1
+
+    tx = optax.GradientTransformation(lambda params: jnp.int32(0), update)
+    params = {"w": jnp.ones(40)}
+    largest = check_updates(
+        tx,
+        params,
+        tx.init(params),
+        mask=lambda path, array: array * (np.arange(40) < 20),
+        cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
+        cut_state=lambda state: state,
+        model="small model",
+        remedy="none",
+    )
+    jax.effects_barrier()
+    assert largest == 0
+    # Updates of 0 are no comparison: the sixth is the first of others.
+    masked = [grads for grads in seen if grads.size == 40]
+    assert len(masked) == 6
+    assert not any(grads[20:].any() for grads in masked)
+    assert [{*np.sign(grads[:20]).tolist()} for grads in masked] == [
+        {-1, 1}, {-1, 1}, {1}, {-1}, {-1, 1}, {-1, 1}
+    ]  # fmt: skip
+    assert len({grads.tobytes() for grads in masked}) == 6
+
+
 @pytest.mark.parametrize("cut", [sparsity.compact, sparsity.shrink])
 def test_a_state_of_other_parameters_is_refused_by_its_paths(cut):
     params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}

@@ -221,3 +221,13 @@ def test_only_updaters_that_never_regrow_take_an_optimizer_of_chosen_entries():
 def test_ordinary_states_are_resettable(params):
     for tx in (optax.sgd(0.1), optax.adam(0.1), optax.adafactor(0.1)):
         regrow.check_resettable(params, tx.init(params))
+
+
+@pytest.mark.parametrize(("count", "first"), [(None, 0), (0, 0), (7, 7)])
+def test_a_hook_may_give_the_first_count_as_a_number_or_leave_it_out(count, first):
+    class Own(sparsity.MagnitudePruning):
+        def init_state(self, params):
+            return super().init_state(params)._replace(count=count)
+
+    state = Own().wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 3))})
+    assert (int(state.count), state.count.dtype) == (first, jnp.int32)

@@ -1,6 +1,7 @@
 """The table of hooks in docs/howto/own_algorithm.md says when each is called and what it sets."""
 
 import ast
+import inspect
 import re
 
 import jax.numpy as jnp
@@ -92,3 +93,13 @@ def test_an_override_sets_what_the_table_says_unless_the_class_states_it(hook):
         "Certain", (type("Base", (sparsity.BaseUpdater,), {"regrows": True}),), {hook: override}
     )
     assert certain.regrows is True
+
+
+@pytest.mark.parametrize("kind", [Updater, *sparsity.ALGORITHM_REGISTRY.values()])
+def test_hooks_take_what_the_library_offers_by_name_alone(kind):
+    for hook in ROWS.keys() - QUESTIONS:
+        parameters = inspect.signature(getattr(kind, hook)).parameters
+        for name in parameters.keys() & {"sites", "draw", "is_lazy"}:
+            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, (hook, name)
+        kinds = [parameter.kind for parameter in parameters.values()]
+        assert inspect.Parameter.POSITIONAL_ONLY not in kinds, hook
