@@ -8,7 +8,7 @@ others, so that the search repeats until it proves no further channel.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -16,16 +16,16 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.graph.channels.cuts import AxisArrays
 from sparsity.programs.axes import Axis, KeptIndices
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
+Evidence: TypeAlias = Mapping[Path, Mapping[int, Sequence[np.ndarray]]]  # as in `Plan`
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
 def find_dead(
     graph: Graph, masks: Mapping[Path, jax.Array]
-) -> tuple[dict[Axis, np.ndarray], dict[Path, dict[int, np.ndarray]]]:
+) -> tuple[dict[Axis, np.ndarray], Evidence]:
     """Returns the channels that stay of each group that loses some, and what the cut relies on.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
@@ -37,8 +37,8 @@ def find_dead(
 
     Returns:
       {variable: channels that stay}, [layers, indices] where layers choose for themselves; and
-      {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all masked,
-      or removed before: what the proofs rely on.
+      {path: {axis: indices for each layer}}, removed indices whose entries were all masked, or
+      removed before: what the proofs rely on.
 
     Raises:
       ValueError: masks remove all channels of a group.
@@ -50,14 +50,14 @@ def find_dead(
         _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
-    evidence: dict[Path, dict[int, np.ndarray]] = {}
+    is_masked: dict[Path, dict[int, np.ndarray]] = {}
     while masked:
         dead = proofs.find_removable(masked)
         changed = set()
         for group in masked:
             removable = _choose_removable(dead[group], removed[group])
             if removable.any():
-                _note_masked(group, masked[group] & removable[..., None], graph, evidence)
+                _note_masked(group, masked[group] & removable[..., None], graph, is_masked)
                 removed[group] |= removable
                 changed |= _remove(group, removable[..., None] & ~masked[group], live)
         affected = [g for g in groups if any(path in changed for path, _ in g.members)]
@@ -67,10 +67,14 @@ def find_dead(
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
             kept[group.variable] = rows if group.layers else rows[0]
+    evidence = {
+        path: {axis: [np.flatnonzero(row) for row in rows] for axis, rows in axes.items()}
+        for path, axes in is_masked.items()
+    }
     return kept, evidence
 
 
-def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
+def find_group_in_use(graph: Graph, kept: KeptIndices, masked: Evidence) -> ChannelGroup | None:
     """Returns a group that still needs removed channels, or `None`.
 
     Args:
@@ -85,8 +89,13 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> Ch
             is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
             for number, ((path, axis), positions) in enumerate(members):
-                if axis in masked.get(path, {}):
-                    is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
+                rows = masked.get(path, {}).get(axis)
+                if rows is None:
+                    is_masked[..., number] = True
+                    continue
+                noted = np.stack([np.isin(positions, row).all(axis=1) for row in rows])
+                is_layered = len(noted) == len(is_masked)
+                is_masked[..., number] = noted if is_layered else noted.all(axis=0)
             cases[group] = is_masked & removed[group][..., None]
     dead = _Proofs(graph).find_removable(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
@@ -206,15 +215,15 @@ def _note_masked(
     group: ChannelGroup,
     masked: np.ndarray,
     graph: Graph,
-    evidence: dict[Path, dict[int, np.ndarray]],
+    is_masked: dict[Path, dict[int, np.ndarray]],
 ) -> None:
-    """Adds bool[layers, channels, members] of removed channels to what the cut relies on."""
+    """Adds bool[layers, channels, members] of removed channels to {path: {axis: bool}}."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
         size = graph.parameters.find_shape(path)[axis]
         noted = np.zeros((len(masked), size), bool)
         noted[:, positions] = masked[..., number, None]
-        axes = evidence.setdefault(path, {})
+        axes = is_masked.setdefault(path, {})
         axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | noted
 
 

@@ -365,6 +365,41 @@ def test_arguments_under_which_the_model_reads_what_masks_leave_are_refused():
     np.testing.assert_allclose(small.apply(small.params, x, True), expected, rtol=1e-6)
 
 
+def test_a_stored_plan_refuses_arguments_under_which_the_model_reads_what_masks_leave():
+    def fn(params, x, is_soft):
+        hidden = (jax.nn.softplus if is_soft else jax.nn.relu)(x @ params["up"])
+        return hidden @ params["down"]
+
+    params, x = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}, jnp.ones((5, 3))
+    masks = {"up": jnp.ones((3, 4)).at[:, 1].set(0)}
+    graph = trace(fn, params, x, False)
+    small = shrink(graph, params, masks)
+    assert small.params["up"].shape == (3, 3)
+    expected = fn(masked_by(params, masks | {"down": None}), x[:2], False)
+    stored = Plan.from_json(small.plan.to_json())
+    assert stored == small.plan
+    # A channel of `down` goes in the second cut, which relies on nothing of `up`.
+    later = shrink(small.graph, small.params, {"down": jnp.ones((3, 2)).at[2].set(0)})
+    both = small.plan.then(later.plan)
+    soft = trace(fn, params, x, True)
+    np.testing.assert_allclose(stored.apply(graph, small.params, x[:2], False), expected)
+    np.testing.assert_allclose(
+        both.apply(graph, later.params, x, False), later.apply(later.params, x, False)
+    )
+    for plan, arrays in ((stored, small.params), (both, later.params)):
+        for other in (graph, soft):
+            with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+                plan.apply(other, arrays, x, True)
+        with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+            shrink(soft, params, plan)
+    # Without the first cut, softplus reads nothing that masks leave.
+    masks = {"down": jnp.ones((4, 2)).at[1].set(0)}
+    small = shrink(graph, params, masks)
+    stored = Plan.from_json(small.plan.to_json())
+    expected = fn(masked_by(params, masks | {"up": None}), x, True)
+    np.testing.assert_allclose(stored.apply(soft, small.params, x, True), expected, rtol=1e-6)
+
+
 def test_packed_masks_are_refused():
     fn = lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]  # noqa: E731
     params = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}
