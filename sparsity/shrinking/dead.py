@@ -26,7 +26,7 @@ Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor
 def find_dead(
     graph: Graph, masks: Mapping[Path, jax.Array]
 ) -> tuple[dict[Axis, np.ndarray], Evidence]:
-    """Returns the channels that stay of each group that loses some, and what the cut relies on.
+    """Returns the channels that stay of each group that loses some, and the evidence of the cut.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
     one: where more channels are dead, the first ones go.
@@ -36,9 +36,9 @@ def find_dead(
       masks: {path: mask of the shape of the parameter}; parameters without a mask are dense.
 
     Returns:
-      {variable: channels that stay}, [layers, indices] where layers choose for themselves; and
-      {path: {axis: indices for each layer}}, removed indices whose entries were all masked, or
-      removed before: what the proofs rely on.
+      {variable: channels that stay}, [layers, indices] where layers choose for themselves; and the
+      evidence, {path: {axis: indices for each layer}}: removed indices whose entries were all
+      masked, or removed before.
 
     Raises:
       ValueError: masks remove all channels of a group.
@@ -50,14 +50,14 @@ def find_dead(
         _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
-    is_masked: dict[Path, dict[int, np.ndarray]] = {}
+    evidence: dict[Path, dict[int, np.ndarray]] = {}
     while masked:
         dead = proofs.find_removable(masked)
         changed = set()
         for group in masked:
             removable = _choose_removable(dead[group], removed[group])
             if removable.any():
-                _note_masked(group, masked[group] & removable[..., None], graph, is_masked)
+                _note_evidence(group, masked[group] & removable[..., None], graph, evidence)
                 removed[group] |= removable
                 changed |= _remove(group, removable[..., None] & ~masked[group], live)
         affected = [g for g in groups if any(path in changed for path, _ in g.members)]
@@ -67,20 +67,19 @@ def find_dead(
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
             kept[group.variable] = rows if group.layers else rows[0]
-    evidence = {
+    return kept, {
         path: {axis: [np.flatnonzero(row) for row in rows] for axis, rows in axes.items()}
-        for path, axes in is_masked.items()
+        for path, axes in evidence.items()
     }
-    return kept, evidence
 
 
-def find_group_in_use(graph: Graph, kept: KeptIndices, masked: Evidence) -> ChannelGroup | None:
+def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> ChannelGroup | None:
     """Returns a group that still needs removed channels, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.
       kept: {variable: channels that stay}.
-      masked: what the cut relies on, from `find_dead` with the graph that chose the channels.
+      evidence: the evidence of the cut, as in `Plan`.
     """
     cases, removed = {}, {}
     for group in graph.groups:
@@ -89,7 +88,7 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, masked: Evidence) -> Chan
             is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
             for number, ((path, axis), positions) in enumerate(members):
-                rows = masked.get(path, {}).get(axis)
+                rows = evidence.get(path, {}).get(axis)
                 if rows is None:
                     is_masked[..., number] = True
                     continue
@@ -211,11 +210,11 @@ def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
     return removable
 
 
-def _note_masked(
+def _note_evidence(
     group: ChannelGroup,
     masked: np.ndarray,
     graph: Graph,
-    is_masked: dict[Path, dict[int, np.ndarray]],
+    evidence: dict[Path, dict[int, np.ndarray]],
 ) -> None:
     """Adds bool[layers, channels, members] of removed channels to {path: {axis: bool}}."""
     members = zip(group.members, group.positions, strict=True)
@@ -223,7 +222,7 @@ def _note_masked(
         size = graph.parameters.find_shape(path)[axis]
         noted = np.zeros((len(masked), size), bool)
         noted[:, positions] = masked[..., number, None]
-        axes = is_masked.setdefault(path, {})
+        axes = evidence.setdefault(path, {})
         axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | noted
 
 
