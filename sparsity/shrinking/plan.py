@@ -19,7 +19,7 @@ from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
 from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
-from sparsity.shrinking.smaller import Smaller
+from sparsity.shrinking.interpreter import CutInterpreter
 from sparsity.training.base_updater import BaseUpdater
 
 _FORMAT = 2  # of the text of a plan
@@ -124,8 +124,8 @@ class Plan:
         retraced = retrace(graph, example, *args)
         chosen = solve_kept(retraced.removal.list_axes(), self)
         check_proven(retraced, chosen, self)
-        smaller = Smaller(retraced.removal, chosen)
-        outputs = smaller.run(retraced.model.program, [*arrays, *inputs])
+        interpreter = CutInterpreter(retraced.removal, chosen)
+        outputs = interpreter.run(retraced.model.program, [*arrays, *inputs])
         return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
