@@ -26,7 +26,7 @@ _FORMAT = 2  # of the text of a plan
 
 
 class _Leaf(NamedTuple):
-    """A leaf in the text of a plan."""
+    """A parameter in the text of a plan."""
 
     path: Path
     shape: tuple[int, ...]
@@ -66,13 +66,15 @@ class Plan:
             check_kind(name, getattr(self, name), Mapping, "a dict with a path as each key")
         for path, axes in self.kept.items():
             if path not in self.shapes:
-                raise ValueError(f"The plan has no shape of the leaf {trees.join_names(path)!r}.")
+                raise ValueError(
+                    f"The plan has no shape of the parameter {trees.join_names(path)!r}."
+                )
             check_kind(f"kept[{path!r}]", axes, Mapping, "a dict {axis: indices}")
             check_kind(f"shapes[{path!r}]", self.shapes[path], tuple, "a tuple of sizes")
             for axis, index in axes.items():
                 if fault := _fault(index, axis, self.shapes[path]):
                     raise ValueError(
-                        f"The plan keeps of the leaf {trees.join_names(path)!r}, shape "
+                        f"The plan keeps of the parameter {trees.join_names(path)!r}, shape "
                         f"{self.shapes[path]}, along axis {axis}: {fault}."
                     )
         for path, by_axis in self.evidence.items():
@@ -81,7 +83,7 @@ class Plan:
                 kept = self.kept.get(path, {}).get(axis)
                 if kept is None or not _are_removed(rows, kept, self.shapes[path][axis]):
                     raise ValueError(
-                        f"evidence must have removed indices of axis {axis} of the leaf "
+                        f"evidence must have removed indices of axis {axis} of the parameter "
                         f"{trees.join_names(path)!r}, ascending, for each layer that keeps "
                         f"different ones, got {rows!r:.80}."
                     )
@@ -178,7 +180,7 @@ class Plan:
         """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is no plan; the error names the leaf and the axis.
+          ValueError: the text is no plan; the error names the parameter and the axis.
         """
         try:
             stored = json.loads(text, object_pairs_hook=unique_keys)
@@ -197,7 +199,7 @@ class Plan:
         """Composes two cuts: this plan, then `later`, made for the model that this plan leaves.
 
         Raises:
-          ValueError: `later` has a leaf of another shape than this plan leaves.
+          ValueError: `later` has a parameter of another shape than this plan leaves.
         """
         check_kind("later", later, Plan, "a Plan")
         kept = {path: dict(axes) for path, axes in self.kept.items()}
@@ -240,41 +242,41 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
 
 
 def _parse_leaf(leaf: object) -> _Leaf:
-    """Reads a leaf in the text of a plan."""
+    """Reads a parameter in the text of a plan."""
     if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept", "evidence"}:
-        raise ValueError(f"the leaf {leaf!r:.80} must have a path, a shape, kept, and evidence")
+        raise ValueError(f"{leaf!r:.80} in leaves must have path, shape, kept, and evidence")
     path, shape = leaf["path"], leaf["shape"]
     if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
         raise ValueError(f"the path {path!r} is no list of strings")
     name = trees.join_names(path)
     if not _are_sizes(shape):
-        raise ValueError(f"the shape {shape!r} of the leaf {name!r} is no list of sizes")
+        raise ValueError(f"the shape {shape!r} of the parameter {name!r} is no list of sizes")
     kept, evidence = {}, {}
     for axis, index in _parse_axes(leaf["kept"], name, shape).items():
         rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
         if not all(map(_are_sizes, rows)) or len(set(map(len, rows))) > 1:
             raise ValueError(
-                f"axis {axis} of the leaf {name!r} must keep indices from 0 on, or a list of "
+                f"axis {axis} of the parameter {name!r} must keep indices from 0 on, or a list of "
                 f"equally many for each layer, got {index!r:.80}"
             )
         kept[axis] = np.array(index, np.int64)
     for axis, rows in _parse_axes(leaf["evidence"], name, shape).items():
         if not isinstance(rows, list) or not all(map(_are_sizes, rows)):
             raise ValueError(
-                f"the evidence for axis {axis} of the leaf {name!r} must be a list of indices for "
-                f"each layer, got {rows!r:.80}"
+                f"the evidence for axis {axis} of the parameter {name!r} must list indices for each "
+                f"layer, got {rows!r:.80}"
             )
         evidence[axis] = [np.array(row, np.int64) for row in rows]
     return _Leaf(tuple(path), tuple(shape), kept, evidence)
 
 
 def _parse_axes(stored: object, name: str, shape: Sequence[int]) -> dict[int, PyTree]:
-    """Returns {axis: value} of a leaf in the text of a plan."""
+    """Returns {axis: value} of a parameter in the text of a plan."""
     if not isinstance(stored, dict):
-        raise ValueError(f"the leaf {name!r} has no axes in {stored!r:.80}")
+        raise ValueError(f"the parameter {name!r} has no axes in {stored!r:.80}")
     for axis in stored:
         if axis not in map(str, range(len(shape))):
-            raise ValueError(f"the leaf {name!r} of shape {shape} has no axis {axis!r}")
+            raise ValueError(f"the parameter {name!r} of shape {shape} has no axis {axis!r}")
     return {int(axis): value for axis, value in stored.items()}
 
 
@@ -284,7 +286,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
-    """Says why an axis of a leaf cannot keep these indices; `None` where nothing is wrong."""
+    """Says why an axis of a parameter cannot keep these indices; `None` where nothing is wrong."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
     if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":

@@ -71,7 +71,7 @@ def test_parameters_without_a_leaf_of_the_graph_are_refused(function):
     else:
         with pytest.raises(ValueError, match=r"a leaf 'down' of shape \(4, 2\).*complete tree"):
             function(graph, params, masks)
-    with pytest.raises(ValueError, match="have no leaf 'params/down', with which the graph"):
+    with pytest.raises(ValueError, match="have no 'params/down', with which the graph"):
         function(graph, {"up": params["up"]}, masks)
 
 
