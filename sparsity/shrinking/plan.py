@@ -263,7 +263,7 @@ def _parse_leaf(leaf: object) -> _Leaf:
     for axis, rows in _parse_axes(leaf["evidence"], name, shape).items():
         if not isinstance(rows, list) or not all(map(_are_sizes, rows)):
             raise ValueError(
-                f"the evidence for axis {axis} of the parameter {name!r} must list indices for each "
+                f"evidence for axis {axis} of the parameter {name!r} must list indices for each "
                 f"layer, got {rows!r:.80}"
             )
         evidence[axis] = [np.array(row, np.int64) for row in rows]
