@@ -37,6 +37,9 @@ class Graph:
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
 
+    The attributes `model`, `tracker`, `removal`, `costs`, `parameters` and `retraced` are internal
+    to the package and may change.
+
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}
@@ -51,7 +54,7 @@ class Graph:
 
     def __init__(self, model: Model) -> None:
         self.leaves, self.state = list(model.leaves), model.state
-        # The parts that the package asks, and no page shows.
+        # Internal to the package.
         self.model = model  # the traced program
         self.tracker = Tracker(model)  # arrays that hold entries of parameters
         self.uses = self.tracker.uses
