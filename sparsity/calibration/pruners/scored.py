@@ -35,7 +35,7 @@ from sparsity.masks import (
 )
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.share import share
+from sparsity.programs.reuse import share
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 

@@ -25,7 +25,7 @@ from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import share_at_call
 
 
 class Lockstep:

@@ -31,7 +31,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import share_at_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
 from sparsity.graph.graph import retrace
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import share_at_call
 
 
 def calibrate(
