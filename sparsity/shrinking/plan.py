@@ -386,9 +386,17 @@ def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
-    if any(plan.evidence.values()) and (group := find_group_in_use(graph, chosen, plan.evidence)):
+    for group in graph.groups:
+        index = chosen.get(group.variable)
+        if index is not None and index.ndim == 2 and len(index) != group.layers:
+            raise ValueError(
+                f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
+                "layers, which this model does not run as a scan. It was made for another model, "
+                "or for other flags."
+            )
+    if any(plan.evidence.values()) and (in_use := find_group_in_use(graph, chosen, plan.evidence)):
         raise ValueError(
-            f"The masks remove channels of {group.name!r} in part, and with these arguments the "
+            f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
             "model reads what they leave. Trace the model with these arguments before the cut, or "
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )
