@@ -177,7 +177,7 @@ def test_rooms_import_only_from_those_below_them(path):
     assert above == []
 
 
-def test_parts_of_graph_import_only_from_those_above_them():
+def test_parts_of_graph_import_only_from_those_below_them():
     floor_of = {part: floor for floor, parts in enumerate(PARTS) for part in parts}
     graph = PACKAGE / "graph"
     climbs = {}

@@ -1,13 +1,13 @@
 """Queries about a traced model, in any framework: uses of weights, costs, coupled channels.
 
 `trace` reads the program of a model as a `Model`, and makes a `Graph` of analyses of the program.
-Each analysis answers one question, is made from the `Model` and earlier analyses, and imports only
-parts above it:
+Each analysis answers one question, is made from the `Model` and analyses below it in this list, and
+imports only from these:
 
+- `costs.py`: how many multiply-adds and bytes does the model need, with masks or without channels?
+- `removal/`: why may a channel be removed?
+- `channels/`: which entries are removed together with a channel?
 - `readers/`: which products read a parameter, along which of its axes?
-- `channels/`: which entries go together with a channel?
-- `removal/`: why may a channel go?
-- `costs.py`: how many multiply-adds and bytes are that, with masks or without channels?
 
 Pruners and distributions ask a `Graph`: `scope/` holds `Coupled`, `budgets.py` holds `budget`.
 """

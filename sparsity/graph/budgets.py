@@ -106,7 +106,8 @@ class Budget:
             least = float(cost / dense)
             raise ValueError(
                 f"budget({self.quantity}={self.share}) cannot be met: {fewest} leave "
-                f"{math.ceil(least * 1e4) / 1e4} of the cost. Select more leaves, or allow more."
+                f"{math.ceil(least * 1e4) / 1e4} of the cost. "
+                "Select more parameters, or allow more."
             )
         lowest = lowest_sparsity(lambda sparsity: count(spread(sparsity)) <= allowed)
         targets = spread(lowest)

@@ -37,6 +37,9 @@ class Graph:
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
 
+    The attributes `model`, `tracker`, `removal`, `costs`, `parameters` and `retraced` are internal
+    to the package and may change.
+
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}
@@ -51,7 +54,7 @@ class Graph:
 
     def __init__(self, model: Model) -> None:
         self.leaves, self.state = list(model.leaves), model.state
-        # The parts that the package asks, and no page shows.
+        # Internal to the package.
         self.model = model  # the traced program
         self.tracker = Tracker(model)  # arrays that hold entries of parameters
         self.uses = self.tracker.uses
@@ -75,7 +78,7 @@ class Graph:
 
     def __repr__(self) -> str:
         return (
-            f"Graph({len(self.leaves)} leaves, {len(self.uses)} uses, {self.macs():,} MACs, "
+            f"Graph({len(self.leaves)} parameters, {len(self.uses)} uses, {self.macs():,} MACs, "
             f"{len(self.groups)} groups of channels)"
         )
 
@@ -87,8 +90,8 @@ class Graph:
         The costliest branch of a `cond` counts, and one trip of a `while`.
 
         Args:
-          masks: tree of masks, `None` for dense leaves: a product of a masked parameter costs
-            its density. All parameters are dense by default.
+          masks: tree of masks, `None` for dense parameters: a product of a masked parameter costs
+            its density. All are dense by default.
 
         Returns:
           The number of multiply-adds.
@@ -134,7 +137,7 @@ class Graph:
         total = self.macs()
         masked = None if masks is None else self.macs(masks)
         costs = ("MACs", *(["left"] if masked is not None else []), "share")
-        table = extras.make_table(("leaf", "shape", "read by", "contracts"), costs)
+        table = extras.make_table(("parameter", "shape", "read by", "contracts"), costs)
         table.add_column("axis: group")
 
         def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
@@ -251,18 +254,18 @@ class Graph:
         """Returns a `sparsity_type`: constant fan-in along all axes that products contract.
 
         Of a convolution these are the input channels and the window. Axes that index separate
-        products count as outputs unless `batch_axes` of the pruner covers them. Leaves that no
-        product contracts are unstructured.
+        products count as outputs unless `batch_axes` of the pruner covers them. Parameters that
+        no product contracts are unstructured.
 
         Args:
           group: neighbouring outputs that read the same inputs.
-          otherwise: "dense" keeps all leaves dense that cannot have the pattern, whatever the
+          otherwise: "dense" keeps all parameters dense that cannot have the pattern, whatever the
             distribution selects, in place of errors and of unstructured masks. A last group of
             fewer outputs fits.
 
         Returns:
           A function of (path, param) that returns a `FanIn`; it raises a ValueError that names the
-          leaf if two products contract different axes, or if a reshape made a part of a contracted
+          path if two products contract different axes, or if a reshape made a part of a contracted
           axis an output.
         """
         return SharedInputs(self, group, otherwise=otherwise)
@@ -271,12 +274,12 @@ class Graph:
 
     @property
     def groups(self) -> list[ChannelGroup]:
-        """The channels that can be removed, in the order of the leaves."""
+        """The channels that can be removed, in the order of the parameters."""
         return self.removal.channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
-        """The axes that cannot lose channels, in the order of the leaves.
+        """The axes that cannot lose channels, in the order of the parameters.
 
         Windows of convolutions, and the positions of an image that is flattened with its channels,
         are no channels and are left out.

@@ -143,9 +143,10 @@ def _find_carried(
 ) -> dict[int, int]:
     """Returns {number of an output: number of the parameter that it becomes in the next call}.
 
-    Places and shapes do not tell: a hidden layer may be returned in a tuple like that of the
-    parameters, and have the shape of a weight. So a state has a name; and a multiplied parameter is
-    a state only if the output is computed from it without a product between, as a cache is.
+    Position and shape are not enough: a hidden layer may be returned in a tuple and have the shape
+    of a weight. An output is state only if the end of its path that equals the path of the
+    parameter contains a name. If a product reads the parameter, the output must also be computed
+    from the parameter without a product in between.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     sources = _Sources(program, program.inputs[: len(leaves)])

@@ -145,7 +145,7 @@ class Parameters:
         matches = [parameter for parameter in ends if len(parameter.path) == len(ends[0].path)]
         if len(matches) != 1:
             raise ValueError(
-                f"The {role} have a leaf {trees.join_names(path)!r} of shape {shape}, of which the "
+                f"The {role} have {trees.join_names(path)!r} of shape {shape}, of which the "
                 f"graph has {len(matches)}: it knows "
                 f"{trees.listed([parameter.name for parameter in self._leaves])}."
             )
@@ -189,7 +189,7 @@ class Parameters:
         return matched
 
     def check_complete(self, params: PyTree) -> None:
-        """Raises a ValueError unless each collection, such as 'params', has all leaves."""
+        """Raises a ValueError unless each collection, such as 'params', is complete."""
         matched = self.match(params)
         paths = {parameter.path for parameter in matched.values()}
         # A tree of nested collections may hold some of them.
@@ -199,7 +199,7 @@ class Parameters:
                 parameter.path[: len(part)] == part for part in parts
             ):
                 raise ValueError(
-                    f"The params have no leaf {parameter.name!r}, with which the graph was traced. "
+                    f"The params have no {parameter.name!r}, with which the graph was traced. "
                     "Give all parameters, or trace the model without this one."
                 )
 

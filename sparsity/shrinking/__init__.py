@@ -2,8 +2,8 @@
 
 `shrink` takes three steps: `dead.find_dead` proves which channels masks leave dead, `plan_cut`
 writes the indices that stay as a `Plan`, and `cutting` takes these indices of the parameters, the
-masks and the optimizer's state. `Plan.apply` runs the traced program at the smaller sizes, by the
-interpreter `Smaller`.
+masks and the optimizer's state. `Plan.apply` runs the traced program at the smaller sizes, by
+`CutInterpreter`.
 """
 
 from sparsity.shrinking.plan import Plan

@@ -20,8 +20,8 @@ from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
+from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
-from sparsity.shrinking.smaller import take
 from sparsity.training import entrywise_check
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState

@@ -8,7 +8,7 @@ others, so that the search repeats until it proves no further channel.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -16,17 +16,17 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.graph.channels.cuts import AxisArrays
 from sparsity.programs.axes import Axis, KeptIndices
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
+Evidence: TypeAlias = Mapping[Path, Mapping[int, Sequence[np.ndarray]]]  # as in `Plan`
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
 def find_dead(
     graph: Graph, masks: Mapping[Path, jax.Array]
-) -> tuple[dict[Axis, np.ndarray], dict[Path, dict[int, np.ndarray]]]:
-    """Returns the channels that stay of each group that loses some, and what the cut relies on.
+) -> tuple[dict[Axis, np.ndarray], Evidence]:
+    """Returns the channels that stay of each group that loses some, and the evidence of the cut.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
     one: where more channels are dead, the first ones go.
@@ -36,9 +36,9 @@ def find_dead(
       masks: {path: mask of the shape of the parameter}; parameters without a mask are dense.
 
     Returns:
-      {variable: channels that stay}, [layers, indices] where layers choose for themselves; and
-      {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all masked,
-      or removed before: what the proofs rely on.
+      {variable: channels that stay}, [layers, indices] where layers choose for themselves; and the
+      evidence, {path: {axis: indices for each layer}}: removed indices whose entries were all
+      masked, or removed before.
 
     Raises:
       ValueError: masks remove all channels of a group.
@@ -57,7 +57,7 @@ def find_dead(
         for group in masked:
             removable = _choose_removable(dead[group], removed[group])
             if removable.any():
-                _note_masked(group, masked[group] & removable[..., None], graph, evidence)
+                _note_evidence(group, masked[group] & removable[..., None], graph, evidence)
                 removed[group] |= removable
                 changed |= _remove(group, removable[..., None] & ~masked[group], live)
         affected = [g for g in groups if any(path in changed for path, _ in g.members)]
@@ -67,16 +67,19 @@ def find_dead(
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
             kept[group.variable] = rows if group.layers else rows[0]
-    return kept, evidence
+    return kept, {
+        path: {axis: [np.flatnonzero(row) for row in rows] for axis, rows in axes.items()}
+        for path, axes in evidence.items()
+    }
 
 
-def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> ChannelGroup | None:
+def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> ChannelGroup | None:
     """Returns a group that still needs removed channels, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.
       kept: {variable: channels that stay}.
-      masked: what the cut relies on, from `find_dead` with the graph that chose the channels.
+      evidence: the evidence of the cut, as in `Plan`.
     """
     cases, removed = {}, {}
     for group in graph.groups:
@@ -85,8 +88,13 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, masked: AxisArrays) -> Ch
             is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
             for number, ((path, axis), positions) in enumerate(members):
-                if axis in masked.get(path, {}):
-                    is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
+                rows = evidence.get(path, {}).get(axis)
+                if rows is None:
+                    is_masked[..., number] = True
+                    continue
+                noted = np.stack([np.isin(positions, row).all(axis=1) for row in rows])
+                is_layered = len(noted) == len(is_masked)
+                is_masked[..., number] = noted if is_layered else noted.all(axis=0)
             cases[group] = is_masked & removed[group][..., None]
     dead = _Proofs(graph).find_removable(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
@@ -202,13 +210,13 @@ def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
     return removable
 
 
-def _note_masked(
+def _note_evidence(
     group: ChannelGroup,
     masked: np.ndarray,
     graph: Graph,
     evidence: dict[Path, dict[int, np.ndarray]],
 ) -> None:
-    """Adds bool[layers, channels, members] of removed channels to what the cut relies on."""
+    """Adds bool[layers, channels, members] of removed channels to {path: {axis: bool}}."""
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
         size = graph.parameters.find_shape(path)[axis]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,11 +18,20 @@ from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
 from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
-from sparsity.shrinking.dead import find_group_in_use
-from sparsity.shrinking.smaller import Smaller
+from sparsity.shrinking.dead import Evidence, find_group_in_use
+from sparsity.shrinking.interpreter import CutInterpreter
 from sparsity.training.base_updater import BaseUpdater
 
-_FORMAT = 1  # of the text of a plan
+_FORMAT = 2  # of the text of a plan
+
+
+class _Leaf(NamedTuple):
+    """A parameter in the text of a plan."""
+
+    path: Path
+    shape: tuple[int, ...]
+    kept: dict[int, np.ndarray]
+    evidence: dict[int, list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,13 +42,14 @@ class Plan:
       kept: {path: {axis: the indices that stay, ascending}}; [layers, indices] where the layers of
         a stack keep different ones.
       shapes: {path: shape before the cut}.
-      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices that masks removed as a
-        whole. `None`, as in a plan that was read from text or composed, stands for all: the plan
-        removes channels of which everything is masked.
+      evidence: what proves that the channels can go, {path: {axis: indices for each layer}}: the
+        removed indices at which masks remove all entries; one row if layers keep the same indices.
+        An axis that is left out stands for all removed indices.
 
     Raises:
-      ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept`
-        describes: in range, ascending, none twice, at least one, a row for each layer.
+      ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept` and
+        `evidence` describe: in range, ascending, none twice, at least one kept, a row for each
+        layer.
 
     Example:
       >>> plan = Plan({("up",): {1: np.array([0, 2])}}, {("up",): (3, 4)})
@@ -48,22 +59,33 @@ class Plan:
 
     kept: AxisArrays
     shapes: Mapping[Path, tuple[int, ...]]
-    masked: AxisArrays | None = dataclasses.field(default=None, repr=False)
+    evidence: Evidence = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("kept", "shapes"):
+        for name in ("kept", "shapes", "evidence"):
             check_kind(name, getattr(self, name), Mapping, "a dict with a path as each key")
-        check_kind("masked", self.masked, Mapping | None, "a dict with a path as each key, or None")
         for path, axes in self.kept.items():
             if path not in self.shapes:
-                raise ValueError(f"The plan has no shape of the leaf {trees.join_names(path)!r}.")
+                raise ValueError(
+                    f"The plan has no shape of the parameter {trees.join_names(path)!r}."
+                )
             check_kind(f"kept[{path!r}]", axes, Mapping, "a dict {axis: indices}")
             check_kind(f"shapes[{path!r}]", self.shapes[path], tuple, "a tuple of sizes")
             for axis, index in axes.items():
                 if fault := _fault(index, axis, self.shapes[path]):
                     raise ValueError(
-                        f"The plan keeps of the leaf {trees.join_names(path)!r}, shape "
+                        f"The plan keeps of the parameter {trees.join_names(path)!r}, shape "
                         f"{self.shapes[path]}, along axis {axis}: {fault}."
+                    )
+        for path, by_axis in self.evidence.items():
+            check_kind(f"evidence[{path!r}]", by_axis, Mapping, "a dict {axis: indices by layer}")
+            for axis, rows in by_axis.items():
+                kept = self.kept.get(path, {}).get(axis)
+                if kept is None or not _are_removed(rows, kept, self.shapes[path][axis]):
+                    raise ValueError(
+                        f"evidence must have removed indices of axis {axis} of the parameter "
+                        f"{trees.join_names(path)!r}, ascending, for each layer that keeps "
+                        f"different ones, got {rows!r:.80}."
                     )
 
     def __eq__(self, other: object) -> bool:
@@ -103,10 +125,9 @@ class Plan:
         example = rebuild([sharding.resized(*pair) for pair in structs])
         retraced = retrace(graph, example, *args)
         chosen = solve_kept(retraced.removal.list_axes(), self)
-        if retraced is not graph:
-            check_proven(retraced, chosen, self)
-        smaller = Smaller(retraced.removal, chosen)
-        outputs = smaller.run(retraced.model.program, [*arrays, *inputs])
+        check_proven(retraced, chosen, self)
+        interpreter = CutInterpreter(retraced.removal, chosen)
+        outputs = interpreter.run(retraced.model.program, [*arrays, *inputs])
         return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
@@ -145,6 +166,10 @@ class Plan:
                 "path": list(path),
                 "shape": list(self.shapes[path]),
                 "kept": {str(axis): index.tolist() for axis, index in sorted(axes.items())},
+                "evidence": {
+                    str(axis): [row.tolist() for row in rows]
+                    for axis, rows in sorted(self.evidence.get(path, {}).items())
+                },
             }
             for path, axes in sorted(self.kept.items())
         ]
@@ -155,7 +180,7 @@ class Plan:
         """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is no plan; the error names the leaf and the axis.
+          ValueError: the text is no plan; the error names the parameter and the axis.
         """
         try:
             stored = json.loads(text, object_pairs_hook=unique_keys)
@@ -164,8 +189,9 @@ class Plan:
             if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
                 raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
             leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
-            kept = unique_keys((path, axes) for path, _, axes in leaves)
-            return cls(kept, {path: shape for path, shape, _ in leaves})
+            kept = unique_keys((leaf.path, leaf.kept) for leaf in leaves)
+            shapes = {leaf.path: leaf.shape for leaf in leaves}
+            return cls(kept, shapes, {leaf.path: leaf.evidence for leaf in leaves})
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
@@ -173,7 +199,7 @@ class Plan:
         """Composes two cuts: this plan, then `later`, made for the model that this plan leaves.
 
         Raises:
-          ValueError: `later` has a leaf of another shape than this plan leaves.
+          ValueError: `later` has a parameter of another shape than this plan leaves.
         """
         check_kind("later", later, Plan, "a Plan")
         kept = {path: dict(axes) for path, axes in self.kept.items()}
@@ -189,7 +215,7 @@ class Plan:
             for axis, index in axes.items():
                 before = axes_before.get(axis)
                 axes_before[axis] = index if before is None else _compose(before, index)
-        return Plan(kept, shapes)
+        return Plan(kept, shapes, _compose_evidence(self, later))
 
 
 def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[int, ...]]:
@@ -215,30 +241,43 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
     return [shapes[path] for path in arrays]
 
 
-def _parse_leaf(leaf: object) -> tuple[Path, tuple[int, ...], dict[int, np.ndarray]]:
-    """Returns path, shape and kept indices of a leaf in the text of a plan."""
-    if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept"}:
-        raise ValueError(f"the leaf {leaf!r:.80} must have a path, a shape, and what is kept")
-    path, shape, kept = leaf["path"], leaf["shape"], leaf["kept"]
+def _parse_leaf(leaf: object) -> _Leaf:
+    """Reads a parameter in the text of a plan."""
+    if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept", "evidence"}:
+        raise ValueError(f"{leaf!r:.80} in leaves must have path, shape, kept, and evidence")
+    path, shape = leaf["path"], leaf["shape"]
     if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
         raise ValueError(f"the path {path!r} is no list of strings")
     name = trees.join_names(path)
     if not _are_sizes(shape):
-        raise ValueError(f"the shape {shape!r} of the leaf {name!r} is no list of sizes")
-    if not isinstance(kept, dict):
-        raise ValueError(f"what the leaf {name!r} keeps, {kept!r:.80}, has no axes")
-    axes = {}
-    for axis, index in kept.items():
-        if axis not in map(str, range(len(shape))):
-            raise ValueError(f"the leaf {name!r} of shape {shape} has no axis {axis!r}")
+        raise ValueError(f"the shape {shape!r} of the parameter {name!r} is no list of sizes")
+    kept, evidence = {}, {}
+    for axis, index in _parse_axes(leaf["kept"], name, shape).items():
         rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
         if not all(map(_are_sizes, rows)) or len(set(map(len, rows))) > 1:
             raise ValueError(
-                f"axis {axis} of the leaf {name!r} must keep indices from 0 on, or a list of "
+                f"axis {axis} of the parameter {name!r} must keep indices from 0 on, or a list of "
                 f"equally many for each layer, got {index!r:.80}"
             )
-        axes[int(axis)] = np.array(index, np.int64)
-    return tuple(path), tuple(shape), axes
+        kept[axis] = np.array(index, np.int64)
+    for axis, rows in _parse_axes(leaf["evidence"], name, shape).items():
+        if not isinstance(rows, list) or not all(map(_are_sizes, rows)):
+            raise ValueError(
+                f"evidence for axis {axis} of the parameter {name!r} must list indices for each "
+                f"layer, got {rows!r:.80}"
+            )
+        evidence[axis] = [np.array(row, np.int64) for row in rows]
+    return _Leaf(tuple(path), tuple(shape), kept, evidence)
+
+
+def _parse_axes(stored: object, name: str, shape: Sequence[int]) -> dict[int, PyTree]:
+    """Returns {axis: value} of a parameter in the text of a plan."""
+    if not isinstance(stored, dict):
+        raise ValueError(f"the parameter {name!r} has no axes in {stored!r:.80}")
+    for axis in stored:
+        if axis not in map(str, range(len(shape))):
+            raise ValueError(f"the parameter {name!r} of shape {shape} has no axis {axis!r}")
+    return {int(axis): value for axis, value in stored.items()}
 
 
 def _are_sizes(values: object) -> bool:
@@ -247,7 +286,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
-    """Says why an axis of a leaf cannot keep these indices; `None` where nothing is wrong."""
+    """Says why an axis of a parameter cannot keep these indices; `None` where nothing is wrong."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
     if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
@@ -263,6 +302,21 @@ def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     return None
 
 
+def _are_removed(rows: object, kept: np.ndarray, size: int) -> bool:
+    """Returns whether rows of ascending indices lie in [0, size) and outside of rows of `kept`."""
+    kept = np.atleast_2d(kept)
+    if not isinstance(rows, Sequence) or len(rows) != len(kept):
+        return False
+    return all(
+        isinstance(row, np.ndarray)
+        and row.ndim == 1
+        and row.dtype.kind in "iu"
+        and (row[1:] > row[:-1]).all()
+        and ((row >= 0) & (row < size) & ~np.isin(row, stays)).all()
+        for row, stays in zip(rows, kept, strict=True)
+    )
+
+
 def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
     """Returns a shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
@@ -274,10 +328,51 @@ def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
     return np.take_along_axis(first, then, axis=-1)
 
 
-def plan_cut(graph: Graph, chosen: KeptIndices, masked: AxisArrays | None = None) -> Plan:
-    """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
+def _compose_evidence(first: Plan, later: Plan) -> Evidence:
+    """Returns the evidence of two cuts, at indices before the first."""
+    evidence = {path: dict(axes) for path, axes in first.evidence.items()}
+    for path, axes in later.kept.items():
+        for axis in axes:
+            if not any(axis in plan.evidence.get(path, {}) for plan in (first, later)):
+                continue
+            rows = _list_evidence(later, path, axis)
+            if (before := first.kept.get(path, {}).get(axis)) is not None:
+                parts = _list_evidence(first, path, axis), [*np.atleast_2d(before)], rows
+                count = max(map(len, parts))
+                layers = zip(*(part * (count // len(part)) for part in parts), strict=True)
+                rows = [np.union1d(earlier, stays[row]) for earlier, stays, row in layers]
+            evidence.setdefault(path, {})[axis] = rows
+    return evidence
+
+
+def _list_evidence(plan: Plan, path: Path, axis: int) -> list[np.ndarray]:
+    """Returns the evidence at an axis that loses indices: a row for each row of `kept`."""
+    if axis in plan.evidence.get(path, {}):
+        return list(plan.evidence[path][axis])
+    every = np.arange(plan.shapes[path][axis])
+    return [np.setdiff1d(every, kept) for kept in np.atleast_2d(plan.kept[path][axis])]
+
+
+def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None) -> Plan:
+    """Returns the plan that keeps only some entries of variables.
+
+    Args:
+      graph: the graph of the model.
+      chosen: {variable: channels that stay}.
+      evidence: as in `Plan`; axes at which masks remove all removed indices need not be left out.
+    """
     kept = spread_kept(graph.removal.list_axes(), chosen)
-    return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
+    shapes = {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}
+
+    def is_partial(path: Path, axis: int, rows: Sequence[np.ndarray]) -> bool:
+        num_removed = shapes[path][axis] - kept[path][axis].shape[-1]
+        return any(len(row) < num_removed for row in rows)
+
+    partial = {
+        path: {axis: rows for axis, rows in axes.items() if is_partial(path, axis, rows)}
+        for path, axes in (evidence or {}).items()
+    }
+    return Plan(kept, shapes, partial)
 
 
 def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
@@ -291,9 +386,17 @@ def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
-    if plan.masked is not None and (group := find_group_in_use(graph, chosen, plan.masked)):
+    for group in graph.groups:
+        index = chosen.get(group.variable)
+        if index is not None and index.ndim == 2 and len(index) != group.layers:
+            raise ValueError(
+                f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
+                "layers, which this model does not run as a scan. It was made for another model, "
+                "or for other flags."
+            )
+    if any(plan.evidence.values()) and (in_use := find_group_in_use(graph, chosen, plan.evidence)):
         raise ValueError(
-            f"The masks remove channels of {group.name!r} in part, and with these arguments the "
+            f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
             "model reads what they leave. Trace the model with these arguments before the cut, or "
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )

@@ -53,9 +53,9 @@ def shrink(
       The smaller model.
 
     Raises:
-      ValueError: params lack a leaf of the graph, masks are traced or of another model, hold other
-        entries than 0 and 1 or remove a group, the optimizer's state cannot be cut, or `tx` would
-        train otherwise; the error names the leaf.
+      ValueError: params lack a parameter of the graph, masks are traced or of another model,
+        hold other entries than 0 and 1 or remove a group, the optimizer's state cannot be cut, or
+        `tx` would train otherwise; the error names the parameter.
 
     Example:
       >>> import jax.numpy as jnp

@@ -41,7 +41,7 @@ class Small:
     """A smaller model. Made by `shrink`.
 
     Attributes:
-      params: the parameters, the same tree with smaller leaves; 0 where `masks` are.
+      params: the parameters, the same tree with smaller arrays; 0 where `masks` are.
       opt_state: the optimizer's state, cut like the parameters; `None` without `opt_state`.
       plan: the channels that stay; `plan.to_json()` cuts another checkpoint of the model.
       before: the graph of the model before the cut.
@@ -141,9 +141,9 @@ class Small:
         seconds = seconds or {}
         check_kind("seconds", seconds, Mapping, "a dict {name: (before, after)}")
         densities = self._densities()
-        columns = ("parameters", "left", "bytes", "left", "MACs", "left")
+        columns = ("entries", "left", "bytes", "left", "MACs", "left")
         last_columns = ("density",) if densities else ()
-        leaves = extras.make_table(("leaf", "shape", "smaller"), (*columns, *last_columns))
+        leaves = extras.make_table(("parameter", "shape", "smaller"), (*columns, *last_columns))
         totals = np.zeros(4, object)
         for leaf, shape, sizes, macs in self._rows():
             numbers = (*sizes, *(size * leaf.dtype.itemsize for size in sizes))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.shrinking.smaller import Smaller
+from sparsity.shrinking.interpreter import CutInterpreter
 
 
 def choose(groups, seed=0):
@@ -47,7 +47,7 @@ def outputs(graph, fn, params, args, groups, stay):
         return jnp.where(jnp.asarray(mask, bool), leaf, jnp.zeros_like(leaf))
 
     kept = {group.variable: index for group, index in zip(groups, stay, strict=True)}
-    smaller = Smaller(graph.removal, kept)
+    smaller = CutInterpreter(graph.removal, kept)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
     cut = [smaller.cut(value, leaf) for value, leaf in zip(inputs, arrays, strict=False)]
     expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))

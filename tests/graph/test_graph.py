@@ -112,7 +112,7 @@ def test_masks_without_entries_are_named():
 
 def test_masks_of_another_model_are_named():
     graph = language_model()
-    with pytest.raises(ValueError, match=r"masks have a leaf 'other' of shape \(2,\).*'embed'"):
+    with pytest.raises(ValueError, match=r"masks have 'other' of shape \(2,\).*'embed'"):
         graph.macs({"other": np.ones(2)})
     with pytest.raises(ValueError, match=r"masks have shape \(2, 2\) at 'embed'.*\(11, 8\)"):
         graph.macs({"embed": np.ones((2, 2))})
@@ -179,7 +179,7 @@ def test_a_model_without_products_has_a_table_and_a_picture_without_bars():
 
 
 def test_a_graph_says_what_it_is():
-    assert repr(language_model()).startswith("Graph(10 leaves, 8 uses, 7,760 MACs, 6 groups of")
+    assert repr(language_model()).startswith("Graph(10 parameters, 8 uses, 7,760 MACs, 6 groups of")
 
 
 # For pruners.
@@ -231,7 +231,7 @@ def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
         "layer",
         "w",
     )
-    with pytest.raises(ValueError, match=r"leaf 'b' of shape \(6,\), of which the graph has 2"):
+    with pytest.raises(ValueError, match=r"have 'b' of shape \(6,\), of which the graph has 2"):
         graph.is_weight(("b",), jnp.ones(6))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.programs import share as sharing
+from sparsity.programs import reuse
 from sparsity.programs.products import read_product
 from sparsity.programs.program import read_jaxpr
 from sparsity.programs.walk import Interpreter
@@ -160,13 +160,13 @@ def test_each_variable_of_the_outer_program_is_defined_once_and_in_order():
     assert seen == [value for equation in program.equations for value in equation.outputs]
 
 
-def test_functions_of_one_text_and_equal_constants_share_a_program(monkeypatch):
+def test_functions_of_one_text_and_equal_constants_reuse_a_program(monkeypatch):
     compiled = {}
-    monkeypatch.setattr(sharing, "_COMPILED", compiled)
+    monkeypatch.setattr(reuse, "_COMPILED", compiled)
 
     def add(constant):
         x = jnp.arange(constant.size, dtype=jnp.float32)
-        result = sharing.share(lambda x: x + jnp.asarray(constant), x)(x)
+        result = reuse.compile_or_reuse(lambda x: x + jnp.asarray(constant), x)(x)
         np.testing.assert_array_equal(result, np.arange(constant.size) + constant)
         return len(compiled)
 
@@ -183,28 +183,28 @@ def test_programs_of_functions_that_hold_arrays_or_call_back_are_not_mixed_up():
         def multiply(x, held=held):
             return jax.jit(lambda x: x * held)(x)
 
-        np.testing.assert_array_equal(sharing.share(multiply, x)(x), x * number)
+        np.testing.assert_array_equal(reuse.compile_or_reuse(multiply, x)(x), x * number)
 
         def call(x, number=number):
             return jax.pure_callback(lambda x: np.asarray(x) * number, x, x)
 
-        np.testing.assert_array_equal(sharing.share(call, x)(x), x * number)
+        np.testing.assert_array_equal(reuse.compile_or_reuse(call, x)(x), x * number)
 
 
-def test_the_oldest_shared_program_makes_room(monkeypatch):
+def test_the_oldest_program_makes_room(monkeypatch):
     compiled = {}
-    monkeypatch.setattr(sharing, "_COMPILED", compiled)
-    monkeypatch.setattr(sharing, "_MOST", 2)
+    monkeypatch.setattr(reuse, "_COMPILED", compiled)
+    monkeypatch.setattr(reuse, "_MOST", 2)
     keys = []
     for factor in (2.0, 3.0, 4.0):
-        sharing.share(functools.partial(jnp.multiply, factor), jnp.float32(1))
+        reuse.compile_or_reuse(functools.partial(jnp.multiply, factor), jnp.float32(1))
         keys.append(list(compiled)[-1])
     assert list(compiled) == keys[1:]
 
 
 def test_a_program_that_the_first_call_compiles_serves_one_type_of_arrays(monkeypatch):
-    monkeypatch.setattr(sharing, "_COMPILED", compiled := {})
-    add = sharing.share_at_call(lambda x, y: x + y)
+    monkeypatch.setattr(reuse, "_COMPILED", compiled := {})
+    add = reuse.compile_at_call(lambda x, y: x + y)
     for shape in ((2,), (3,), (2,)):
         np.testing.assert_array_equal(add(jnp.ones(shape), jnp.float32(1)), np.full(shape, 2))
     assert len(compiled) == 2

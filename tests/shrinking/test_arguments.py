@@ -71,7 +71,7 @@ def test_parameters_without_a_leaf_of_the_graph_are_refused(function):
     else:
         with pytest.raises(ValueError, match=r"a leaf 'down' of shape \(4, 2\).*complete tree"):
             function(graph, params, masks)
-    with pytest.raises(ValueError, match="have no leaf 'params/down', with which the graph"):
+    with pytest.raises(ValueError, match="have no 'params/down', with which the graph"):
         function(graph, {"up": params["up"]}, masks)
 
 
@@ -168,6 +168,34 @@ def test_a_flag_under_which_channels_cannot_be_removed_is_refused():
     small.apply(small.params, x, True)
     with pytest.raises(ValueError, match=r"axis 0 of 'down', which this model needs.*reduce_max"):
         small.apply(small.params, x, False)
+
+
+def test_a_flag_under_which_layers_are_no_scan_is_refused_where_they_keep_different_channels():
+    shift = np.linspace(-3, 3, 18, dtype=np.float32).reshape(3, 6)  # [rows of a batch, channels]
+
+    def fn(params, x, is_scan):
+        def layer(x, p):
+            hidden = x @ p["up"] if is_scan else x @ p["up"] + shift
+            return x + jax.nn.relu(hidden) @ p["down"], None
+
+        if is_scan:
+            return jax.lax.scan(layer, x, params)[0]
+        for i in range(3):
+            x, _ = layer(x, jax.tree.map(lambda w: w[i], params))  # noqa: B023
+        return x
+
+    params = {"up": jnp.ones((3, 4, 6)), "down": jnp.ones((3, 6, 4))}
+    masks = {"up": np.ones((3, 4, 6)), "down": np.ones((3, 6, 4))}
+    layers = np.arange(3)
+    masks["up"][layers, :, layers] = masks["down"][layers, layers] = 0
+    graph = trace(fn, params, jnp.ones((3, 4)), True)
+    small = shrink(graph, params, masks)
+    assert small.plan.kept["up",][2].shape == (3, 5)
+    small.apply(small.params, jnp.ones((2, 4)), True)
+    with pytest.raises(ValueError, match=r"different channels of 'up:2' in each of 3 layers"):
+        small.apply(small.params, jnp.ones((3, 4)), False)
+    with pytest.raises(ValueError, match=r"different channels of 'up:2' in each of 3 layers"):
+        shrink(trace(fn, params, jnp.ones((3, 4)), False), params, small.plan)
 
 
 def test_a_plan_of_a_model_that_needs_the_channels_is_refused():

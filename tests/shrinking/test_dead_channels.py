@@ -244,6 +244,33 @@ def test_layers_of_a_scan_keep_equally_many_channels_each_its_own():
     np.testing.assert_array_equal(small.masks["down"][1].sum(axis=1), [4, 4, 4, 0])
 
 
+def test_layers_and_the_stream_may_lose_channels_of_one_axis():
+    def fn(params, x):
+        def layer(x, p):
+            outputs = x @ p["up"]  # hidden channels of the layer, then channels of the stream
+            return x + outputs[:, 2:] + jax.nn.relu(outputs[:, :2]) @ p["down"], None
+
+        return jax.lax.scan(layer, x @ params["embed"], params["layers"])[0] @ params["out"]
+
+    shapes = {"embed": (5, 4), "layers": {"up": (3, 4, 6), "down": (3, 2, 4)}, "out": (4, 2)}
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+        params = jax.tree.map(lambda n: jnp.asarray(rng.normal(size=n)), shapes, is_leaf=is_shape)
+        masks = jax.tree.map(lambda w: np.ones(w.shape, np.uint8), params)
+        masks["layers"]["up"][[0, 1, 2], :, [0, 1, 0]] = 0
+        for mask in (masks["embed"], masks["layers"]["up"][..., 2:], masks["layers"]["down"]):
+            mask[..., 1] = 0
+        x = jnp.asarray(rng.normal(size=(5, 5)))
+        small = check(fn, params, masks, x)
+        np.testing.assert_array_equal(
+            small.plan.kept["layers", "up"][2], [[1, 2, 4, 5], [0, 2, 4, 5], [1, 2, 4, 5]]
+        )
+        computed = small.apply(small.params, x[:2])  # another trace, with the same evidence
+        expected = fn(masked_by(params, masks), x[:2])
+        np.testing.assert_allclose(computed, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_inputs_that_no_output_reads_go_under_constant_fan_in():
     with jax.enable_x64(True):
         params, _ = draw_network(True, 1.0)
@@ -363,6 +390,41 @@ def test_arguments_under_which_the_model_reads_what_masks_leave_are_refused():
     small = shrink(graph, params, unread | {"up": jnp.ones((3, 4)).at[:, 1].set(0)})
     expected = fn(masked_by(params, {"up": jnp.ones((3, 4)).at[:, 1].set(0)}), x, True)
     np.testing.assert_allclose(small.apply(small.params, x, True), expected, rtol=1e-6)
+
+
+def test_a_stored_plan_refuses_arguments_under_which_the_model_reads_what_masks_leave():
+    def fn(params, x, is_soft):
+        hidden = (jax.nn.softplus if is_soft else jax.nn.relu)(x @ params["up"])
+        return hidden @ params["down"]
+
+    params, x = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}, jnp.ones((5, 3))
+    masks = {"up": jnp.ones((3, 4)).at[:, 1].set(0)}
+    graph = trace(fn, params, x, False)
+    small = shrink(graph, params, masks)
+    assert small.params["up"].shape == (3, 3)
+    expected = fn(masked_by(params, masks | {"down": None}), x[:2], False)
+    stored = Plan.from_json(small.plan.to_json())
+    assert stored == small.plan
+    # A channel of `down` goes in the second cut, which relies on nothing of `up`.
+    later = shrink(small.graph, small.params, {"down": jnp.ones((3, 2)).at[2].set(0)})
+    both = small.plan.then(later.plan)
+    soft = trace(fn, params, x, True)
+    np.testing.assert_allclose(stored.apply(graph, small.params, x[:2], False), expected)
+    np.testing.assert_allclose(
+        both.apply(graph, later.params, x, False), later.apply(later.params, x, False)
+    )
+    for plan, arrays in ((stored, small.params), (both, later.params)):
+        for other in (graph, soft):
+            with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+                plan.apply(other, arrays, x, True)
+        with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+            shrink(soft, params, plan)
+    # Without the first cut, softplus reads nothing that masks leave.
+    masks = {"down": jnp.ones((4, 2)).at[1].set(0)}
+    small = shrink(graph, params, masks)
+    stored = Plan.from_json(small.plan.to_json())
+    expected = fn(masked_by(params, masks | {"up": None}), x, True)
+    np.testing.assert_allclose(stored.apply(soft, small.params, x, True), expected, rtol=1e-6)
 
 
 def test_packed_masks_are_refused():

@@ -78,7 +78,7 @@ def test_the_model_before_and_the_smaller_one_are_measured(model, monkeypatch):
 
 def test_both_models_are_compiled_before_they_are_measured(model, monkeypatch):
     _, params, x, small = model
-    module, measured = importlib.import_module("sparsity.shrinking.shrink"), []
+    module, measured = importlib.import_module("sparsity.shrinking.small"), []
     monkeypatch.setattr(module, "time_in_turn", lambda *programs, rounds: measured.extend(programs))
     small.measure(params, x)
     for program in measured:

@@ -35,7 +35,7 @@ from sparsity.masks import (
 )
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.share import share
+from sparsity.programs.reuse import compile_or_reuse
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
@@ -107,8 +107,8 @@ class ScoredPruning(StatisticsPruning):
 
         @host.instead(on_host)
         def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
-            shared = share(functools.partial(score_by, self.score), param, squares)
-            scores: jax.Array = sharding.shard_like(param, shared, param, squares)
+            compiled = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
+            scores: jax.Array = sharding.shard_like(param, compiled, param, squares)
             return scores
 
         return compiled(param, squares)

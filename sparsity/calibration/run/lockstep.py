@@ -25,7 +25,7 @@ from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import compile_at_call
 
 
 class Lockstep:
@@ -117,7 +117,7 @@ class Lockstep:
                 values.update(zip(equation.outputs, lax.optimization_barrier(outputs), strict=True))
             return [values[x] for x in needed]
 
-        compiled = share_at_call(run)
+        compiled = compile_at_call(run)
         for batch, values in enumerate(frame.data):
             arrays = [frame.read(batch, value) for value in inputs]
             values.update(zip(needed, compiled(arrays), strict=True))
@@ -134,7 +134,7 @@ class Lockstep:
         for number, layers in self._walk_uses(equation.bodies, frame.layers):
             self._reach(frame, equation, number, layers)
         # Of loops, JAX would keep a program for each trace.
-        run = share_at_call(equation.bind) if equation.bodies else equation.bind
+        run = compile_at_call(equation.bind) if equation.bodies else equation.bind
         for batch in range(len(frame.data)):
             frame.write(batch, equation, run(frame.inputs(batch, equation)))
 

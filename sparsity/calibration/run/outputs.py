@@ -14,7 +14,7 @@ from sparsity.calibration.statistics.capture import check_structure
 from sparsity.core import trees
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import compile_at_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +121,13 @@ def make_outputs(
         inexact = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         return [jnp.asarray(x) for x in inexact]
 
-    shared = share_at_call(outputs)
+    compiled = compile_at_call(outputs)
 
     def run(params: PyTree, batch: PyTree) -> list[jax.Array]:
         inputs = [trees.split_arrays(x)[0] for x in (params, batch)]
         arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
         devices = {device for x in arrays for device in x.devices()}
-        results: list[jax.Array] = (outputs if len(devices) > 1 else shared)(*inputs)
+        results: list[jax.Array] = (outputs if len(devices) > 1 else compiled)(*inputs)
         return results
 
     return run

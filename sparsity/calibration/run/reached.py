@@ -31,7 +31,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import compile_at_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ReachedWeight:
         if not self.equation.bodies:
             xs = {number: self._operands(number) for number in self.layers}
             compiled = {
-                number: share_at_call(lambda x, more, number=number: sum_up(number, x, {}, more))
+                number: compile_at_call(lambda x, more, number=number: sum_up(number, x, {}, more))
                 for number in xs
             }
             for batch in batches:
@@ -123,7 +123,7 @@ class ReachedWeight:
             interpreter.evaluate(self.equation, inputs)
             return interpreter.sums
 
-        program = share_at_call(jax.jit(run))
+        program = compile_at_call(jax.jit(run))
         for batch in batches:
             yield program(self.frame.inputs(batch, self.equation), indices, arguments)
 

@@ -30,7 +30,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
 from sparsity.graph.graph import retrace
-from sparsity.programs.share import share_at_call
+from sparsity.programs.reuse import compile_at_call
 
 
 def calibrate(
@@ -207,7 +207,7 @@ def collect(
             sums = interpreter.sums
             return sums, {number: _are_finite(each) for number, each in sums.items()}
 
-        return calibration, share_at_call(jax.jit(run))
+        return calibration, compile_at_call(jax.jit(run))
 
     for number, batch in enumerate(batches):
         if graph is None:

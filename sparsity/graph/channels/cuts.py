@@ -68,7 +68,7 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
             raise ValueError(
                 f"The plan is of another model: it has {trees.join_names(path)!r} of shape "
                 f"{cut.shapes[path]}, the graph has "
-                f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
+                f"{by_path[path][0].shape if path in by_path else 'no such parameter'}."
             )
         for number, index in indices.items():
             kept |= _find_kept_entries(by_path[path][1][number], index)

@@ -1,7 +1,7 @@
-"""Biases: leaves that a model adds to the outputs of a weight, and to nothing else.
+"""Biases: parameters that a model adds to the outputs of a weight, and to nothing else.
 
-The running mean of a BatchNorm that follows is such a leaf, which the model subtracts; so is its
-shift if the mean is no parameter, behind the scale.
+The running mean of a BatchNorm that follows is such a parameter: the model subtracts it. So is the
+shift of the BatchNorm if the mean is no parameter, behind the scale.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class AlongInputs(_Patterns):
 
 @dataclasses.dataclass(frozen=True)
 class SharedInputs(_Patterns):
-    """`FanIn` along the axes that each leaf's products contract. Made by `Graph.fan_in`.
+    """`FanIn` along the axes that the products of each parameter contract. Made by `Graph.fan_in`.
 
     Attributes:
       group: neighbouring outputs that read the same inputs.

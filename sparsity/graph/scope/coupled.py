@@ -125,7 +125,7 @@ class Coupled(DataclassBase):
             )
 
     def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
-        """Returns paths of the leaves that get masks: all members of groups with a sparsity."""
+        """Returns paths of the parameters that get masks: all members of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
@@ -278,7 +278,7 @@ class Coupled(DataclassBase):
         return sum_importance(groups, leaves, self.order, self.normalize)
 
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
-        """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
+        """Returns the cost of the model: multiply-adds, or bytes of the parameters of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         costs, parameters = self.graph.costs, self.graph.parameters
         if self.across == "nbytes":
@@ -346,7 +346,7 @@ class Coupled(DataclassBase):
             raise ValueError(
                 f"round_to = {self.round_to} cannot be met by the group {group.full.name!r} of "
                 f"{group.full.size} channels. Give a smaller number, a function of the number that "
-                "would stay, or leave its leaves out with filter_fn."
+                "would stay, or leave its parameters out with filter_fn."
             )
         return -(-kept // self.round_to) * self.round_to
 

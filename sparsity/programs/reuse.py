@@ -1,4 +1,4 @@
-"""Compiled programs that functions of equal text share."""
+"""Compiled programs that functions of equal text reuse."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparsity.programs.program import Arrays, jaxpr_as_fun, list_constants
 
 _COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
 _MOST = 256  # programs, of which the oldest goes first
-_LARGEST = 1 << 16  # bytes of a constant of a program that is shared
+_LARGEST = 1 << 16  # bytes of a constant of a program that is kept
 
 
-def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
-    """Compiles a function as one program, which functions that trace to the same text share.
+def compile_or_reuse(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
+    """Compiles a function, or reuses the program of a function that traced to the same text.
 
     The result is not for derivatives: the text names no custom rule for them.
 
@@ -30,7 +30,7 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> double = share(lambda x: (x * 2, "text"), jnp.float32(1.0))
+      >>> double = compile_or_reuse(lambda x: (x * 2, "text"), jnp.float32(1.0))
       >>> double(jnp.float32(3.0))
       (Array(6., dtype=float32), 'text')
     """
@@ -68,13 +68,13 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
     return call
 
 
-def share_at_call(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns a function that compiles by `share` at the first call for each type of its arrays.
+def compile_at_call(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns a function that is compiled at its first call for each type of its arrays.
 
-    Calls must be alike in all but arrays.
+    Calls must be alike in all but arrays. `compile_or_reuse` compiles functions of equal text once.
 
     Example:
-      >>> add = share_at_call(lambda x, y: x + y)
+      >>> add = compile_at_call(lambda x, y: x + y)
       >>> add(jnp.float32(1.0), jnp.float32(2.0)), add(jnp.float32(3.0), jnp.float32(4.0))
       (Array(3., dtype=float32), Array(7., dtype=float32))
     """
@@ -83,7 +83,7 @@ def share_at_call(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(*args: PyTree) -> PyTree:
         types = tuple(map(jax.typeof, jax.tree.leaves(args)))
         if types not in compiled:
-            compiled[types] = share(fn, *args)
+            compiled[types] = compile_or_reuse(fn, *args)
         return compiled[types](*args)
 
     return call

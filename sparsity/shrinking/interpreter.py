@@ -29,22 +29,22 @@ Arrays: TypeAlias = Sequence[jax.Array]
 Function: TypeAlias = Callable[..., Arrays]
 
 
-class Smaller(Interpreter[jax.Array]):
+class CutInterpreter(Interpreter[jax.Array]):
     """Interpreter of programs whose arrays have lost channels.
 
     Args:
       removal: the axes of the values, and entries that removed channels share.
-      plan: the indices that stay of each variable.
+      chosen: the indices that stay of each variable.
     """
 
-    def __init__(self, removal: Removal, plan: KeptIndices) -> None:
-        self._coupling, self._plan = removal.coupling, dict(plan)
-        self._alike = removal.alike if plan else {}
+    def __init__(self, removal: Removal, chosen: KeptIndices) -> None:
+        self._coupling, self._chosen = removal.coupling, dict(chosen)
+        self._alike = removal.alike if chosen else {}
         self._keeps_rules = True  # of calls, for derivatives
-        self._layer: dict[Axis, jax.Array] = {}  # rows of the plan, in a step of a scan
+        self._layer: dict[Axis, jax.Array] = {}  # rows of `chosen`, in a step of a scan
         self._needed = {value for entry in self._alike.values() for value in entry.list_values()}
         self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
-        self._sizes = {variable: index.shape[-1] for variable, index in plan.items()}
+        self._sizes = {variable: index.shape[-1] for variable, index in chosen.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """Returns the smaller shape of a value."""
@@ -52,7 +52,7 @@ class Smaller(Interpreter[jax.Array]):
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the entries that are left of the first `end` ones along an axis."""
-        index = find_kept(self._coupling.axes(value)[axis], self._plan)
+        index = find_kept(self._coupling.axes(value)[axis], self._chosen)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
@@ -61,7 +61,7 @@ class Smaller(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
-            index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
+            index = find_kept(axis, {**self._chosen, **self._layer})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
         return array
@@ -142,16 +142,16 @@ class Smaller(Interpreter[jax.Array]):
         return list(function(*inputs))
 
     def rows(self, scan: Equation) -> list[jax.Array]:
-        return [jnp.asarray(self._plan[variable]) for variable in self._layered(scan)]
+        return [jnp.asarray(self._chosen[variable]) for variable in self._layered(scan)]
 
-    def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> Smaller:
+    def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> CutInterpreter:
         step = copy.copy(self)
         step._layer = self._layer | dict(zip(self._layered(scan), rows, strict=True))
         return step
 
     def _layered(self, scan: Equation) -> list[Axis]:
         """Returns the variables of which layers of a scan keep different entries."""
-        rows = {v: len(index) for v, index in self._plan.items() if index.ndim == 2}
+        rows = {v: len(index) for v, index in self._chosen.items() if index.ndim == 2}
         return [v for v, length in rows.items() if length == scan.length]
 
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
