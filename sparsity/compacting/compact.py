@@ -60,8 +60,9 @@ class Compact(StoredModel):
     """A model whose masked parameters are their kept values. Made by `compact`.
 
     A pytree whose leaves are the positions of the values, and frozen entries: give the object to
-    compiled functions as an argument, and store it with the values. `params` and `opt_state` are no
-    leaves: a compiled function gets them as arguments of their own.
+    compiled functions as an argument, and store it with the values. `params`, `opt_state` and
+    `update_error` are no leaves: a model that comes out of a compiled function, `jax.tree.map` or a
+    checkpoint lacks them, and reading them is an error. Keep the values and the state beside it.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
     entries.
@@ -98,8 +99,19 @@ class Compact(StoredModel):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
-    opt_state: PyTree = None
-    update_error: float | None = None
+    opt_state: PyTree
+    update_error: float | None
+
+    if not TYPE_CHECKING:  # or every name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> None:
+            if name not in ("params", "opt_state", "update_error"):
+                object.__getattribute__(self, name)
+            raise AttributeError(
+                f"This Compact has no {name}: jax made it from its leaves, in a function such as "
+                "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
+                "parameters and the optimizer's state beside the model, as arguments and results."
+            )
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -149,8 +161,8 @@ class Compact(StoredModel):
           tx: the optimizer, for states in which new entries are not 0, as in adagrad.
 
         Returns:
-          The compact model with the new masks, its parameters, and the optimizer's state. Outside
-          of compiled functions the model has both as `params` and `opt_state`.
+          The compact model with the new masks, its parameters, and the optimizer's state. The model
+          has both as `params` and `opt_state` until a compiled function returns it.
 
         Raises:
           ValueError: an update may change the number of kept entries of a slice, `outside` is
@@ -175,7 +187,8 @@ class Compact(StoredModel):
         positions = self.indices
         if not pruner.keeps_count or pruner.regrows is not False:
             positions, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
-        moved = dataclasses.replace(self, indices=positions, params=params, opt_state=opt_state)
+        fields = {**vars(self), "indices": positions, "params": params, "opt_state": opt_state}
+        moved = _make_model(fields)
         return moved, params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
@@ -244,7 +257,7 @@ class Compact(StoredModel):
           params: parameters like `self.params`.
           *args: inputs of the model.
           rounds: number of measurements of each product, at least.
-          opt_state: the optimizer's state of `params`; `None` means `self.opt_state`.
+          opt_state: the optimizer's state of `params`; `None`: `self.opt_state`; `()`: no state.
 
         Returns:
           A compact model with `params` and `opt_state` in the new formats.
@@ -356,6 +369,13 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
+def _make_model(fields: Mapping[str, object]) -> Compact:
+    """Returns a model with these fields, which may lack `params` and others that are no leaves."""
+    model = object.__new__(Compact)
+    vars(model).update(fields)
+    return model
+
+
 _LEAVES, _STATIC = ("indices", "base"), ("graph", "storages", "in_turn")
 # `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
 jax.tree_util.register_pytree_with_keys(
@@ -364,7 +384,9 @@ jax.tree_util.register_pytree_with_keys(
         [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in _LEAVES],
         tuple(getattr(model, name) for name in _STATIC),
     ),
-    lambda static, leaves: Compact(**dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))),
+    lambda static, leaves: _make_model(
+        dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))
+    ),
 )
 
 

@@ -50,7 +50,7 @@ class StoredModel:
     graph: Graph
     storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
-    params: PyTree = None
+    params: PyTree
 
 
 def run_stored(
@@ -139,11 +139,12 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
         storage = storages.get(trees.path_names(path))
         return leaf if storage is None else storage.shrink(leaf)
 
+    model = StoredModel(model.indices, model.base, model.graph, model.storages, False, None)
     arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
 
     def run(arrays: list[jax.Array]) -> PyTree:
         params, args = rebuild(arrays)
-        return run_stored(dataclasses.replace(model, in_turn=False), params, *args, record=record)
+        return run_stored(model, params, *args, record=record)
 
     jax.eval_shape(run, arrays)
     return reads
