@@ -29,6 +29,7 @@ from sparsity.compacting.optimizer_state import (
     check_kept_state,
     compare_kept_updates,
     densify_state,
+    spread_state,
     take_state,
 )
 from sparsity.compacting.stored_model import (
@@ -40,13 +41,12 @@ from sparsity.compacting.stored_model import (
 )
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
+from sparsity.comparisons.updates import check_arguments
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.kept_state import spread_state
 from sparsity.training.step_checks import check_optimizer
 
 if TYPE_CHECKING:
@@ -438,7 +438,7 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    entrywise_check.check_arguments(masks, opt_state, tx)
+    check_arguments(masks, opt_state, tx)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)

@@ -16,10 +16,10 @@ from sparsity.compacting.moving.gradients import differentiate_directly, move_by
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
 from sparsity.compacting.stored_model import StoredModel, run_stored
+from sparsity.comparisons.updates import read_state
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
@@ -66,7 +66,7 @@ def _move(
     """Returns `move`; a loss has the leaves `arrays`, and its structure and others are static."""
     (model, params, opt_state, count), (treedef, objects) = arguments, static_loss
     if tx is not None:
-        entrywise_check.read_state(tx, params, opt_state)
+        read_state(tx, params, opt_state)
     elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
         raise ValueError(
             f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
