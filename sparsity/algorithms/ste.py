@@ -61,7 +61,7 @@ class StraightThrough(BaseUpdater):
         """Returns masked parameters; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:
-            check_masks(params, masks, packed=is_packed)
+            check_masks(params, masks, are_packed=is_packed)
             if is_packed:
                 masks = unpack_masks(masks, params)
         else:

@@ -126,7 +126,7 @@ class Step(abc.ABC):
                 "you are not passing `params` when calling `update`."
             )
         check_state(state)
-        check_masks(params, state.masks, packed=self.packed)
+        check_masks(params, state.masks, are_packed=self.packed)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
         inputs = Inputs(params, updates, self.updater.sites(params), extra)
