@@ -185,7 +185,7 @@ class Compact(StoredModel):
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
         positions = self.indices
-        if not pruner.keeps_count or pruner.regrows is not False:
+        if not _keeps_masks(pruner):
             positions, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
         fields = {**vars(self), "indices": positions, "params": params, "opt_state": opt_state}
         moved = _make_model(fields)
@@ -355,6 +355,11 @@ class Compact(StoredModel):
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
+
+
+def _keeps_masks(pruner: BaseUpdater) -> bool:
+    """Returns whether updates leave the masks as they are: no entry returns, none may be lost."""
+    return bool(pruner.keeps_count) and pruner.regrows is False
 
 
 def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -> None:
