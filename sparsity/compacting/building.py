@@ -40,6 +40,20 @@ def build(
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
+    model, owner_tree = _build_once(graph, params, masked, formats)
+    while refused := _find_refused(model, formats):
+        formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
+        model, owner_tree = _build_once(graph, params, masked, formats)
+    return model, owner_tree
+
+
+def _build_once(
+    graph: Graph,
+    params: PyTree,
+    masked: Mapping[Path, MaskedParameter],
+    formats: Mapping[Path, str],
+) -> tuple[StoredModel, OwnerTree]:
+    """Returns `build`, where products may refuse a format that was not chosen."""
     storages, positions = _make_storages(masked, formats)
     owners: dict[trees.KeyPath, Owner] = {}
 
@@ -59,9 +73,6 @@ def build(
     )
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts
-    if refused := _find_refused(model, formats):
-        formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
-        return build(graph, params, masked, formats)
     return model, owner_tree
 
 
