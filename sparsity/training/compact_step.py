@@ -21,7 +21,7 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import has_updates
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
@@ -71,7 +71,7 @@ class CompactStep(Step):
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
-        masks_move = update_range(self.updater.scheduler) is not None
+        masks_move = has_updates(self.updater.scheduler)
         check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
         state = self.inner.init(values)
         if self.may_regrow:
@@ -200,7 +200,7 @@ def check_rules(updater: Updater) -> None:
             f"{refused}, but is_sparse_gradients = False shows gradients of pruned weights to the "
             f"optimizer. Give {name} is_sparse_gradients=True too."
         )
-    if update_range(schedule) is None:
+    if not has_updates(schedule):
         return
     if updater.keeps_count is False:
         raise ValueError(
@@ -263,7 +263,7 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
 
 def _check_moves(updater: Updater, site: Site) -> None:
     """Raises a ValueError if updates may keep more entries than a mask of the user."""
-    if update_range(updater.scheduler) is None:
+    if not has_updates(updater.scheduler):
         return
     if updater.keeps_count is None or not site.pattern.is_elementwise:
         raise ValueError(
