@@ -86,8 +86,9 @@ class DenseRead:
     def _save(self, *arrays: jax.Array) -> tuple[Arrays, Sequence[jax.Array]]:
         """Returns the outputs and the arrays for `_backward`.
 
-        A rule of the model for reverse derivatives has derivatives of its own, the function that
-        the rule replaces has no forward derivatives.
+        `jax.vjp` replaces a call with its own rule for reverse derivatives by the forward pass of
+        this rule, which has forward derivatives. The call has none: with `_forward`, forward
+        derivatives of gradients, as in a Hessian, would be an error of jax.
         """
         if self.equation.name == "custom_vjp_call":
             return jax.vjp(self._forward, *arrays)[0], arrays
