@@ -78,7 +78,7 @@ class Compact(StoredModel):
 
     Attributes:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
-      base: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
+      frozen: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
         than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
       storages: (path, storage) of each masked parameter.
@@ -337,7 +337,7 @@ class Compact(StoredModel):
 
     @property
     def _outside(self) -> Outside:
-        return "frozen" if jax.tree.leaves(self.base) else "zero"
+        return "frozen" if jax.tree.leaves(self.frozen) else "zero"
 
     def _in_all_formats(self, dense: PyTree) -> dict[str, Compact]:
         """Returns the model in each format, where parameters can have the format."""
@@ -381,7 +381,7 @@ def _make_model(fields: Mapping[str, object]) -> Compact:
     return model
 
 
-_LEAVES, _STATIC = ("indices", "base"), ("graph", "storages", "in_turn")
+_LEAVES, _STATIC = ("indices", "frozen"), ("graph", "storages", "in_turn")
 # `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
 jax.tree_util.register_pytree_with_keys(
     Compact,

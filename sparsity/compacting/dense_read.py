@@ -224,8 +224,8 @@ def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
 
 def _widens_exactly(kept: Kept) -> bool:
     """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
-    dtype = kept.storage.base_dtype
-    is_exact = kept.base is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
+    dtype = kept.storage.frozen_dtype
+    is_exact = kept.frozen is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
     return is_exact and kept.observer is None
 
 

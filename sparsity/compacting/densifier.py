@@ -147,7 +147,7 @@ def _check_casts(equation: Equation, inputs: Sequence[Lazy]) -> None:
         for kept in kept_in([array]) if is_quantized(value.dtype) else ():
             if kept.storage.is_quantized:
                 raise ValueError(
-                    f"{kept.name!r} is {kept.storage.base_dtype} and read by {equation.name} "
+                    f"{kept.name!r} is {kept.storage.frozen_dtype} and read by {equation.name} "
                     f"{equation.source}. Its trained entries are floats: cast the parameter to a "
                     "float of 16 bits or more first, or give it no mask: None."
                 )
@@ -160,7 +160,7 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
     # A second cast would round the frozen entries once only.
-    is_uncast = kept.storage.base_dtype == equation.inputs[0].dtype and kept.observer is None
+    is_uncast = kept.storage.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
         return kept.with_values(kept.read_values().astype(params["new_dtype"]))
     if not kept.is_plain:

@@ -46,7 +46,7 @@ class Owner:
 
     def freeze(self, leaf: PyTree) -> PyTree:
         """Returns the dense slices of a parameter if entries outside the mask are frozen."""
-        if self.storage is None or self.storage.base_dtype is None:
+        if self.storage is None or self.storage.frozen_dtype is None:
             return None
         order = self.storage.order
         return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
@@ -58,7 +58,7 @@ class Owner:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self.storage.shrink(leaf)
         values = self.storage.take(np.asarray(leaf), np.asarray(self.positions))
-        if self.storage.is_quantized and values.dtype == self.storage.base_dtype:
+        if self.storage.is_quantized and values.dtype == self.storage.frozen_dtype:
             values = values.astype(np.float32)
         return self.storage.place(values, leaf, self.name)
 

@@ -146,7 +146,7 @@ def _make_inputs(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
                 leaf,
                 values=_first_slice(values[leaf.name], leaf.values),
                 positions=_first_slice(positions[leaf.name], leaf.positions),
-                base=None,
+                frozen=None,
             )
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
