@@ -186,10 +186,11 @@ class Compact(StoredModel):
         self._check_movable(params, opt_state)
         positions = self.indices
         if not _keeps_masks(pruner):
-            positions, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
-        fields = {**vars(self), "indices": positions, "params": params, "opt_state": opt_state}
-        moved = _make_model(fields)
-        return moved, params, opt_state
+            positions, params, opt_state = move(
+                self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
+            )
+        changed = {"indices": positions, "params": params, "opt_state": opt_state}
+        return _make_model({**vars(self), **changed}), params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
@@ -276,7 +277,8 @@ class Compact(StoredModel):
         }
         chosen = choose(measure(models, args, rounds), nbytes)
         state = None if state is None else self.dense_state(state)
-        return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
+        outside = self._outside
+        return compact(self.graph, dense, self.masks, state, outside=outside, formats=chosen)
 
     def report(self, seconds: Mapping[Path, Mapping[str, float]] | None = None) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
@@ -346,14 +348,12 @@ class Compact(StoredModel):
                 f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
                 "floating parameters only. Give formats."
             )
-        masks, models = self.masks, dict[str, Compact]()
+        masks, outside, models = self.masks, self._outside, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(
-            describe_masked(self.graph, dense, arrays, self._outside == "frozen")
-        )
+        possible = list_formats(describe_masked(self.graph, dense, arrays, outside == "frozen"))
         for name in STORAGES:
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
-            models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
+            models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
 
 

@@ -23,11 +23,14 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
-Arguments: TypeAlias = tuple[StoredModel, PyTree, PyTree, chex.Numeric]
 
 
 def move(
-    arguments: Arguments,
+    model: StoredModel,
+    params: PyTree,
+    opt_state: PyTree,
+    count: chex.Numeric,
+    *,
     pruner: BaseUpdater,
     loss: Loss | None,
     tx: optax.GradientTransformation | None,
@@ -35,7 +38,10 @@ def move(
     """Moves masks; outside of compiled functions, compiled for the arrays that `loss` holds.
 
     Args:
-      arguments: the model, and parameters, state and count as in `Compact.move`.
+      model: the model.
+      params: its parameters.
+      opt_state: the optimizer's state of the parameters.
+      count: number of steps so far.
       pruner: the updater.
       loss: ranks entries by gradient.
       tx: the optimizer, for states in which new entries are not 0.
@@ -50,21 +56,27 @@ def move(
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
-    is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
+    arguments = model, params, opt_state, count, arrays
+    is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
     run = _move if is_inside else _move_compiled
-    moved: tuple[PyTree, PyTree, PyTree] = run(arguments, arrays, pruner, (treedef, objects), tx)
+    moved: tuple[PyTree, PyTree, PyTree]
+    moved = run(*arguments, pruner=pruner, static_loss=(treedef, objects), tx=tx)
     return moved
 
 
 def _move(
-    arguments: Arguments,
+    model: StoredModel,
+    params: PyTree,
+    opt_state: PyTree,
+    count: chex.Numeric,
     arrays: list[jax.Array | None],
+    *,
     pruner: BaseUpdater,
     static_loss: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]],
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `move`; a loss has the leaves `arrays`, and its structure and others are static."""
-    (model, params, opt_state, count), (treedef, objects) = arguments, static_loss
+    treedef, objects = static_loss
     if tx is not None:
         read_state(tx, params, opt_state)
     elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
