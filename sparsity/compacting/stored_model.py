@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsity.compacting.deferred import Lazy, kept_in
+from sparsity.compacting.deferred import Operand, kept_in
 from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
@@ -37,7 +37,7 @@ class Read(NamedTuple):
     """
 
     equation: Equation
-    inputs: list[Lazy]
+    inputs: list[Operand]
     is_dense: bool
 
 
@@ -129,7 +129,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
     params, args = sharding.abstract((params, args))
     reads: list[Read] = []
 
-    def record(equation: Equation, inputs: Sequence[Lazy], is_dense: bool) -> None:
+    def record(equation: Equation, inputs: Sequence[Operand], is_dense: bool) -> None:
         shapes = jax.tree.map(sharding.abstract, list(inputs))
         reads.append(Read(equation, shapes, is_dense))
 
@@ -181,7 +181,7 @@ def _retrace(
     params: PyTree,
     args: tuple[PyTree, ...],
     observers: Mapping[Path, Observer],
-) -> tuple[Graph, list[Lazy]]:
+) -> tuple[Graph, list[Operand]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
     wrapped = wrap_values(model, params, observers)
