@@ -67,6 +67,20 @@ class Densifier(Interpreter[Operand]):
         return super().run(body, inputs)
 
     def bind(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+        """Returns the outputs of an equation; the first row that fits decides.
+
+        | equation                                            | pending inputs    | outputs  |
+        | --------------------------------------------------- | ----------------- | -------- |
+        | without outputs, or a callback                      | are made dense    | dense    |
+        | not a cast, of quantized values                     | are an error      |          |
+        | transpose, cast, positive multiple, layers of stack | stay kept values  | kept     |
+        | entrywise or layout, of parameters alone            | stay pending      | deferred |
+        | product that the format multiplies                  | stay kept values  | dense    |
+        | product, lookup, or of parameters alone             | are dense in turn | dense    |
+        | any other                                           | are made dense    | dense    |
+
+        In turn: one parameter at a time, and again in the backward pass, see `DenseRead`.
+        """
         if not equation.outputs or equation.name == "io_callback":  # no function of its inputs
             return equation.bind([self._densify(equation, x) for x in inputs])
         _check_casts(equation, inputs)
