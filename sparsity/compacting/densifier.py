@@ -72,7 +72,7 @@ class Densifier(Interpreter[Operand]):
         | equation                                            | pending inputs    | outputs  |
         | --------------------------------------------------- | ----------------- | -------- |
         | without outputs, or a callback                      | are made dense    | dense    |
-        | not a cast, of quantized values                     | are an error      |          |
+        | neither cast nor layout, of quantized values        | are an error      |          |
         | transpose, cast, positive multiple, layers of stack | stay kept values  | kept     |
         | entrywise or layout, of parameters alone            | stay pending      | deferred |
         | product that the format multiplies                  | stay kept values  | dense    |

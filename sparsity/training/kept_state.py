@@ -23,7 +23,7 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
 from sparsity.masks.slice_layout import SliceLayout
 
-# Trees like the parameters, with `None` where a parameter has no mask.
+# Trees like the parameters, with `None` where a parameter has no mask; see `PyTree` for their type.
 Positions: TypeAlias = PyTree  # int32[*batch, k]
 Layouts: TypeAlias = PyTree  # `KeptLayout`
 KeptTree: TypeAlias = PyTree  # `KeptParameter`
