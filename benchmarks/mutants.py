@@ -49,6 +49,7 @@ ROOMS = {
     "shrinking": ["shrinking"],
     "graph": ["graph"],
     "compacting": ["compacting"],
+    "comparisons": ["comparisons", "shrinking", "compacting"],
     "finetuning": ["finetuning"],
     "cli": ["cli"],
 }

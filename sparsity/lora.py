@@ -58,7 +58,7 @@ def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeri
         _check(trees.path_string(path), param, a, b)
         return sharding.shard_like(param, _merge, param, a, b, mask, scale)
 
-    merged = trees.map_matched(merge, params, read_masks(masks, params, packed=True))
+    merged = trees.map_matched(merge, params, read_masks(masks, params, may_be_packed=True))
     if factors:
         raise ValueError(
             f"lora has leaves at {trees.listed([trees.path_string(path) for path in factors])}, "

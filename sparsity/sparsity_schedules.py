@@ -247,9 +247,26 @@ def update_range(schedule: Schedule) -> tuple[int, int | None] | None:
     return method() if method else (0, None)
 
 
+def has_updates(schedule: Schedule) -> bool:
+    """Returns whether a schedule updates masks at all; True without a method `update_range`."""
+    return update_range(schedule) is not None
+
+
+def find_first_update(schedule: Schedule) -> int:
+    """Returns the first update step; 0 if the schedule never updates, or does not tell."""
+    start, _ = update_range(schedule) or (0, None)
+    return start
+
+
+def find_last_update(schedule: Schedule) -> int | None:
+    """Returns the last update step; `None` if there is none, or the schedule does not tell."""
+    _, end = update_range(schedule) or (0, None)
+    return end
+
+
 def boundary_values(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLike]:
     """Returns the values of a function at step 0 and at the first and last update step."""
-    start, end = update_range(schedule) or (0, None)
+    start, end = find_first_update(schedule), find_last_update(schedule)
     # A schedule of optax sends its numbers to the device implicitly.
     with evaluate_now(), jax.transfer_guard("allow"):
         return {step: fn(step) for step in {0, start, start if end is None else end}}

@@ -127,7 +127,7 @@ FLOORS = [
     ["patterns"],
     ["masks"],
     ["sparsity_types", "sparsity_distributions", "training", "graph", "activations", "lora"],
-    ["algorithms", "epochs", "api", "reports", "calibration", "finetuning"],
+    ["algorithms", "epochs", "api", "reports", "calibration", "comparisons", "finetuning"],
     ["base_updater", "shrinking", "compacting", "compat", "cli"],
     ["__init__"],
 ]

@@ -14,7 +14,7 @@ import jax
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core.trees import Masks
 from sparsity.masks import are_ones
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import find_last_update
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 
@@ -48,7 +48,7 @@ class ACDC(MagnitudePruning):
     schedule_type: ClassVar[str] = "periodic"
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        _, end = update_range(self.scheduler) or (0, None)
+        end = find_last_update(self.scheduler)
         is_sparse = are_ones(sparse_state.masks)
         if end is not None:
             is_sparse |= sparse_state.count == end

@@ -23,7 +23,7 @@ from sparsity.core.checks import check_kind, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
-from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
+from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
@@ -96,7 +96,7 @@ class ADMMPruning(MagnitudePruning):
         moved = trees.map_matched(_sum, params, _read_memory(sparse_state)["u"])
         z, support = self._project(moved, sparse_state.target_sparsities, sites)
         u = jax.tree.map(jnp.subtract, moved, z)
-        _, end = update_range(self.scheduler) or (0, None)
+        end = find_last_update(self.scheduler)
         ends = sparse_state.count == (-1 if end is None else end)
         masks = trees.map_matched(
             lambda _, old, mask: old if mask is None else jnp.where(ends, mask, old),
@@ -125,7 +125,7 @@ class ADMMPruning(MagnitudePruning):
 
     def _penalty(self, step: jax.Array) -> jax.Array:
         """Returns rho until the end step, then 0."""
-        _, end = update_range(self.scheduler) or (0, None)
+        end = find_last_update(self.scheduler)
         rho: ArrayLike | optax.Schedule | None = self.rho
         if rho is None:
             rho = 0.1 * step.astype(jnp.float32) / end if end else 0.1

@@ -32,7 +32,7 @@ from sparsity.masks import (
     lazy_scores,
     make_draw,
 )
-from sparsity.sparsity_schedules import boundary_values, update_range
+from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState
@@ -229,7 +229,7 @@ class DropAndGrow(SparseTraining):
             )
         fraction = fields.pop("drop_fraction", 0.3)
         check_fraction("drop_fraction", fraction)
-        _, end = update_range(fields["scheduler"]) or (0, None)
+        end = find_last_update(fields["scheduler"])
         falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
         return {"drop_fraction_fn": falling} | fields
 

@@ -20,7 +20,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState, get_sparse_state
@@ -61,7 +61,7 @@ class StraightThrough(BaseUpdater):
         """Returns masked parameters; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:
-            check_masks(params, masks, packed=is_packed)
+            check_masks(params, masks, are_packed=is_packed)
             if is_packed:
                 masks = unpack_masks(masks, params)
         else:
@@ -76,7 +76,7 @@ class StraightThrough(BaseUpdater):
 
     def _started(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
         """Returns the mask from the first update on, ones before."""
-        start, _ = update_range(self.scheduler) or (0, None)
+        start = find_first_update(self.scheduler)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:

@@ -40,6 +40,20 @@ def build(
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
+    model, owner_tree = _build_once(graph, params, masked, formats)
+    while refused := _find_refused(model, formats):
+        formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
+        model, owner_tree = _build_once(graph, params, masked, formats)
+    return model, owner_tree
+
+
+def _build_once(
+    graph: Graph,
+    params: PyTree,
+    masked: Mapping[Path, MaskedParameter],
+    formats: Mapping[Path, str],
+) -> tuple[StoredModel, OwnerTree]:
+    """Returns `build`, where products may refuse a format that was not chosen."""
     storages, positions = _make_storages(masked, formats)
     owners: dict[trees.KeyPath, Owner] = {}
 
@@ -59,9 +73,6 @@ def build(
     )
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts
-    if refused := _find_refused(model, formats):
-        formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
-        return build(graph, params, masked, formats)
     return model, owner_tree
 
 
@@ -98,7 +109,7 @@ def _make_storages(
         else:
             made = next(filter(None, (each.make_automatic(parameter) for each in AUTOMATIC)))
         storage, positions[path] = made
-        storages[path] = dataclasses.replace(storage, base_dtype=parameter.base_dtype)
+        storages[path] = dataclasses.replace(storage, frozen_dtype=parameter.frozen_dtype)
     return storages, positions
 
 
@@ -138,14 +149,14 @@ def describe_masked(
         counts = np.count_nonzero(SliceLayout(mask.shape, slices).slices(mask), axis=-1)
         stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
         inputs = _find_inputs(graph, path, stack)
-        base_dtype = np.dtype(leaves[path].dtype) if is_frozen else None
-        if base_dtype is not None and jax.dtypes.canonicalize_dtype(base_dtype) != base_dtype:
+        frozen_dtype = np.dtype(leaves[path].dtype) if is_frozen else None
+        if frozen_dtype is not None and jax.dtypes.canonicalize_dtype(frozen_dtype) != frozen_dtype:
             raise ValueError(
                 f"outside = 'frozen' keeps the bits of {trees.join_names(path)!r}, whose dtype "
-                f"{base_dtype} jax reads as {jax.dtypes.canonicalize_dtype(base_dtype)}. Cast the "
-                "parameter, or set jax_enable_x64."
+                f"{frozen_dtype} jax reads as {jax.dtypes.canonicalize_dtype(frozen_dtype)}. Cast "
+                "the parameter, or set jax_enable_x64."
             )
-        masked[path] = MaskedParameter(mask, stack, inputs, base_dtype)
+        masked[path] = MaskedParameter(mask, stack, inputs, frozen_dtype)
     return masked
 
 

@@ -29,6 +29,7 @@ from sparsity.compacting.optimizer_state import (
     check_kept_state,
     compare_kept_updates,
     densify_state,
+    spread_state,
     take_state,
 )
 from sparsity.compacting.stored_model import (
@@ -40,13 +41,12 @@ from sparsity.compacting.stored_model import (
 )
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
+from sparsity.comparisons.updates import check_arguments
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.kept_state import spread_state
 from sparsity.training.step_checks import check_optimizer
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class Compact(StoredModel):
     """A model whose masked parameters are their kept values. Made by `compact`.
 
     A pytree whose leaves are the positions of the values, and frozen entries: give the object to
-    compiled functions as an argument, and store it with the values. `params` and `opt_state` are no
-    leaves: a compiled function gets them as arguments of their own.
+    compiled functions as an argument, and store it with the values. `params`, `opt_state` and
+    `update_error` are no leaves: a model that comes out of a compiled function, `jax.tree.map` or a
+    checkpoint lacks them, and reading them is an error. Keep the values and the state beside it.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
     entries.
@@ -77,7 +78,7 @@ class Compact(StoredModel):
 
     Attributes:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
-      base: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
+      frozen: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
         than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
       storages: (path, storage) of each masked parameter.
@@ -98,8 +99,19 @@ class Compact(StoredModel):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
-    opt_state: PyTree = None
-    update_error: float | None = None
+    opt_state: PyTree
+    update_error: float | None
+
+    if not TYPE_CHECKING:  # or every name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> None:
+            if name not in ("params", "opt_state", "update_error"):
+                object.__getattribute__(self, name)
+            raise AttributeError(
+                f"This Compact has no {name}: jax made it from its leaves, in a function such as "
+                "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
+                "parameters and the optimizer's state beside the model, as arguments and results."
+            )
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -149,8 +161,8 @@ class Compact(StoredModel):
           tx: the optimizer, for states in which new entries are not 0, as in adagrad.
 
         Returns:
-          The compact model with the new masks, its parameters, and the optimizer's state. Outside
-          of compiled functions the model has both as `params` and `opt_state`.
+          The compact model with the new masks, its parameters, and the optimizer's state. The model
+          has both as `params` and `opt_state` until a compiled function returns it.
 
         Raises:
           ValueError: an update may change the number of kept entries of a slice, `outside` is
@@ -173,10 +185,12 @@ class Compact(StoredModel):
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
         positions = self.indices
-        if not pruner.keeps_count or pruner.regrows is not False:
-            positions, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
-        moved = dataclasses.replace(self, indices=positions, params=params, opt_state=opt_state)
-        return moved, params, opt_state
+        if not _keeps_masks(pruner):
+            positions, params, opt_state = move(
+                self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
+            )
+        changed = {"indices": positions, "params": params, "opt_state": opt_state}
+        return _make_model({**vars(self), **changed}), params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
@@ -244,7 +258,7 @@ class Compact(StoredModel):
           params: parameters like `self.params`.
           *args: inputs of the model.
           rounds: number of measurements of each product, at least.
-          opt_state: the optimizer's state of `params`; `None` means `self.opt_state`.
+          opt_state: the optimizer's state of `params`; `None`: `self.opt_state`; `()`: no state.
 
         Returns:
           A compact model with `params` and `opt_state` in the new formats.
@@ -263,7 +277,8 @@ class Compact(StoredModel):
         }
         chosen = choose(measure(models, args, rounds), nbytes)
         state = None if state is None else self.dense_state(state)
-        return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
+        outside = self._outside
+        return compact(self.graph, dense, self.masks, state, outside=outside, formats=chosen)
 
     def report(self, seconds: Mapping[Path, Mapping[str, float]] | None = None) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
@@ -324,7 +339,7 @@ class Compact(StoredModel):
 
     @property
     def _outside(self) -> Outside:
-        return "frozen" if jax.tree.leaves(self.base) else "zero"
+        return "frozen" if jax.tree.leaves(self.frozen) else "zero"
 
     def _in_all_formats(self, dense: PyTree) -> dict[str, Compact]:
         """Returns the model in each format, where parameters can have the format."""
@@ -333,15 +348,18 @@ class Compact(StoredModel):
                 f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
                 "floating parameters only. Give formats."
             )
-        masks, models = self.masks, dict[str, Compact]()
+        masks, outside, models = self.masks, self._outside, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(
-            describe_masked(self.graph, dense, arrays, self._outside == "frozen")
-        )
+        possible = list_formats(describe_masked(self.graph, dense, arrays, outside == "frozen"))
         for name in STORAGES:
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
-            models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
+            models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
+
+
+def _keeps_masks(pruner: BaseUpdater) -> bool:
+    """Returns whether updates leave the masks as they are: no entry returns, none may be lost."""
+    return bool(pruner.keeps_count) and pruner.regrows is False
 
 
 def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -> None:
@@ -356,7 +374,14 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
-_LEAVES, _STATIC = ("indices", "base"), ("graph", "storages", "in_turn")
+def _make_model(fields: Mapping[str, object]) -> Compact:
+    """Returns a model with these fields, which may lack `params` and others that are no leaves."""
+    model = object.__new__(Compact)
+    vars(model).update(fields)
+    return model
+
+
+_LEAVES, _STATIC = ("indices", "frozen"), ("graph", "storages", "in_turn")
 # `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
 jax.tree_util.register_pytree_with_keys(
     Compact,
@@ -364,7 +389,9 @@ jax.tree_util.register_pytree_with_keys(
         [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in _LEAVES],
         tuple(getattr(model, name) for name in _STATIC),
     ),
-    lambda static, leaves: Compact(**dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))),
+    lambda static, leaves: _make_model(
+        dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))
+    ),
 )
 
 
@@ -416,7 +443,7 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    entrywise_check.check_arguments(masks, opt_state, tx)
+    check_arguments(masks, opt_state, tx)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)

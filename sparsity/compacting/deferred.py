@@ -27,20 +27,20 @@ class Deferred:
 
     equation: Equation
     number: int
-    inputs: tuple[Lazy, ...]
+    inputs: tuple[Operand, ...]
 
 
-Lazy = jax.Array | Kept | Deferred
+Operand = jax.Array | Kept | Deferred  # the last two are pending: no dense array holds them yet
 
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 
-def is_lazy(array: Lazy) -> bool:
-    """Returns whether an array is not dense."""
+def is_pending(array: Operand) -> bool:
+    """Returns whether an array is kept values, or deferred."""
     return isinstance(array, Kept | Deferred)
 
 
-def densify(array: Lazy, token: Token = 0) -> jax.Array:
+def densify(array: Operand, token: Token = 0) -> jax.Array:
     """Returns an array as a dense one; see `Kept.read`."""
     if isinstance(array, Kept):
         return array.read(token)
@@ -51,7 +51,7 @@ def densify(array: Lazy, token: Token = 0) -> jax.Array:
     return array
 
 
-def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
+def kept_in(arrays: Sequence[Operand]) -> list[Kept]:
     """Returns the kept values from which arrays are computed."""
     return list(filter(is_kept, jax.tree.leaves(list(arrays), is_leaf=is_kept)))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, make_token
+from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, make_token
 from sparsity.compacting.formats.storage import Kept, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
@@ -24,8 +24,8 @@ Arrays = list[jax.Array]
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 
 
-def read_dense(equation: Equation, inputs: Sequence[Lazy], in_turn: bool) -> Arrays:
-    """Returns the outputs of an equation that reads lazy arrays as dense ones.
+def read_dense(equation: Equation, inputs: Sequence[Operand], in_turn: bool) -> Arrays:
+    """Returns the outputs of an equation that reads pending arrays as dense ones.
 
     Equal products, such as those of equal layers, are traced and lowered once.
     """
@@ -56,11 +56,11 @@ def _find_equal(product: Equation) -> Equation:
 
 @dataclasses.dataclass(frozen=True)
 class DenseRead:
-    """Equation that reads lazy arrays as dense ones, with a rule for derivatives.
+    """Equation that reads pending arrays as dense ones, with a rule for derivatives.
 
     One dense array of the size of a parameter exists at a time, and none between the passes: the
     forward pass stores the inputs as they are. The backward pass of a product first computes the
-    gradient of the lazy operand. Its dense form is gone when the operand is made dense again for
+    gradient of the pending operand. Its dense form is gone when the operand is made dense again for
     the gradient of the other one.
 
     Attributes:
@@ -86,8 +86,9 @@ class DenseRead:
     def _save(self, *arrays: jax.Array) -> tuple[Arrays, Sequence[jax.Array]]:
         """Returns the outputs and the arrays for `_backward`.
 
-        A rule of the model for reverse derivatives has derivatives of its own, the function that
-        the rule replaces has no forward derivatives.
+        `jax.vjp` replaces a call with its own rule for reverse derivatives by the forward pass of
+        this rule, which has forward derivatives. The call has none: with `_forward`, forward
+        derivatives of gradients, as in a Hessian, would be an error of jax.
         """
         if self.equation.name == "custom_vjp_call":
             return jax.vjp(self._forward, *arrays)[0], arrays
@@ -97,7 +98,7 @@ class DenseRead:
         """Returns the gradients of the arrays, `None` for integers."""
         cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
         kept, dense = _number_floats(inputs)
-        if self.equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
+        if self.equation.name in PRODUCTS and sum(map(is_pending, inputs)) == 1:
             gradients = self._differentiate_kept(arrays, kept, dense, cotangents)
             remaining = dense
         else:
@@ -110,7 +111,7 @@ class DenseRead:
     def _differentiate_kept(
         self, arrays: Arrays, kept: list[int], dense: list[int], cotangents: Arrays
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of the arrays of the lazy operand of a product, by number."""
+        """Returns the gradients of the arrays of the pending operand of a product, by number."""
         operands = find_operands(self.equation, self._inputs(arrays))
         relaid = cotangents
         if operands and kept and dense:
@@ -144,8 +145,8 @@ class DenseRead:
             return _multiply_wide(self.equation, inputs, token)
         return self.equation.bind([densify(x, token) for x in inputs])
 
-    def _inputs(self, arrays: Sequence[jax.Array]) -> list[Lazy]:
-        inputs: list[Lazy] = jax.tree.unflatten(self.structure, arrays)
+    def _inputs(self, arrays: Sequence[jax.Array]) -> list[Operand]:
+        inputs: list[Operand] = jax.tree.unflatten(self.structure, arrays)
         return inputs
 
     def _floats(self, outputs: Arrays) -> Arrays:
@@ -154,7 +155,9 @@ class DenseRead:
         return [x for value, x in pairs if is_differentiable(value)]
 
 
-def find_operands(equation: Equation, inputs: Sequence[Lazy]) -> tuple[int, Kept, jax.Array] | None:
+def find_operands(
+    equation: Equation, inputs: Sequence[Operand]
+) -> tuple[int, Kept, jax.Array] | None:
     """Returns the operands of a product of kept values and a dense array.
 
     Returns:
@@ -163,7 +166,7 @@ def find_operands(equation: Equation, inputs: Sequence[Lazy]) -> tuple[int, Kept
     """
     if equation.name not in PRODUCTS or len(inputs) != 2:
         return None
-    at = 0 if is_lazy(inputs[0]) else 1
+    at = 0 if is_pending(inputs[0]) else 1
     kept, other = inputs[at], inputs[1 - at]
     if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
         return None
@@ -206,7 +209,7 @@ def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
     return laid_out.transpose(np.argsort(order))
 
 
-def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
+def _is_widened(equation: Equation, inputs: Sequence[Operand]) -> bool:
     """Returns whether XLA multiplies bfloat16 numbers of a product as float32.
 
     XLA on CPUs does, if the result is bfloat16, and rounds the result.
@@ -223,12 +226,12 @@ def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
 
 def _widens_exactly(kept: Kept) -> bool:
     """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
-    dtype = kept.storage.base_dtype
-    is_exact = kept.base is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
+    dtype = kept.storage.frozen_dtype
+    is_exact = kept.frozen is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
     return is_exact and kept.observer is None
 
 
-def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> Arrays:
+def _multiply_wide(equation: Equation, inputs: Sequence[Operand], token: Token) -> Arrays:
     """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
 
     Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
@@ -248,12 +251,12 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> 
     return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
-def _number_floats(inputs: Sequence[Lazy]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of the leaves that are floats: of lazy arrays, and of dense ones."""
-    lazy, dense, number = list[int](), list[int](), 0
+def _number_floats(inputs: Sequence[Operand]) -> tuple[list[int], list[int]]:
+    """Returns the numbers of the leaves that are floats: of pending arrays, and of dense ones."""
+    pending, dense, number = list[int](), list[int](), 0
     for each in inputs:
         for array in jax.tree.leaves(each):
             if jnp.issubdtype(array.dtype, jnp.inexact):
-                (lazy if is_lazy(each) else dense).append(number)
+                (pending if is_pending(each) else dense).append(number)
             number += 1
-    return lazy, dense
+    return pending, dense

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in
+from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, kept_in
 from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import Kept
@@ -27,10 +27,10 @@ from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
 
-Record: TypeAlias = Callable[[Equation, Sequence[Lazy], bool], None]
+Record: TypeAlias = Callable[[Equation, Sequence[Operand], bool], None]
 
 
-class Densifier(Interpreter[Lazy]):
+class Densifier(Interpreter[Operand]):
     """Interpreter of programs whose inputs may be kept values.
 
     Args:
@@ -48,15 +48,15 @@ class Densifier(Interpreter[Lazy]):
     ) -> None:
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 
-    def run(self, program: Program, inputs: Sequence[Lazy]) -> list[Lazy]:
+    def run(self, program: Program, inputs: Sequence[Operand]) -> list[Operand]:
         return [densify(output) for output in super().run(program, inputs)]
 
-    def evaluate(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
-        if not any(map(is_lazy, inputs)):
+    def evaluate(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+        if not any(map(is_pending, inputs)):
             return equation.bind(inputs)
         return super().evaluate(equation, inputs)
 
-    def call(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def call(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         body = equation.bodies[0]
         if equation.is_remat:
@@ -66,7 +66,21 @@ class Densifier(Interpreter[Lazy]):
             return self._read(equation, inputs)
         return super().run(body, inputs)
 
-    def bind(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def bind(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+        """Returns the outputs of an equation; the first row that fits decides.
+
+        | equation                                            | pending inputs    | outputs  |
+        | --------------------------------------------------- | ----------------- | -------- |
+        | without outputs, or a callback                      | are made dense    | dense    |
+        | neither cast nor layout, of quantized values        | are an error      |          |
+        | transpose, cast, positive multiple, layers of stack | stay kept values  | kept     |
+        | entrywise or layout, of parameters alone            | stay pending      | deferred |
+        | product that the format multiplies                  | stay kept values  | dense    |
+        | product, lookup, or of parameters alone             | are dense in turn | dense    |
+        | any other                                           | are made dense    | dense    |
+
+        In turn: one parameter at a time, and again in the backward pass, see `DenseRead`.
+        """
         if not equation.outputs or equation.name == "io_callback":  # no function of its inputs
             return equation.bind([self._densify(equation, x) for x in inputs])
         _check_casts(equation, inputs)
@@ -74,7 +88,7 @@ class Densifier(Interpreter[Lazy]):
         if moved is not None:
             return [moved]
         dense = zip(equation.inputs, inputs, strict=True)
-        has_data = any(self._is_data(value) for value, x in dense if not is_lazy(x))
+        has_data = any(self._is_data(value) for value, x in dense if not is_pending(x))
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
             numbers = range(len(equation.outputs))
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
@@ -92,12 +106,12 @@ class Densifier(Interpreter[Lazy]):
     def rows(self, scan: Equation) -> PyTree:
         return jnp.arange(scan.length) if self._in_turn else None
 
-    def read_layer(self, array: Lazy, stack: Lazy, rows: PyTree) -> Lazy:
+    def read_layer(self, array: Operand, stack: Operand, rows: PyTree) -> Operand:
         if isinstance(array, Kept) and isinstance(stack, Kept):
             return array.layer(stack, rows)
         return array
 
-    def scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def scan(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
         (body,) = equation.within()
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
@@ -106,34 +120,34 @@ class Densifier(Interpreter[Lazy]):
         dense = [self._densify(equation, x) for x in carry]
         return super().scan(equation, [*constants, *dense, *stacks])
 
-    def while_loop(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def while_loop(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
         first = len(inputs) - len(equation.outputs)
         carry = [self._densify(equation, x) for x in inputs[first:]]
         return super().while_loop(equation, [*inputs[:first], *carry])
 
-    def cond(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+    def cond(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
         return super().cond(equation, [densify(inputs[0]), *inputs[1:]])
 
-    def _densify(self, equation: Equation, array: Lazy) -> jax.Array:
-        if is_lazy(array):
+    def _densify(self, equation: Equation, array: Operand) -> jax.Array:
+        if is_pending(array):
             self._record(equation, [array], True)
         return densify(array)
 
-    def _read(self, equation: Equation, inputs: list[Lazy]) -> Arrays:
-        """Returns the outputs of an equation that reads lazy arrays as dense ones."""
+    def _read(self, equation: Equation, inputs: list[Operand]) -> Arrays:
+        """Returns the outputs of an equation that reads pending arrays as dense ones."""
         _check_casts(equation, inputs)
         self._record(equation, inputs, True)
         return read_dense(equation, inputs, self._in_turn)
 
 
-def _is_stack(array: Lazy) -> bool:
+def _is_stack(array: Operand) -> bool:
     """Returns whether a scan can take the layers of an array."""
-    return not is_lazy(array) or (
+    return not is_pending(array) or (
         isinstance(array, Kept) and array.depth > 0 and array.axes[0] == 0
     )
 
 
-def _check_casts(equation: Equation, inputs: Sequence[Lazy]) -> None:
+def _check_casts(equation: Equation, inputs: Sequence[Operand]) -> None:
     """Raises a ValueError if an equation reads quantized values, whose kept ones are floats.
 
     A cast to a wider float may read them, and equations of layout.
@@ -147,20 +161,20 @@ def _check_casts(equation: Equation, inputs: Sequence[Lazy]) -> None:
         for kept in kept_in([array]) if is_quantized(value.dtype) else ():
             if kept.storage.is_quantized:
                 raise ValueError(
-                    f"{kept.name!r} is {kept.storage.base_dtype} and read by {equation.name} "
+                    f"{kept.name!r} is {kept.storage.frozen_dtype} and read by {equation.name} "
                     f"{equation.source}. Its trained entries are floats: cast the parameter to a "
                     "float of 16 bits or more first, or give it no mask: None."
                 )
 
 
-def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
+def _map_values(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
     # A second cast would round the frozen entries once only.
-    is_uncast = kept.storage.base_dtype == equation.inputs[0].dtype and kept.observer is None
+    is_uncast = kept.storage.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
         return kept.with_values(kept.read_values().astype(params["new_dtype"]))
     if not kept.is_plain:
@@ -180,7 +194,7 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     return None
 
 
-def _move_axes(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
+def _move_axes(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
     """Returns a transpose, or layers of a stack, as kept values; `None` for other equations."""
     kept, params = inputs[0], equation.params
     if not isinstance(kept, Kept):

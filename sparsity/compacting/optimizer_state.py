@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -12,9 +14,11 @@ import optax
 
 from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.compacting.formats.storage import Storage
-from sparsity.core import owners, trees
-from sparsity.core.trees import PyTree
-from sparsity.training import entrywise_check
+from sparsity.comparisons.updates import check_updates
+from sparsity.core import owners, sharding, trees
+from sparsity.core.trees import Params, PyTree
+from sparsity.masks.slice_layout import SliceLayout
+from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
@@ -42,7 +46,7 @@ class Owner:
 
     def freeze(self, leaf: PyTree) -> PyTree:
         """Returns the dense slices of a parameter if entries outside the mask are frozen."""
-        if self.storage is None or self.storage.base_dtype is None:
+        if self.storage is None or self.storage.frozen_dtype is None:
             return None
         order = self.storage.order
         return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
@@ -54,7 +58,7 @@ class Owner:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self.storage.shrink(leaf)
         values = self.storage.take(np.asarray(leaf), np.asarray(self.positions))
-        if self.storage.is_quantized and values.dtype == self.storage.base_dtype:
+        if self.storage.is_quantized and values.dtype == self.storage.frozen_dtype:
             values = values.astype(np.float32)
         return self.storage.place(values, leaf, self.name)
 
@@ -66,6 +70,45 @@ class Owner:
 
 
 OwnerTree: TypeAlias = PyTree  # tree like the parameters, an `Owner` for each
+
+
+def spread_state(state: PyTree, params: Params) -> PyTree:
+    """Returns an optimizer state with arrays like the parameters in place of kept entries.
+
+    Each `KeptState` becomes the state of its inner optimizer, with 0 for entries that are not kept.
+    Runs on the host.
+
+    Args:
+      state: state of an optimizer.
+      params: tree of parameters.
+
+    Raises:
+      ValueError: a mesh divides the kept entries along other axes than the first ones. The message
+        names the parameter.
+    """
+
+    def describe(
+        path: trees.KeyPath, param: jax.Array, positions: jax.Array | None
+    ) -> Callable[[jax.Array], PyTree] | None:
+        if positions is None:
+            return None
+        shape, batch = jnp.shape(param), positions.shape[:-1]
+        if batch != shape[: len(batch)]:
+            raise ValueError(
+                f"opt_state has positions of the shape {positions.shape} for "
+                f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept entries. "
+                "Start a new state."
+            )
+        return functools.partial(_spread_on_host, np.asarray(positions), shape)
+
+    while nodes := trees.find_nodes(state, KeptState):
+        node = nodes[0][1]  # a replacement copies the other nodes
+        spreaders = trees.map_matched(describe, params, node.positions)
+        dense = owners.map_owned(
+            lambda spread, leaf: leaf if spread is None else spread(leaf), spreaders, node.state
+        )
+        state = trees.replace_node(state, node, dense)
+    return state
 
 
 def take_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
@@ -160,7 +203,7 @@ def compare_kept_updates(
         return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
-    return entrywise_check.check_updates(
+    return check_updates(
         tx,
         masked,
         state,
@@ -170,3 +213,12 @@ def compare_kept_updates(
         model="kept values",
         remedy=_REMEDY,
     )
+
+
+def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Array) -> PyTree:
+    """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
+    if jnp.shape(kept) != positions.shape:
+        return kept
+    layout = SliceLayout(shape, tuple(range(positions.ndim - 1)))
+    array: PyTree = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
+    return sharding.place_like(kept, array)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsity.compacting.deferred import Lazy, kept_in
+from sparsity.compacting.deferred import Operand, kept_in
 from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
@@ -37,7 +37,7 @@ class Read(NamedTuple):
     """
 
     equation: Equation
-    inputs: list[Lazy]
+    inputs: list[Operand]
     is_dense: bool
 
 
@@ -46,11 +46,11 @@ class StoredModel:
     """A model whose masked parameters are stored as kept values; attributes as in `Compact`."""
 
     indices: PyTree
-    base: PyTree
+    frozen: PyTree
     graph: Graph
     storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
-    params: PyTree = None
+    params: PyTree
 
 
 def run_stored(
@@ -88,7 +88,7 @@ def wrap_values(
     shapes = {parameter.path: parameter.shape for parameter in model.graph.leaves}
 
     def wrap(
-        path: trees.KeyPath, leaf: PyTree, positions: jax.Array | None, base: jax.Array | None
+        path: trees.KeyPath, leaf: PyTree, positions: jax.Array | None, frozen: jax.Array | None
     ) -> PyTree:
         names, name = trees.path_names(path), trees.path_string(path)
         storage = storages.get(names)
@@ -101,10 +101,10 @@ def wrap_values(
             )
         if positions is None or storage is None:
             return leaf
-        return storage.wrap(leaf, positions, base, name, observers.get(names))
+        return storage.wrap(leaf, positions, frozen, name, observers.get(names))
 
     return trees.map_matched(
-        wrap, params, model.indices, model.base, others_role="positions of kept values"
+        wrap, params, model.indices, model.frozen, others_role="positions of kept values"
     )
 
 
@@ -129,7 +129,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
     params, args = sharding.abstract((params, args))
     reads: list[Read] = []
 
-    def record(equation: Equation, inputs: Sequence[Lazy], is_dense: bool) -> None:
+    def record(equation: Equation, inputs: Sequence[Operand], is_dense: bool) -> None:
         shapes = jax.tree.map(sharding.abstract, list(inputs))
         reads.append(Read(equation, shapes, is_dense))
 
@@ -139,11 +139,12 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
         storage = storages.get(trees.path_names(path))
         return leaf if storage is None else storage.shrink(leaf)
 
+    model = StoredModel(model.indices, model.frozen, model.graph, model.storages, False, None)
     arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
 
     def run(arrays: list[jax.Array]) -> PyTree:
         params, args = rebuild(arrays)
-        return run_stored(dataclasses.replace(model, in_turn=False), params, *args, record=record)
+        return run_stored(model, params, *args, record=record)
 
     jax.eval_shape(run, arrays)
     return reads
@@ -152,15 +153,15 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
     """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
     storages, nbytes = dict(model.storages), {}
-    positions, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
+    positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
     for leaf in model.graph.leaves:
         if (storage := storages.get(leaf.path)) is None:
             nbytes[leaf.path] = leaf.size * leaf.dtype.itemsize, 0, 0
             continue
         itemsize = 4 if storage.is_quantized else leaf.dtype.itemsize  # float32
-        frozen = base[leaf.path].nbytes if leaf.path in base else 0
+        outside = frozen[leaf.path].nbytes if leaf.path in frozen else 0
         values = math.prod(storage.kept_shape) * itemsize
-        nbytes[leaf.path] = values, positions[leaf.path].nbytes, frozen
+        nbytes[leaf.path] = values, positions[leaf.path].nbytes, outside
     return nbytes
 
 
@@ -180,7 +181,7 @@ def _retrace(
     params: PyTree,
     args: tuple[PyTree, ...],
     observers: Mapping[Path, Observer],
-) -> tuple[Graph, list[Lazy]]:
+) -> tuple[Graph, list[Operand]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
     wrapped = wrap_values(model, params, observers)
@@ -190,7 +191,7 @@ def _retrace(
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
         dense = sharding.resized(struct, leaf.shape)
         if is_kept(leaf) and leaf.storage.is_quantized:  # the model casts the parameter
-            return sharding.with_dtype(dense, leaf.storage.base_dtype)
+            return sharding.with_dtype(dense, leaf.storage.frozen_dtype)
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.deferred import Lazy, densify, kept_in
+from sparsity.compacting.deferred import Operand, densify, kept_in
 from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.stored_model import Read, StoredModel, list_reads
@@ -130,7 +130,7 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 
-def _make_inputs(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
+def _make_inputs(inputs: list[Operand], model: StoredModel) -> list[Operand]:
     """Returns inputs of a product, given as shapes, with the kept values of a model or random data.
 
     Frozen entries count as zeros. A product within a scan gets the first layer.
@@ -146,13 +146,13 @@ def _make_inputs(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
                 leaf,
                 values=_first_slice(values[leaf.name], leaf.values),
                 positions=_first_slice(positions[leaf.name], leaf.positions),
-                base=None,
+                frozen=None,
             )
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
 
-    filled: list[Lazy] = jax.tree.map(fill, inputs, is_leaf=is_kept)
+    filled: list[Operand] = jax.tree.map(fill, inputs, is_leaf=is_kept)
     return filled
 
 

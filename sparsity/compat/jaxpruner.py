@@ -81,7 +81,7 @@ def convert_state(state: PyTree, params: Params) -> SparseState:
             f"{', '.join(map(str, named)) or type(state).__name__}."
         )
     new = SparseState(**named)
-    return new._replace(masks=read_masks(new.masks, params, packed=True))
+    return new._replace(masks=read_masks(new.masks, params, may_be_packed=True))
 
 
 def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numeric], jax.Array]:

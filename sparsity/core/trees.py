@@ -20,7 +20,8 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 N = TypeVar("N", bound=NamedTuple)
-PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
+# A tree of arrays in any containers, those of users included. No type says this; jax has Any, too.
+PyTree: TypeAlias = Any
 # Trees by what they hold; trees that go with params may have `None` in the place of a parameter.
 Params: TypeAlias = PyTree  # parameters of a model in any containers, and leaves that are no arrays
 Grads: TypeAlias = PyTree  # gradients of the parameters

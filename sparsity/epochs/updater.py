@@ -275,4 +275,4 @@ def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
 
 
 def _read(masks: Masks, params: Params) -> PyTree:
-    return read_masks(masks, params, packed=False, role="masks of mask_key")
+    return read_masks(masks, params, may_be_packed=False, role="masks of mask_key")

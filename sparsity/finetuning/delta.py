@@ -91,7 +91,7 @@ class Delta:
         before, after = named_arrays(base), named_arrays(params)
         kept = None
         if masks is not None:
-            check_masks(params, masks, packed=False)
+            check_masks(params, masks, are_packed=False)
             kept = {trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()}
         parameters: dict[str, BaseParameter] = {}
         changes: dict[str, Entries] = {}

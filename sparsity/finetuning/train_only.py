@@ -58,9 +58,12 @@ def train_only(
     keeps all entries has the state that `tx` gives it. Weight decay, moments and global norms count
     chosen entries only: an update is the dense one, restricted to the chosen entries.
 
-    Updates of other entries are -0.0, the one number that changes no other in a sum, -0.0 included.
-    So give wrappers that scale, clip or accumulate as `tx`, inside. In each sum, XLA on
-    CPUs reads subnormal numbers as 0 and quiets signalling NaN, and a GPU writes one NaN for all.
+    Frozen entries get the update -0.0, because x + (-0.0) has the bits of x for every x but those
+    below. Wrapping `train_only` in a transformation that scales or clips may break this: put such
+    transformations inside `tx`.
+
+    Limits: in the sum of a parameter and its update, XLA on CPUs reads subnormal numbers as 0 and
+    quiets signalling NaN, and a GPU writes one NaN for all.
 
     Args:
       tx: an optimizer that works entry by entry; global norms may be used.

@@ -71,14 +71,14 @@ def _to_bits(mask: jax.Array) -> jax.Array:
 
 def pack_masks(masks: Masks, params: Params) -> Masks:
     """Packs the masks of `params` to bits; raises as `check_masks`."""
-    check_masks(params, masks, packed=False)
+    check_masks(params, masks, are_packed=False)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
 
 
 def unpack_masks(masks: Masks, params: Params) -> Masks:
     """Undoes `pack_masks`; raises as `check_masks`."""
-    check_masks(params, masks, packed=True)
+    check_masks(params, masks, are_packed=True)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
 
@@ -105,13 +105,13 @@ def place_masks(masks: Masks, params: Params) -> Masks:
     return trees.map_matched(lambda path, mask: sharding.place_like(likes[path], mask), masks)
 
 
-def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") -> Masks:
+def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "masks") -> Masks:
     """Converts masks of a hook or a user to uint8 masks of zeros and ones.
 
     Args:
       masks: tree of masks of any real dtype; non-zero entries are kept.
       params: tree of parameters.
-      packed: whether masks may be packed: by `pack_masks`, or each as one row of bits, as by
+      may_be_packed: whether masks may be packed: by `pack_masks`, or each as one row of bits, as by
         `jax.tree.map(jnp.packbits, masks)`.
       role: name of the masks in messages.
 
@@ -128,10 +128,10 @@ def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") 
             # A row of one weight is one byte, packed or not.
             kept: jax.Array = are_kept(mask)
             return kept
-        if packed and jnp.shape(mask) == packed_shape(shape):
+        if may_be_packed and jnp.shape(mask) == packed_shape(shape):
             _check_bits(mask, trees.path_string(path))
             return unpack(mask, likes[path])
-        if packed and jnp.shape(mask) == (-(-math.prod(shape) // 8),):
+        if may_be_packed and jnp.shape(mask) == (-(-math.prod(shape) // 8),):
             _check_bits(mask, trees.path_string(path))
             count = math.prod(shape)
             return sharding.shard_like(
@@ -140,7 +140,7 @@ def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") 
         raise ValueError(
             f"The mask of {trees.path_string(path)!r} among the {role} has shape "
             f"{jnp.shape(mask)}, but its parameter has shape {shape}"
-            + (f", and its packed mask {packed_shape(shape)}." if packed else ".")
+            + (f", and its packed mask {packed_shape(shape)}." if may_be_packed else ".")
         )
 
     return trees.map_matched(read, masks)
@@ -185,19 +185,21 @@ def check_complete(
         raise ValueError(f"The {role} have nothing for {trees.listed(lacking)}. Give {remedy}.")
 
 
-def check_masks(params: Params, masks: Masks, *, packed: bool) -> None:
+def check_masks(params: Params, masks: Masks, *, are_packed: bool) -> None:
     """Raises a ValueError that names a parameter without a mask of its shape or `None`."""
     check_complete(params, masks)
-    check_shapes(params, masks, packed=packed)
+    check_shapes(params, masks, are_packed=are_packed)
 
 
-def check_shapes(tree: PyTree, masks: Masks, *, packed: bool = False, role: str = "params") -> None:
+def check_shapes(
+    tree: PyTree, masks: Masks, *, are_packed: bool = False, role: str = "params"
+) -> None:
     """Raises a ValueError that names a mask of another shape than the array at its path.
 
     Args:
       tree: parameters, gradients or updates.
       masks: tree of masks.
-      packed: whether masks are packed.
+      are_packed: whether masks must be packed; otherwise none may be.
       role: name of `tree` in messages.
     """
 
@@ -206,23 +208,23 @@ def check_shapes(tree: PyTree, masks: Masks, *, packed: bool = False, role: str 
             return
         shape, got, name = jnp.shape(array), jnp.shape(mask), trees.path_string(path)
         shapes = shape, packed_shape(shape)
-        expected, other = shapes[packed], shapes[not packed]
+        expected, other = shapes[are_packed], shapes[not are_packed]
         if got == expected:
-            if packed:
+            if are_packed:
                 _check_bits(mask, name)
             return
         if got == other:
             raise ValueError(
-                f"The mask of {name!r} has shape {got}, but with use_packed_masks={packed} it "
+                f"The mask of {name!r} has shape {got}, but with use_packed_masks={are_packed} it "
                 f"needs {expected}. Restore a state with the setting that it was saved with, or "
-                f"convert its masks with sparsity.masks.{'pack' if packed else 'unpack'}_masks("
+                f"convert its masks with sparsity.masks.{'pack' if are_packed else 'unpack'}_masks("
                 "masks, params)."
             )
         raise ValueError(
             f"The mask of {name!r} has shape {got}, but the {role} have shape {shape} there"
-            + (f", and its packed mask {expected}" if packed else "")
+            + (f", and its packed mask {expected}" if are_packed else "")
             + ". Masks belong to the model that the optimizer's `init` saw"
-            + ("; sparsity.masks.pack_masks(masks, params) packs them." if packed else ".")
+            + ("; sparsity.masks.pack_masks(masks, params) packs them." if are_packed else ".")
         )
 
     trees.map_matched(check, tree, masks, role=role)

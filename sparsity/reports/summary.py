@@ -44,7 +44,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
       0.75
     """
     check_bool("only_total_sparsity", only_total_sparsity)
-    leaves = _read_arrays(_find_masks(param_tree, packed=False))
+    leaves = _read_arrays(_find_masks(param_tree, may_be_packed=False))
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: _count_nonzero(leaves[path]) for path in sizes})
     nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
@@ -117,7 +117,7 @@ def active_masks(params: Params, opt_state: optax.OptState) -> Masks:
       {'a': Array([1, 0], dtype=uint8), 'b': None}
     """
     state = get_sparse_state(opt_state)
-    masks = None if state.masks is None else read_masks(state.masks, params, packed=True)
+    masks = None if state.masks is None else read_masks(state.masks, params, may_be_packed=True)
 
     def active(
         _: trees.KeyPath, param: jax.Array, target: jax.Array | None, mask: jax.Array | None
@@ -129,12 +129,12 @@ def active_masks(params: Params, opt_state: optax.OptState) -> Masks:
     return trees.map_matched(active, params, state.target_sparsities, masks)
 
 
-def _find_masks(tree: PyTree, packed: bool = True) -> PyTree:
+def _find_masks(tree: PyTree, may_be_packed: bool = True) -> PyTree:
     """Returns the masks of an optimizer state, other trees unchanged."""
     if not trees.find_nodes(tree, SparseState):
         return tree
     state = get_sparse_state(tree)
-    if not packed and _is_packed(state):
+    if not may_be_packed and _is_packed(state):
         paths = [trees.path_string(path) for path in trees.leaves_by_path(state.masks)]
         raise ValueError(
             f"The masks of {trees.listed(paths)} are packed to bits, so that their number of "

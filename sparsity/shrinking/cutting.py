@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, Sharding
 
+from sparsity.comparisons.updates import check_updates
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
@@ -22,7 +23,6 @@ from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_m
 from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
-from sparsity.training import entrywise_check
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
@@ -160,7 +160,7 @@ def compare_small_updates(
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
     cut = functools.partial(cut_params, cuts)
-    return entrywise_check.check_updates(
+    return check_updates(
         tx,
         masked,
         state,

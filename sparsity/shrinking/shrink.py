@@ -7,6 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from sparsity.comparisons.updates import check_arguments
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path
@@ -18,7 +19,6 @@ from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
 from sparsity.shrinking.small import Small
-from sparsity.training import entrywise_check
 
 
 def shrink(
@@ -70,7 +70,7 @@ def shrink(
       (5, 2)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    entrywise_check.check_arguments(masks, opt_state, tx)
+    check_arguments(masks, opt_state, tx)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cuts = cutting.describe_cuts(graph, params, plan.kept, by_path)

@@ -65,9 +65,11 @@ class BaseUpdater(Updater):
         The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute: whether pruned weights may return to the mask. Returning weights
-        start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
-        the class keeps dense weights. `False` makes updates of masks a tenth faster. The page on
-        algorithms of your own lists the overrides that change this attribute and the next two.
+        start at 0, with the optimizer state of `init`. `True` refuses optimizers whose state hides
+        which entry belongs to which parameter, such as `optax.flatten`. `None` warns of these, and
+        restarts no weights that keep their values. `False` restarts none, and makes updates of
+        masks a tenth faster. The page on algorithms of your own lists the overrides that change
+        this attribute and the next two.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity

@@ -21,7 +21,7 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import has_updates
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
@@ -39,7 +39,7 @@ from sparsity.training.kept_state import (
     read_kept,
     spread_updates,
 )
-from sparsity.training.regrow import check_resettable
+from sparsity.training.regrow import check_resettable, start_from_zero, without_grown
 from sparsity.training.state import SparseState
 from sparsity.training.step import Change, Step
 from sparsity.training.updater import INFERRED, Updater
@@ -71,7 +71,7 @@ class CompactStep(Step):
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
-        masks_move = update_range(self.updater.scheduler) is not None
+        masks_move = has_updates(self.updater.scheduler)
         check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
         state = self.inner.init(values)
         if self.may_regrow:
@@ -101,7 +101,7 @@ class CompactStep(Step):
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
-        fresh = self.inner.init(_zero_where(grown, values))
+        fresh = self.inner.init(without_grown(values, grown))
         inner_state = carry(new.inner_state.state, fresh, moves)
         return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
 
@@ -113,10 +113,9 @@ class CompactStep(Step):
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
         values, updates = gather(params, kept), gather(updates, kept)
-        seen = _zero_where(change.grown, values)
+        seen = without_grown(values, change.grown)
         steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
-        if change.grown is not None:
-            steps = _start_from_zero(steps, values, change.grown)
+        steps = start_from_zero(steps, values, change.grown)
         count = optax.safe_increment(state.count)
         steps = spread_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
@@ -201,7 +200,7 @@ def check_rules(updater: Updater) -> None:
             f"{refused}, but is_sparse_gradients = False shows gradients of pruned weights to the "
             f"optimizer. Give {name} is_sparse_gradients=True too."
         )
-    if update_range(schedule) is None:
+    if not has_updates(schedule):
         return
     if updater.keeps_count is False:
         raise ValueError(
@@ -264,7 +263,7 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
 
 def _check_moves(updater: Updater, site: Site) -> None:
     """Raises a ValueError if updates may keep more entries than a mask of the user."""
-    if update_range(updater.scheduler) is None:
+    if not has_updates(updater.scheduler):
         return
     if updater.keeps_count is None or not site.pattern.is_elementwise:
         raise ValueError(
@@ -283,26 +282,6 @@ def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
         entries = np.unpackbits(entries, count=math.prod(shape))
     by_slice = entries.reshape(*shape[: site.batch_axes], -1)
     return int(np.count_nonzero(by_slice, axis=-1).max(initial=0))
-
-
-def _zero_where(grown: PyTree, kept: PyTree) -> PyTree:
-    """Returns the kept entries with zeros where they have grown; other leaves unchanged."""
-
-    def zero(_: trees.KeyPath, values: jax.Array, where: jax.Array | None) -> jax.Array:
-        return values if where is None else jnp.where(where, jnp.zeros((), values.dtype), values)
-
-    return trees.map_matched(zero, kept, grown)
-
-
-def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
-    """Returns updates that start grown entries from zero, whatever values are stored."""
-
-    def restart(
-        _: trees.KeyPath, step: jax.Array, value: PyTree, where: jax.Array | None
-    ) -> jax.Array:
-        return step if where is None else jnp.where(where, step - value, step)
-
-    return trees.map_matched(restart, steps, kept, grown, role="updates")
 
 
 def _positions(kept: KeptTree) -> Positions:

@@ -6,7 +6,7 @@ on arrays that became shorter must work entry by entry, or reduce all entries to
 removed ones, which are 0, do not change. A mean, a minimum, a decision by the number of axes, a
 factored moment, a matrix product, noise or a sum of two parameters fails the comparison.
 
-Works before the first step, on shapes alone, and for every value. `entrywise_check` runs
+Works before the first step, on shapes alone, and for every value. `comparisons.updates` runs
 updates instead: it serves cut models, which have arrays and a state, and accepts optimizers that no
 text proves, such as those that accumulate gradients or reduce along axes that are not cut.
 """

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -24,7 +23,7 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
 from sparsity.masks.slice_layout import SliceLayout
 
-# Trees like the parameters, with `None` where a parameter has no mask.
+# Trees like the parameters, with `None` where a parameter has no mask; see `PyTree` for their type.
 Positions: TypeAlias = PyTree  # int32[*batch, k]
 Layouts: TypeAlias = PyTree  # `KeptLayout`
 KeptTree: TypeAlias = PyTree  # `KeptParameter`
@@ -246,45 +245,6 @@ def carry(state: PyTree, fresh: PyTree, moves: Moves) -> PyTree:
     return owners.map_owned(moved, moves, state, fresh)
 
 
-def spread_state(state: PyTree, params: Params) -> PyTree:
-    """Returns an optimizer state with arrays like the parameters in place of kept entries.
-
-    Each `KeptState` becomes the state of its inner optimizer, with 0 for entries that are not kept.
-    Runs on the host.
-
-    Args:
-      state: state of an optimizer.
-      params: tree of parameters.
-
-    Raises:
-      ValueError: a mesh divides the kept entries along other axes than the first ones. The message
-        names the parameter.
-    """
-
-    def describe(
-        path: trees.KeyPath, param: jax.Array, positions: jax.Array | None
-    ) -> Callable[[jax.Array], PyTree] | None:
-        if positions is None:
-            return None
-        shape, batch = jnp.shape(param), positions.shape[:-1]
-        if batch != shape[: len(batch)]:
-            raise ValueError(
-                f"opt_state has positions of the shape {positions.shape} for "
-                f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept entries. "
-                "Start a new state."
-            )
-        return functools.partial(_spread_on_host, np.asarray(positions), shape)
-
-    while nodes := trees.find_nodes(state, KeptState):
-        node = nodes[0][1]  # a replacement copies the other nodes
-        spreaders = trees.map_matched(describe, params, node.positions)
-        dense = owners.map_owned(
-            lambda spread, leaf: leaf if spread is None else spread(leaf), spreaders, node.state
-        )
-        state = trees.replace_node(state, node, dense)
-    return state
-
-
 def find_sharding(array: PyTree) -> NamedSharding | None:
     """Returns how a mesh divides an array, by its type if traced; `None` for no mesh."""
     placed = jax.typeof(array).sharding if is_traced(array) else getattr(array, "sharding", None)
@@ -309,12 +269,3 @@ def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> No
             "Shard it along batch_axes only (stacked layers, experts), whose slices keep equally "
             "many, replicate it, or leave use_compact_state off."
         )
-
-
-def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Array) -> PyTree:
-    """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
-    if jnp.shape(kept) != positions.shape:
-        return kept
-    layout = SliceLayout(shape, tuple(range(positions.ndim - 1)))
-    array: PyTree = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
-    return sharding.place_like(kept, array)

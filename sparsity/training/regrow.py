@@ -13,7 +13,7 @@ from sparsity.core import owners, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.kernels import at_runtime
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
+from sparsity.masks import pack_masks, unpack, unpack_masks
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
@@ -71,25 +71,37 @@ def restart_regrown(
 
 
 def without_grown(params: Params, grown: PyTree) -> Params:
-    """Returns the parameters for the inner optimizer: zeros where weights have grown."""
+    """Returns the arrays for the inner optimizer: zeros where weights have grown.
 
-    def zero(_: trees.KeyPath, param: chex.Array, bits: chex.Array | None) -> chex.Array:
-        return param if bits is None else apply_mask(param, 1 - unpack(bits, param))
+    Args:
+      params: tree of parameters, or of kept entries.
+      grown: tree of packed masks, or of bools like kept entries; `None` if nothing has grown.
+    """
+
+    def zero(_: trees.KeyPath, param: jax.Array, where: jax.Array | None) -> jax.Array:
+        if where is None:
+            return param
+        return jnp.where(_unpack_grown(where, param), jnp.zeros((), param.dtype), param)
 
     return trees.map_matched(zero, params, grown)
 
 
 def start_from_zero(steps: PyTree, params: Params, grown: PyTree) -> PyTree:
-    """Returns updates that start grown weights from zero, whatever values are stored."""
+    """Returns updates that start grown weights from zero; `params` and `grown` as above."""
 
     likes = trees.leaves_by_path(params)
 
-    def restart(path: trees.KeyPath, step: jax.Array, bits: chex.Array | None) -> jax.Array:
-        if bits is None:
+    def restart(path: trees.KeyPath, step: jax.Array, where: jax.Array | None) -> jax.Array:
+        if where is None:
             return step
-        return jnp.where(unpack(bits, likes[path]) > 0, step - likes[path], step)
+        return jnp.where(_unpack_grown(where, likes[path]), step - likes[path], step)
 
     return trees.map_matched(restart, steps, grown, role="updates")
+
+
+def _unpack_grown(grown: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns bools like an array, from a packed mask or from bools."""
+    return grown if grown.dtype == bool else unpack(grown, like) > 0
 
 
 def check_resettable(

@@ -42,22 +42,20 @@ class SparseState(NamedTuple):
     algorithm_state: PyTree = None
 
 
-def store_first(
-    state: SparseState, params: Params, packed: bool, role: str = "masks"
-) -> SparseState:
+def store_first(state: SparseState, params: Params, pack: bool, role: str = "masks") -> SparseState:
     """Returns the first state of a hook or a user as training stores the state.
 
     Args:
       state: masks of any real dtype, packed or not; targets and count may be Python numbers.
       params: tree of parameters, whose devices get the masks.
-      packed: whether masks are stored as bits.
+      pack: whether to store masks as bits; only then they may be packed.
       role: name of the masks in messages.
 
     Raises:
       ValueError: as `read_masks`.
     """
-    masks = read_masks(state.masks, params, packed, role)
-    if packed:
+    masks = read_masks(state.masks, params, pack, role)
+    if pack:
         masks = pack_masks(masks, params)
     return state._replace(
         masks=place_masks(masks, params),

@@ -111,22 +111,22 @@ class Step(abc.ABC):
         **extra_args: ExtraArg,
     ) -> tuple[PyTree, SparseState]:
         """Returns the updates of a step, computed from gradients, and the next state."""
-        inputs = self.check(updates, state, params, extra_args)
+        inputs = self.read_inputs(updates, state, params, extra_args)
         state = self.accumulate(state, inputs)
         state, change = self.maybe_update_masks(state, inputs)
         return self.transform(state, inputs, change)
 
-    def check(
+    def read_inputs(
         self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
     ) -> Inputs:
-        """Returns the inputs of a step; raises a ValueError that names an unfit leaf."""
+        """Returns the checked inputs of a step; raises a ValueError that names an unfit leaf."""
         if params is None:
             raise ValueError(  # in the words of optax
                 "You are using a transformation that requires the current value of parameters, but "
                 "you are not passing `params` when calling `update`."
             )
         check_state(state)
-        check_masks(params, state.masks, packed=self.packed)
+        check_masks(params, state.masks, are_packed=self.packed)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
         inputs = Inputs(params, updates, self.updater.sites(params), extra)

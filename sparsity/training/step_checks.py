@@ -57,13 +57,13 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
     trees.map_matched(check, updates, masks, role="gradients")
 
 
-def take_masks(masks: Masks, old: PyTree, params: Params, packed: bool) -> Masks:
+def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:
     """Returns the masks of a hook in the containers of the old masks.
 
     Raises:
       ValueError: a leaf gained or lost a mask by the update. The message names the leaf.
     """
-    masks = read_masks(masks, params, packed, "new masks")
+    masks = read_masks(masks, params, may_be_packed, "new masks")
     new_paths, old_paths = (trees.leaves_by_path(tree).keys() for tree in (masks, old))
     if differing := [trees.path_string(path) for path in new_paths ^ old_paths]:
         raise ValueError(

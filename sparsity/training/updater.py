@@ -328,7 +328,7 @@ class Updater(DataclassBase):
           sparse_state: a SparseState, or an optimizer state that holds one.
         """
         state = get_sparse_state(sparse_state)
-        masks_lib.check_masks(params, state.masks, packed=self.use_packed_masks)
+        masks_lib.check_masks(params, state.masks, are_packed=self.use_packed_masks)
         return self.apply_masks(params, state.masks)
 
 

@@ -38,6 +38,41 @@ def test_kept_values_stand_in_the_order_of_the_parameter():
     assert len(jax.tree.leaves(model)) == 1
 
 
+@pytest.mark.parametrize("name", ["params", "opt_state", "update_error"])
+def test_a_model_that_jax_made_from_its_leaves_says_what_it_lacks(name):
+    model = compact(GRAPH, PARAMS, MASKS)
+    mapped = jax.tree.map(jnp.asarray, model)
+    with pytest.raises(AttributeError, match=f"no {name}: jax made it from its leaves.* Keep"):
+        getattr(mapped, name)
+    with pytest.raises(AttributeError, match="no attribute 'parameters'"):
+        mapped.parameters  # noqa: B018
+    assert (model.opt_state, model.update_error) == (None, None)
+    assert jax.tree.structure(mapped) == jax.tree.structure(model)
+
+
+def test_a_model_that_jax_made_from_its_leaves_works_with_parameters_beside_it(monkeypatch):
+    model = compact(GRAPH, PARAMS, MASKS)
+    mapped = jax.tree.map(jnp.asarray, model)
+    values, state = model.params, optax.sgd(0.1, momentum=0.9).init(model.params)
+    np.testing.assert_array_equal(mapped.apply(values, X), model.apply(values, X))
+    np.testing.assert_array_equal(mapped.dense(values)["up"], model.dense(values)["up"])
+    assert mapped.report() == model.report()
+    monkeypatch.setattr(tune, "time_until_clear", lambda runs, rounds: dict.fromkeys(runs, 1.0))
+    with pytest.raises(AttributeError, match="no opt_state"):
+        mapped.tune(values, X)
+    assert mapped.tune(values, X, opt_state=state).opt_state[0].trace["up"].shape == (4,)
+    assert mapped.tune(values, X, opt_state=()).opt_state == ()
+    pruner = sparsity.SET(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    move = jax.jit(lambda *args: args[0].move(pruner, *args[1:]))
+    moved, *_ = move(mapped, values, state, 0)
+    with pytest.raises(AttributeError, match="no params"):
+        moved.params  # noqa: B018
+    moved = mapped.move(pruner, values, state, 0)[0]
+    assert moved.params["up"].shape == (4,)
+    with pytest.raises(AttributeError, match="no update_error"):
+        moved.update_error  # noqa: B018
+
+
 def test_slices_that_keep_equally_many_entries_are_rows():
     for name, shape in (("scanned", (3, 50)), ("scanned_along_axis_1", (3, 50))):
         _, params, _, _, graph = masked(name)

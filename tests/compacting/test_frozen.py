@@ -42,7 +42,7 @@ def loss(apply, params, x):
 def test_the_table_counts_the_bytes_of_all_arrays(dtype):
     params, masks, x = draw(dtype)
     model = compact(trace(scanned, params, x), params, masks, outside="frozen")
-    arrays = model.params["w"], model.indices["w"], model.base["w"]
+    arrays = model.params["w"], model.indices["w"], model.frozen["w"]
     (row,) = [line.split() for line in model.report().splitlines() if " w " in line]
     assert row[-3:] == [f"{array.nbytes:,}" for array in arrays]
 
@@ -140,7 +140,7 @@ def test_a_step_holds_no_dense_gradient_and_no_copy_of_the_base(dtype):
     params, masks, x = draw(dtype, width=256, density=0.01)
     model = compact(trace(scanned, params, x), params, masks, outside="frozen")
     if dtype == "float32":
-        assert model.base["w"] is params["w"]  # once on the device
+        assert model.frozen["w"] is params["w"]  # once on the device
     mask = {"w": True, "scale": False}
     tx = optax.partition({True: optax.adam(1e-3), False: optax.set_to_zero()}, mask)
 
@@ -156,7 +156,7 @@ def test_a_step_holds_no_dense_gradient_and_no_copy_of_the_base(dtype):
     temporaries = program.memory_analysis().temp_size_in_bytes
     assert temporaries < 0.8 * 4 * LAYERS * 256**2
     values, _ = program(*arguments)
-    assert not model.base["w"].is_deleted()  # donated are values and state alone
+    assert not model.frozen["w"].is_deleted()  # donated are values and state alone
     assert values["w"].shape == model.params["w"].shape
 
 

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparsity
+from sparsity.compacting.optimizer_state import spread_state
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
-from sparsity.training.kept_state import KeptState, spread_state
+from sparsity.training.kept_state import KeptState
 from tests.helpers import slow_but
 
 SHAPES = {"kernel": (16, 24), "stack": (3, 8, 10), "bias": (24,)}

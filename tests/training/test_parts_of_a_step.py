@@ -79,7 +79,7 @@ def test_the_phases_of_a_step_can_be_called_alone():
     step = masked_step.MaskedStep.wrap(updater, optax.sgd(0.5), None)
     params, grads = jnp.array([[1.0, -3.0], [2.0, 0.5]]), jnp.ones((2, 2))
     state = step.init(params)
-    inputs = step.check(grads, state, params, {})
+    inputs = step.read_inputs(grads, state, params, {})
     assert step.accumulate(state, inputs) is state
     updated, change = step.maybe_update_masks(state, inputs)
     np.testing.assert_array_equal(updated.masks, [[0, 1], [1, 0]])

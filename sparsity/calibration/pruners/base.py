@@ -21,7 +21,7 @@ from sparsity.calibration.statistics.validation import look_up_statistic
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks, read_masks
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg
 
@@ -74,7 +74,7 @@ class StatisticsPruning(BaseUpdater):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.corrects and update_range(self.scheduler) is not None:
+        if self.corrects and has_updates(self.scheduler):
             raise ValueError(
                 f"{type(self).__name__} changes {self.corrects} when it prunes, which no step of "
                 f"an optimizer can, got scheduler = {self.scheduler!r}. Prune with "

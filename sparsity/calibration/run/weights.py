@@ -42,12 +42,12 @@ class ModelWeights:
         """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
         return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in self._arrays])
 
-    def masks(self, packed: bool) -> PyTree:
+    def masks(self, pack: bool) -> PyTree:
         """Returns the tree of masks, `None` for parameters that stay dense."""
         masks = trees.map_matched(
             lambda path, _: self._masks.get(trees.path_names(path)), self.dense
         )
-        return pack_masks(masks, self.dense) if packed else masks
+        return pack_masks(masks, self.dense) if pack else masks
 
     def by_path(self) -> Mapping[Path, jax.Array]:
         """Returns the current parameters by path."""

@@ -54,7 +54,7 @@ class Grouped(Storage):
     def _make(cls, parameter: MaskedParameter, group: int | None) -> tuple[Self, np.ndarray] | None:
         """Returns the storage and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
-        if parameter.base_dtype is not None or not inputs:
+        if parameter.frozen_dtype is not None or not inputs:
             return None
         groups = find_groups(_to_matrices(mask, stack, inputs).swapaxes(-1, -2), group)
         if groups is None:

@@ -54,7 +54,7 @@ class WholeSlices(Storage):
         mask, stack = parameter.mask, parameter.stack
         slices = mask.transpose(SliceLayout(mask.shape, stack).order) != 0
         depth, is_partial = len(stack), slices.any() and not slices.all()
-        if parameter.base_dtype is None or not is_partial or slices.ndim < depth + 2:
+        if parameter.frozen_dtype is None or not is_partial or slices.ndim < depth + 2:
             return None
         for axis in range(depth, slices.ndim):
             full_axes = tuple(i for i in range(depth, slices.ndim) if i != axis)

@@ -41,13 +41,13 @@ class MaskedParameter(NamedTuple):
       mask: the mask, not packed.
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
-      base_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
+      frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
-    base_dtype: np.dtype | None
+    frozen_dtype: np.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Storage(SliceLayout):
       stores_all: whether all entries have a slot, whatever the mask keeps.
       size: shape of the kept values of a slice.
       padding: number of values that are no entries of the parameter, of all slices.
-      base_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
+      frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
 
     format: ClassVar[str]
@@ -74,7 +74,7 @@ class Storage(SliceLayout):
 
     size: tuple[int, ...]
     padding: int = 0
-    base_dtype: np.dtype | None = None
+    frozen_dtype: np.dtype | None = None
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
@@ -128,7 +128,7 @@ class Storage(SliceLayout):
     @property
     def is_quantized(self) -> bool:
         """True if the values are float32 numbers in place of quantized ones."""
-        return self.base_dtype is not None and is_quantized(self.base_dtype)
+        return self.frozen_dtype is not None and is_quantized(self.frozen_dtype)
 
     def shrink(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Returns the type of the kept values of a parameter."""
@@ -139,13 +139,13 @@ class Storage(SliceLayout):
         self,
         values: jax.Array,
         positions: jax.Array,
-        base: jax.Array | None = None,
+        frozen: jax.Array | None = None,
         name: str = "params",
         observer: Observer | None = None,
     ) -> Kept:
         """Returns kept values with their positions."""
         axes = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return Kept(values, positions, base, observer, self, axes, name)
+        return Kept(values, positions, frozen, observer, self, axes, name)
 
     # Programs
 
@@ -158,15 +158,15 @@ class Storage(SliceLayout):
         """
         size, dtype = self.slice_size, kept.values.dtype
         start = jnp.asarray(0 if token is None else token)
-        if kept.base is None or self.base_dtype is None:
+        if kept.frozen is None or self.frozen_dtype is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.build(kept.values, kept.positions, zeros)
-        outside = lax.stop_gradient(kept.base).reshape(size)
-        if jnp.issubdtype(self.base_dtype, jnp.floating):
+        outside = lax.stop_gradient(kept.frozen).reshape(size)
+        if jnp.issubdtype(self.frozen_dtype, jnp.floating):
             # Frozen entries wait, too: their copy is made when a product needs the slice.
-            unsigned = unsigned_like(self.base_dtype)
+            unsigned = unsigned_like(self.frozen_dtype)
             outside = lax.bitcast_convert_type(outside, unsigned) + start.astype(unsigned)
-        outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
+        outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
         return self.build(kept.values, kept.positions + start, outside)
 
     def read(self, kept: Kept) -> jax.Array | None:
@@ -293,8 +293,8 @@ class Kept:
     Attributes:
       values: [*stack, *size] the kept values of each slice.
       positions: [*stack, ...] where they lie.
-      base: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of less
-        than 32 bits are unsigned integers of the same bits, see `to_bits`.
+      frozen: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of
+        less than 32 bits are unsigned integers of the same bits, see `to_bits`.
       observer: gets the gradients of dense slices, in place of the kept values.
       storage: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
@@ -305,7 +305,7 @@ class Kept:
 
     values: jax.Array
     positions: jax.Array
-    base: jax.Array | None
+    frozen: jax.Array | None
     observer: Observer | None
     storage: Storage
     axes: tuple[int, ...]
@@ -330,7 +330,7 @@ class Kept:
     @property
     def is_plain(self) -> bool:
         """True if entries outside the mask are 0, and no gradient is observed."""
-        return self.base is None and self.observer is None
+        return self.frozen is None and self.observer is None
 
     @property
     def leads_with_stack(self) -> bool:
@@ -394,7 +394,7 @@ class Kept:
 
 
 jax.tree_util.register_dataclass(
-    Kept, ["values", "positions", "base", "observer", "layers"], ["storage", "axes", "name"]
+    Kept, ["values", "positions", "frozen", "observer", "layers"], ["storage", "axes", "name"]
 )
 
 

@@ -33,11 +33,11 @@ class Values(Storage):
 
     def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
-        has_bits = has_bits and kept.values.dtype == self.base_dtype
-        if token is not None or kept.base is None or not has_bits:
+        has_bits = has_bits and kept.values.dtype == self.frozen_dtype
+        if token is not None or kept.frozen is None or not has_bits:
             return super().densify_slice(kept, token)
         bits = lax.bitcast_convert_type(
-            lax.stop_gradient(kept.base), unsigned_like(kept.values.dtype)
+            lax.stop_gradient(kept.frozen), unsigned_like(kept.values.dtype)
         )
         return _write(kept.values, kept.positions, bits.reshape(self.slice_size))
 

@@ -16,18 +16,21 @@ from sparsity.compacting.moving.gradients import differentiate_directly, move_by
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
 from sparsity.compacting.stored_model import StoredModel, run_stored
+from sparsity.comparisons.updates import read_state
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.training import entrywise_check
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
-Arguments: TypeAlias = tuple[StoredModel, PyTree, PyTree, chex.Numeric]
 
 
 def move(
-    arguments: Arguments,
+    model: StoredModel,
+    params: PyTree,
+    opt_state: PyTree,
+    count: chex.Numeric,
+    *,
     pruner: BaseUpdater,
     loss: Loss | None,
     tx: optax.GradientTransformation | None,
@@ -35,7 +38,10 @@ def move(
     """Moves masks; outside of compiled functions, compiled for the arrays that `loss` holds.
 
     Args:
-      arguments: the model, and parameters, state and count as in `Compact.move`.
+      model: the model.
+      params: its parameters.
+      opt_state: the optimizer's state of the parameters.
+      count: number of steps so far.
       pruner: the updater.
       loss: ranks entries by gradient.
       tx: the optimizer, for states in which new entries are not 0.
@@ -50,23 +56,29 @@ def move(
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
-    is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
+    arguments = model, params, opt_state, count, arrays
+    is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
     run = _move if is_inside else _move_compiled
-    moved: tuple[PyTree, PyTree, PyTree] = run(arguments, arrays, pruner, (treedef, objects), tx)
+    moved: tuple[PyTree, PyTree, PyTree]
+    moved = run(*arguments, pruner=pruner, static_loss=(treedef, objects), tx=tx)
     return moved
 
 
 def _move(
-    arguments: Arguments,
+    model: StoredModel,
+    params: PyTree,
+    opt_state: PyTree,
+    count: chex.Numeric,
     arrays: list[jax.Array | None],
+    *,
     pruner: BaseUpdater,
     static_loss: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]],
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `move`; a loss has the leaves `arrays`, and its structure and others are static."""
-    (model, params, opt_state, count), (treedef, objects) = arguments, static_loss
+    treedef, objects = static_loss
     if tx is not None:
-        entrywise_check.read_state(tx, params, opt_state)
+        read_state(tx, params, opt_state)
     elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
         raise ValueError(
             f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "

@@ -1,7 +1,7 @@
 """Checks by random updates that an optimizer trains kept entries as it trains the masked model.
 
-`shrink` and `compact` have arrays and a state to run; `training.entrywise_proof` proves the same
-before the first step, from shapes.
+Serves `shrink` and `compact`, which have arrays and a state to run; `training.entrywise_proof`
+proves the same before the first step, from shapes.
 """
 
 from __future__ import annotations

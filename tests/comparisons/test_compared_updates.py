@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.training.entrywise_check import check_updates
+from sparsity.comparisons.updates import check_updates
 
 
 def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():

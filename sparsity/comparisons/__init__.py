@@ -1,0 +1,1 @@
+"""Comparisons of cut and compact models with the masked model."""
