@@ -246,7 +246,7 @@ class _Run:
         layer = self._task.solve(self.weights, path, index, statistic)
         if self._task.needs.has_grams:
             return layer
-        return layer._replace(losses=reached.losses(*layer.matrices()))
+        return layer.with_sums(reached.losses(*layer.matrices()))
 
     def _prune_jointly(self, fn: Callable[..., PyTree]) -> None:
         """Prunes all parameters that are not done, by their inputs in the present model."""
@@ -265,7 +265,7 @@ class _Run:
             layers = {path: solve(path) for path in paths}
             matrices = {path: layer.matrices() for path, layer in layers.items()}
             losses = sum_losses(*model, matrices)
-            return {path: layers[path]._replace(losses=losses[path]) for path in paths}
+            return {path: layers[path].with_sums(losses[path]) for path in paths}
 
         # Gram matrices have the losses; without them, one more run of the model has those of all.
         solve_one = solve if task.needs.has_grams else lambda path: solve_all()[path]
