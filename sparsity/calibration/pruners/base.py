@@ -111,7 +111,15 @@ class StatisticsPruning(BaseUpdater):
           targets: tree of sparsities, `None` for parameters that stay dense.
           problems: by path, of `calibrated_paths`.
         """
-        solved = {path: self._solved(problem) for path, problem in problems.items()}
+        solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
+        for path, problem in problems.items():
+            param = problem.param
+            if not param.size:
+                solved[path] = param, jnp.ones(param.shape, jnp.uint8)
+                continue
+            new, mask = self.solve(*problem)
+            new = sharding.place_like(param, new.astype(param.dtype))
+            solved[path] = new, sharding.place_like(param, mask)
         weights = trees.map_matched(lambda path, param: solved.get(path, (param,))[0], params)
         return weights, trees.map_matched(lambda path, _: solved.get(path, (0, None))[1], params)
 
@@ -161,15 +169,6 @@ class StatisticsPruning(BaseUpdater):
     ) -> Statistic:
         """Returns the checked statistic of a parameter of that shape."""
         return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
-
-    def _solved(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights and the mask of a parameter, in its dtype and sharding."""
-        param = problem.param
-        if not param.size:
-            return param, jnp.ones(param.shape, jnp.uint8)
-        weights, mask = self.solve(*problem)
-        weights = sharding.place_like(param, weights.astype(param.dtype))
-        return weights, sharding.place_like(param, mask)
 
     def _check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""

@@ -57,7 +57,7 @@ def prune(
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
         return pruned, masks
-    return reconstruct(refit, pruner, params, pruned, masks, statistics)
+    return apply_refit(refit, pruner, params, pruned, masks, statistics)
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
@@ -84,7 +84,7 @@ def _got(value: object) -> str:
     return f"got {value!r}"
 
 
-def reconstruct(
+def apply_refit(
     refit: Refit,
     pruner: BaseUpdater,
     params: PyTree,

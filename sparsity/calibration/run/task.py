@@ -15,7 +15,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.needs import Needs, combine_needs
-from sparsity.calibration.run.prune import reconstruct
+from sparsity.calibration.run.prune import apply_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
@@ -142,7 +142,7 @@ class PruningTask:
         first, masks = pruner.instant_sparsify(alone, statistics={path: statistic})
         last = first
         if self.refit is not None and not self.needs.shifts_biases:
-            last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
+            last, masks = apply_refit(self.refit, pruner, alone, first, masks, {path: statistic})
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
