@@ -74,7 +74,8 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
             "OSSCARPruning or another updater that has instant_sparsify."
         )
     if refit is not None and (isinstance(refit, type) or not callable(refit)):
-        raise ValueError(f"refit must be None, LeastSquares(), ADMM() or a `Refit`, {_got(refit)}.")
+        kinds = "None, LeastSquares(), ADMM(), Means() or a `Refit`"
+        raise ValueError(f"refit must be {kinds}, {_got(refit)}.")
 
 
 def _got(value: object) -> str:
