@@ -82,10 +82,10 @@ class ScoredPruning(StatisticsPruning):
     ) -> PyTree:
         sites = sites or self.sites(params)
 
-        def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
-            if isinstance(statistics, Mapping) and trees.path_names(path) not in statistics:
+        def score(key: KeyPath, param: jax.Array) -> jax.Array | None:
+            if isinstance(statistics, Mapping) and trees.path_names(key) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
-            statistic = self.statistic(statistics, sites[path], param.shape)
+            statistic = self.statistic(statistics, sites[key], param.shape)
             return self._score_leaf(statistic, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
@@ -140,12 +140,12 @@ class ScoredPruning(StatisticsPruning):
         sites = sites or self.sites(scores)
         shapes = trees.leaves_by_path(scores)
         split_axes = {}
-        for path in trees.leaves_by_path(sparsities):
-            shape = getattr(shapes.get(path), "shape", ())
-            statistic = self.statistic(statistics, sites[path], shape)
+        for key in trees.leaves_by_path(sparsities):
+            shape = getattr(shapes.get(key), "shape", ())
+            statistic = self.statistic(statistics, sites[key], shape)
             if self.is_per_output:
-                check_groups(sites[path], statistic, shape)
-            split_axes[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
+                check_groups(sites[key], statistic, shape)
+            split_axes[key] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
         return tree_scope.select_tree(scores, sparsities)
@@ -224,7 +224,7 @@ class SplitScope(Layerwise):
 
     Attributes:
       scope: selects within a slice.
-      split_axes: axes along which entries must agree to compete, by path.
+      split_axes: axes along which entries must agree to compete, by key path.
     """
 
     scope: Scope
