@@ -153,17 +153,17 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) 
 
 
 def _read_batches(
-    batches: Iterable[PyTree], held: object, metric: object, folder: object
+    batches: Iterable[PyTree], output_batches: object, metric: object, folder: object
 ) -> list[PyTree]:
     """Returns the batches; raises a ValueError without any, or for arguments that do not fit."""
     check_iterable("batches", batches)
-    if held is not None:
-        check_iterable("held", held)
+    if output_batches is not None:
+        check_iterable("held", output_batches)
     check_function("metric", metric, "params", optional=True)
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
-    if not (seen := list(batches)):
+    if not (listed := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
-    return seen
+    return listed
 
 
 def _check_values(**trees: PyTree) -> None:
