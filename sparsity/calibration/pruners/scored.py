@@ -100,10 +100,10 @@ class ScoredPruning(StatisticsPruning):
             return statistic.parameter(scores, param.shape)
 
         def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
-            body = getattr(self.score, "on_host", None)
-            if body is None or np.iscomplexobj(param):
+            score = type(self).score
+            if np.iscomplexobj(param) or not hasattr(score, "on_host"):
                 return NotImplemented
-            return score_by(functools.partial(body, self), param, squares)
+            return score_by(functools.partial(host.call, score, self), param, squares)
 
         @host.instead(on_host)
         def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
@@ -173,7 +173,10 @@ class WandaPruning(ScoredPruning):
 
     is_per_output: ClassVar[bool] = True
 
-    @host.instead(lambda _, w, squares: host.product(w, np.sqrt(host.flushed(squares))))
+    def _score_on_host(self, weights: np.ndarray, squares: np.ndarray) -> np.ndarray:
+        return host.product(weights, np.sqrt(host.flushed(squares)))
+
+    @host.instead(_score_on_host)
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         return weights * jnp.sqrt(squares)  # S_ij = |W_ij| ||X_j||_2
 
