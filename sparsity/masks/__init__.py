@@ -19,12 +19,7 @@ from sparsity.masks.bits import (
     unpack,
     unpack_masks,
 )
-from sparsity.masks.create import (
-    LeafScope,
-    adapt_scope,
-    check_user_mask,
-    create_mask,
-)
+from sparsity.masks.create import create_mask
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
 from sparsity.masks.lazy import (
@@ -36,10 +31,12 @@ from sparsity.masks.lazy import (
     make_draw,
 )
 from sparsity.masks.scopes import (
+    LeafScope,
     MovingLeaf,
     Scope,
     ScoredLeaf,
     TreeScope,
+    adapt_scope,
     find_missing_scope_method,
     is_per_slice,
 )
@@ -51,7 +48,12 @@ from sparsity.masks.sites import (
     TopkFn,
     leading_axes,
 )
-from sparsity.masks.targets import call_distribution, compute_targets, read_overrides
+from sparsity.masks.targets import (
+    call_distribution,
+    check_user_mask,
+    compute_targets,
+    read_overrides,
+)
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
