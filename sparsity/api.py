@@ -271,7 +271,8 @@ def _take_distribution(
     if issubclass(algorithm, ALGORITHM_REGISTRY["no_prune"]):
         _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
-    if "sparsity" in fields:
+    is_global = "sparsity" in fields  # global pruners take the sparsity itself
+    if is_global:
         if kind not in (None, "uniform"):
             _log.warning("%s ranks all leaves together and has no use for %r.", name, kind)
         missing = "sparsity" not in options
@@ -286,7 +287,7 @@ def _take_distribution(
         missing = "sparsity" not in keys
     if missing:
         raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
-    if "sparsity" in fields:
+    if is_global:
         return None
     return _make(DISTRIBUTIONS.find(kind or "uniform"), keys, f"dist_type {kind or 'uniform'!r}")
 

@@ -39,6 +39,7 @@ from sparsity.masks.scopes import (
     adapt_scope,
     find_missing_scope_method,
     is_per_slice,
+    takes_signed_scores,
 )
 from sparsity.masks.sites import (
     BatchAxes,
@@ -101,6 +102,7 @@ __all__ = [
     "place_masks",
     "read_masks",
     "read_overrides",
+    "takes_signed_scores",
     "unpack",
     "unpack_masks",
 ]

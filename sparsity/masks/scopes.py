@@ -166,6 +166,11 @@ def is_per_slice(scope: object) -> TypeGuard[Scope]:
     return getattr(scope, "per_slice", False) is True
 
 
+def takes_signed_scores(scope: Scope | TreeScope) -> bool:
+    """Returns whether a scope adds up scores, so that those of saliency keep their signs."""
+    return bool(getattr(scope, "takes_signed_scores", False))
+
+
 def adapt_scope(
     scope: Scope | TreeScope,
     sites: Mapping[KeyPath, Site] | None = None,
