@@ -24,10 +24,10 @@ from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
 from sparsity.masks.lazy import (
     Draw,
+    defer_scores,
     elementwise,
     host_scores,
     is_elementwise,
-    lazy_scores,
     make_draw,
 )
 from sparsity.masks.scopes import (
@@ -86,13 +86,13 @@ __all__ = [
     "check_user_mask",
     "compute_targets",
     "create_mask",
+    "defer_scores",
     "elementwise",
     "find_missing_scope_method",
     "host_scores",
     "is_elementwise",
     "is_per_slice",
     "keeps_targets",
-    "lazy_scores",
     "leading_axes",
     "make_draw",
     "mask_updates",
