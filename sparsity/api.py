@@ -60,7 +60,7 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
     Args:
       name: value of `dist_type`.
       distribution: a class whose instances are distributions; its attribute `config_keys` maps keys
-        of a configuration to arguments of the class.
+        of a configuration to arguments of the class, or lists keys that are arguments.
 
     Raises:
       ValueError: the name is taken by another class, or an instance takes the place of the class.
@@ -172,7 +172,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    for key in _config_keys(ALGORITHM_REGISTRY.values()) - fields - {*algorithm.config_keys}:
+    for key in _config_keys(ALGORITHM_REGISTRY.values()) - fields - _config_keys([algorithm]):
         options.pop(key, None)  # one configuration serves several algorithms
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
@@ -235,7 +235,7 @@ def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
     if kind == "one_shot":
         keys["update_end_step"] = keys.pop("update_start_step", keys.get("update_end_step"))
         keys.pop("update_freq", None)
-    ignored = sorted(keys.keys() - getattr(SCHEDULES[kind], "config_keys", {}).keys())
+    ignored = sorted(keys.keys() - _read_config_keys(SCHEDULES[kind]).keys())
     if ignored:
         listed = ", ".join(ignored)
         _log.warning(
@@ -271,7 +271,8 @@ def _take_distribution(
     if issubclass(algorithm, ALGORITHM_REGISTRY["no_prune"]):
         _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
-    if "sparsity" in fields:
+    is_global = "sparsity" in fields  # global pruners take the sparsity itself
+    if is_global:
         if kind not in (None, "uniform"):
             _log.warning("%s ranks all leaves together and has no use for %r.", name, kind)
         missing = "sparsity" not in options
@@ -286,14 +287,14 @@ def _take_distribution(
         missing = "sparsity" not in keys
     if missing:
         raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
-    if "sparsity" in fields:
+    if is_global:
         return None
     return _make(DISTRIBUTIONS.find(kind or "uniform"), keys, f"dist_type {kind or 'uniform'!r}")
 
 
 def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
     """Makes an instance of a class from keys of a configuration."""
-    fields: Mapping[str, str] = getattr(kind, "config_keys", {})
+    fields = _read_config_keys(kind)
     if unknown := sorted(keys.keys() - fields.keys()):
         raise ValueError(
             f"{unknown} is no key of {label}, which takes {', '.join(fields) or 'none'}."
@@ -311,7 +312,7 @@ def _who_takes(key: str) -> str:
         f"{registry.role} {name!r}"
         for registry in (DISTRIBUTIONS, SCHEDULES)
         for name, kind in registry.items()
-        if key in getattr(kind, "config_keys", {})
+        if key in _read_config_keys(kind)
     ]
     return f" {key!r} belongs to {' and '.join(takers)}."
 
@@ -322,7 +323,13 @@ def _pop_keys(options: Options, keys: set[str]) -> Options:
 
 def _config_keys(kinds: Iterable[object]) -> set[str]:
     """Returns the keys of a configuration that the classes take."""
-    return {key for kind in kinds for key in getattr(kind, "config_keys", ())}
+    return {key for kind in kinds for key in _read_config_keys(kind)}
+
+
+def _read_config_keys(kind: object) -> Mapping[str, str]:
+    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name."""
+    keys: Mapping[str, str] | tuple[str, ...] = getattr(kind, "config_keys", ())
+    return keys if isinstance(keys, Mapping) else {key: key for key in keys}
 
 
 def _field_names(kind: type) -> set[str]:

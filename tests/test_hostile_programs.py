@@ -407,6 +407,16 @@ def test_a_function_that_makes_schedules_can_be_registered():
     assert _config(schedule_type="late").scheduler == sparsity.OneShotSchedule(99)
 
 
+@pytest.mark.usefixtures("_own_names")
+def test_a_distribution_may_list_its_keys_as_updaters_do():
+    @dataclasses.dataclass(frozen=True)
+    class Shared(sparsity.Uniform):
+        config_keys = ("sparsity",)
+
+    sparsity.register_distribution("shared", Shared)
+    assert _config(dist_type="shared").sparsity_distribution_fn == Shared(0.5)
+
+
 # Names of predecessors.
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
-from sparsity.masks import Global, Layerwise, Overrides, Scope
+from sparsity.masks import Global, Overrides, Scope
 from sparsity.masks.distributions import (
     Distribution,
     FilterFn,
@@ -37,7 +37,7 @@ class GlobalPruning(BaseUpdater):
     custom_sparsity_map: Overrides | None = None
     use_normalization: bool = True
     normalization_eps: float = 1e-8
-    scope: Scope = dataclasses.field(default=Layerwise(), init=False)
+    scope: Scope = dataclasses.field(default=Global(), init=False)
 
     def __post_init__(self) -> None:
         self.scope = Global(self.use_normalization, self.normalization_eps)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
-from sparsity.masks import Draw, elementwise
+from sparsity.masks import Draw, elementwise, takes_signed_scores
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
@@ -69,7 +69,7 @@ class SaliencyPruning(BaseUpdater):
                 "them: instant_sparsify(params, grads)."
             )
 
-        is_signed = getattr(self.scope, "takes_signed_scores", False)
+        is_signed = takes_signed_scores(self.scope)
 
         def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
             if grad is None:

@@ -26,10 +26,10 @@ from sparsity.masks import (
     Scope,
     Sites,
     adapt_scope,
+    defer_scores,
     elementwise,
     is_elementwise,
     keeps_targets,
-    lazy_scores,
     make_draw,
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
@@ -201,7 +201,7 @@ class DropAndGrow(SparseTraining):
         draw = make_draw(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> ScoreTree:
-            lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)
+            lazy = defer_scores(hook, inputs.weights, inputs.masks, inputs.grads)
             if lazy is not None:
                 return lazy
             args = sparse_state, inputs.masked_weights, inputs.grads

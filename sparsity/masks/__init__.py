@@ -19,29 +19,27 @@ from sparsity.masks.bits import (
     unpack,
     unpack_masks,
 )
-from sparsity.masks.create import (
-    LeafScope,
-    adapt_scope,
-    check_user_mask,
-    create_mask,
-)
+from sparsity.masks.create import create_mask
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
 from sparsity.masks.lazy import (
     Draw,
+    defer_scores,
     elementwise,
     host_scores,
     is_elementwise,
-    lazy_scores,
     make_draw,
 )
 from sparsity.masks.scopes import (
+    LeafScope,
     MovingLeaf,
     Scope,
     ScoredLeaf,
     TreeScope,
+    adapt_scope,
     find_missing_scope_method,
     is_per_slice,
+    takes_signed_scores,
 )
 from sparsity.masks.sites import (
     BatchAxes,
@@ -51,7 +49,12 @@ from sparsity.masks.sites import (
     TopkFn,
     leading_axes,
 )
-from sparsity.masks.targets import call_distribution, compute_targets, read_overrides
+from sparsity.masks.targets import (
+    call_distribution,
+    check_user_mask,
+    compute_targets,
+    read_overrides,
+)
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
@@ -83,13 +86,13 @@ __all__ = [
     "check_user_mask",
     "compute_targets",
     "create_mask",
+    "defer_scores",
     "elementwise",
     "find_missing_scope_method",
     "host_scores",
     "is_elementwise",
     "is_per_slice",
     "keeps_targets",
-    "lazy_scores",
     "leading_axes",
     "make_draw",
     "mask_updates",
@@ -99,6 +102,7 @@ __all__ = [
     "place_masks",
     "read_masks",
     "read_overrides",
+    "takes_signed_scores",
     "unpack",
     "unpack_masks",
 ]

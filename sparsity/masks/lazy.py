@@ -111,7 +111,7 @@ def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) 
     return hash_entries(index, state, offset)
 
 
-def lazy_scores(
+def defer_scores(
     hook: Callable[..., PyTree], params: Params, masks: Masks | None, grads: Grads | None
 ) -> ScoreTree | None:
     """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
@@ -152,7 +152,7 @@ class _EntryScore:
     programs.
 
     Attributes:
-      hook: as in `lazy_scores`.
+      hook: as in `defer_scores`.
       masked: whether there is a mask.
       dtypes: dtypes of weight, mask and gradient.
       read: positions of the values that the hook reads; calls take only these values.
@@ -219,9 +219,9 @@ _ON_HOST: dict[str, Callable[..., np.ndarray]] = {
 def host_scores(
     hook: Callable[..., PyTree], params: Params, grads: Grads | None
 ) -> ScoreTree | None:
-    """Returns `lazy_scores` if numpy computes them from concrete arrays; `None` if not."""
+    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not."""
     if host.find_place(params, grads) is None:
         return None
-    scores = lazy_scores(hook, params, None, grads)
+    scores = defer_scores(hook, params, None, grads)
     is_on_host = all(score.is_on_host for score in jax.tree.leaves(scores))
     return scores if is_on_host else None

@@ -6,18 +6,19 @@ or of all parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
 from jax.sharding import Mesh
 
-from sparsity.core import sharding
-from sparsity.core.checks import find_missing_method
+from sparsity.core import sharding, trees
+from sparsity.core.checks import check_fraction, find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import Site, TopkFn
-from sparsity.selection import LazyScores, compute_array
+from sparsity.selection import LazyScores, Scores, compute_array
 
 
 class ScoredLeaf(NamedTuple):
@@ -163,3 +164,85 @@ def find_missing_scope_method(scope: object) -> str | None:
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
     """Returns whether each slice of a parameter has a mask that depends on its own scores alone."""
     return getattr(scope, "per_slice", False) is True
+
+
+def takes_signed_scores(scope: Scope | TreeScope) -> bool:
+    """Returns whether a scope adds up scores, so that those of saliency keep their signs."""
+    return bool(getattr(scope, "takes_signed_scores", False))
+
+
+def adapt_scope(
+    scope: Scope | TreeScope,
+    sites: Mapping[KeyPath, Site] | None = None,
+    targets: Sparsities | None = None,
+    topk_fn: TopkFn | None = None,
+) -> TreeScope:
+    """Returns a `TreeScope` as it is, and a `Scope` as a `LeafScope` with the other arguments."""
+    return (
+        scope if isinstance(scope, TreeScope) else LeafScope(scope, sites or {}, targets, topk_fn)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafScope(TreeScope):
+    """Makes masks of trees by a `Scope`, which gets the parameters with a sparsity or a mask.
+
+    Attributes:
+      scope: decides which weights compete.
+      sites: the sites of the parameters.
+      targets: sparsities at the end of a ramp, for N:M; by default the sparsities of a call.
+      topk_fn: as in `create_mask`.
+    """
+
+    scope: Scope
+    sites: Mapping[KeyPath, Site]
+    targets: Sparsities | None = None
+    topk_fn: TopkFn | None = None
+
+    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+        self.scope.check(pattern, batch_axes, topk_fn)
+
+    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
+        return set(trees.leaves_by_path(sparsities))
+
+    def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
+        leaves: list[ScoredLeaf] = []
+
+        def collect(
+            path: KeyPath,
+            score: jax.Array | Scores,
+            sparsity: chex.Numeric | None,
+            target: chex.Numeric | None,
+        ) -> None:
+            if sparsity is not None:
+                check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
+                target = sparsity if target is None else target
+                leaves.append(ScoredLeaf(self.sites[path], score, sparsity, target))
+
+        trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
+        return _place(leaves, self.scope.select(leaves, self.topk_fn), scores)
+
+    def move_tree(
+        self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> Masks:
+        leaves: list[MovingLeaf] = []
+
+        def collect(
+            path: KeyPath,
+            drop: jax.Array | Scores,
+            grow: PyTree,
+            mask: jax.Array | None,
+        ) -> None:
+            if mask is not None:
+                leaves.append(MovingLeaf(self.sites[path], mask, drop, grow))
+
+        trees.map_matched(collect, drop, grow, masks, role="drop scores")
+        return _place(leaves, self.scope.move(leaves, drop_fraction), masks)
+
+
+def _place(
+    leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf], masks: Sequence[jax.Array], like: PyTree
+) -> Masks:
+    """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+    by_path = dict(zip([leaf.site.path for leaf in leaves], masks, strict=True))
+    return trees.map_matched(lambda path, _: by_path.get(path), like)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import chex
@@ -91,6 +91,28 @@ def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")
     return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def check_user_mask(
+    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], path: trees.KeyPath
+) -> None:
+    """Raises a ValueError if a parameter has a mask but no target, and could get no later mask.
+
+    Args:
+      scope: scope that would create the next mask.
+      sites: the sites of the parameters.
+      path: path of the parameter.
+    """
+    name = trees.path_string(path)
+    try:
+        if path not in sites:
+            raise ValueError(f"{name!r} is no array of floating-point numbers.")
+        scope.check(sites[path].pattern, sites[path].batch_axes, None)
+    except ValueError as error:
+        raise ValueError(
+            f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
+            f"other could be made for it later. Give None for it there, or fix this: {error}"
+        ) from error
 
 
 def _check_scope(scope: Scope | TreeScope, site: Site) -> None:

@@ -38,11 +38,11 @@ from sparsity.selection.scores import Ranked
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 Above = Callable[[jax.Array], Words]
-Thresholds = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
+FindThresholds = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
 _BITS = 4  # of a digit: for 1e7 floats 4 take 76 ms of one CPU core, 3 take 87, and 2 take 97
 
 
-def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
+def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
     """Returns a key t of each bracket with at most k keys above t, and at least k from t on.
 
     Args:
@@ -73,7 +73,7 @@ def select_by_counting(
     k: Words | Removed,
     *,
     across_leaves: bool,
-    thresholds: Thresholds = thresholds,
+    find_thresholds: FindThresholds = find_by_digits,
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
 
@@ -83,7 +83,7 @@ def select_by_counting(
         `across_leaves` of all, [1]. Clamped from above. Or the fraction of the eligible entries to
         remove.
       across_leaves: whether all entries compete, or the entries of each slice.
-      thresholds: another function with the results of `thresholds`.
+      find_thresholds: `find_by_digits`, or another function with its results.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
@@ -101,7 +101,7 @@ def select_by_counting(
 
     score_keys = key_range(leaves[0].scores.dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
-    keys = per_leaf(thresholds(above, k, lowest, score_keys), sizes, across_leaves)
+    keys = per_leaf(find_thresholds(above, k, lowest, score_keys), sizes, across_leaves)
     counts = [x.above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, totals([x[:, 0] for x in counts], across_leaves))
@@ -115,7 +115,7 @@ def select_by_counting(
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
         jnp.any((share > 0) & (share < ties)),
-        lambda: thresholds(above_among_ties, exact.as_words(share), all_ties, tie_keys),
+        lambda: find_thresholds(above_among_ties, exact.as_words(share), all_ties, tie_keys),
         lambda: all_ties,
     )
     cuts = per_leaf(jnp.where(share > 0, cut, 0), sizes)

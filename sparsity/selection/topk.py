@@ -7,9 +7,13 @@ names the section of benchmarks/RESULTS.md, or the docstring, that compares them
 
     stored arrays on hosts, outside of jit   host.select_on_host          First calls
     accelerators                             search.select_by_counting    On a GPU
-    hosts, arrays on a mesh                  + pivots of cpu.thresholds   Selection, natural shape
-    hosts, 2048 entries or fewer             cpu.sorting                  cpu/sorting.py
-    hosts, else                              cpu.threshold                Selection
+    hosts, arrays on a mesh or too large     + pivots of find_by_guesses  Selection, natural shape
+    hosts, else                              cpu.select_by_rows:
+      2048 entries or fewer, with padding      cpu.sorting                cpu/sorting.py
+      more                                     cpu.threshold              Selection
+
+Too large is an array of more than `cpu.MAX_ENTRIES`, which could not be padded to rows. Padding
+brings slices to one size, unless all entries compete.
 """
 
 import contextlib
@@ -195,7 +199,7 @@ def choose_search(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Arra
     arrays = [x for leaf in leaves for x in leaf.arrays]
     if all(x.size <= cpu.MAX_ENTRIES and cpu.use_flat(x) for x in arrays):
         return cpu.select_by_rows
-    return functools.partial(search.select_by_counting, thresholds=cpu.thresholds)
+    return functools.partial(search.select_by_counting, find_thresholds=cpu.find_by_guesses)
 
 
 def select_best(

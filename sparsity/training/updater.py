@@ -25,7 +25,7 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     TreeScope,
-    lazy_scores,
+    defer_scores,
     make_draw,
     read_overrides,
 )
@@ -205,7 +205,7 @@ class Updater(DataclassBase):
         scores: ScoreTree | None = None
         if is_lazy:
             # Parameters and masks are read as they are stored: masked parameters need no memory.
-            scores = lazy_scores(self.calculate_scores, inputs.weights, inputs.masks, grads)
+            scores = defer_scores(self.calculate_scores, inputs.weights, inputs.masks, grads)
         if scores is None:
             draw = make_draw(inputs.weights) if is_lazy else generate_random_scores
             scores = inputs.call(

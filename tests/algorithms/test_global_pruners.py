@@ -227,3 +227,9 @@ def test_a_subclass_changes_the_score_alone():
 def test_what_global_pruning_cannot_do_is_an_error_when_it_is_made(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(**options)
+
+
+def test_a_class_declares_the_scope_of_its_instances():
+    cls = sparsity.GlobalMagnitudePruning
+    declared = {field.name: field.default for field in dataclasses.fields(cls)}
+    assert declared["scope"] == cls(sparsity=0.5).scope == sparsity.Global()

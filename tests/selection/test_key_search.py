@@ -207,7 +207,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     def both(k):
         words = tuple(jnp.asarray(word).reshape(1) for word in k)
         all_keys, lowest = key_range(np.dtype(np.int32)), jnp.array([low], jnp.int32)
-        fixed = portable.thresholds(above, words, lowest, all_keys)
+        fixed = portable.find_by_digits(above, words, lowest, all_keys)
         return fixed[0], *key_of(count, low, high, [jnp.full((3, 1), 1000 * 2**21, jnp.int32)], k)
 
     for place in (1, 700, 2_100, 2_999):  # the last of them beyond 2**32
@@ -233,7 +233,7 @@ def test_the_portable_search_takes_a_pass_for_every_four_bits(bits):
         with jax.disable_jit():
             lowest = jnp.full(1, -(2**bits), jnp.int32)
             all_keys = KeyRange(np.dtype(np.int32), -(2**bits), -1)
-            key = int(portable.thresholds(above, words, lowest, all_keys)[0])
+            key = int(portable.find_by_digits(above, words, lowest, all_keys)[0])
         assert np.sum(keys > key) <= k <= np.sum(keys >= key)
         assert len(asked) <= -(-bits // 4)
         assert all(pivots.min() >= -(2**bits) and np.all(np.diff(pivots) > 0) for pivots in asked)
@@ -273,7 +273,7 @@ def test_thresholds_on_a_mesh_are_keys_of_rank_k_in_few_passes(keys):
     @jax.jit
     def find(k):
         lowest = jnp.full(len(ks), all_keys.low, jnp.int32)
-        return key_search.thresholds(above, (k & 0, k), lowest, all_keys)
+        return key_search.find_by_guesses(above, (k & 0, k), lowest, all_keys)
 
     key = np.asarray(find(ks))
     assert key[0] >= keys.max()  # k = 0 keeps none

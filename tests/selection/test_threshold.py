@@ -24,10 +24,9 @@ def select(leaves, k, name):
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     leaves = [leaf_of(*leaf) for leaf in leaves]
     if name != "cpu":
-        thresholds = key_search.thresholds if name == "mesh" else portable.thresholds
-        return portable.select_by_counting(leaves, k, across_leaves=True, thresholds=thresholds)[
-            0
-        ], 0
+        find = key_search.find_by_guesses if name == "mesh" else portable.find_by_digits
+        masks, _ = portable.select_by_counting(leaves, k, across_leaves=True, find_thresholds=find)
+        return masks, 0
     selected = threshold.select_by_thresholds(leaves, k, across_leaves=True)
     return selected.masks, selected.passes
 
@@ -163,16 +162,16 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
         asked.append(
             (2 if search == "mesh" else 0) + -(-keys.bits // (3 if search == "mesh" else 4))
         )
-        return thresholds(above, k, lowest, keys)
+        return find(above, k, lowest, keys)
 
     by_guesses = key_search.search
-    thresholds = key_search.thresholds if search == "mesh" else portable.thresholds
+    find = key_search.find_by_guesses if search == "mesh" else portable.find_by_digits
     monkeypatch.setattr(key_search, "search", guessed)
     most = visits.MAX_ENTRIES if search == "cpu" else 2**31 - 1
     big = jax.ShapeDtypeStruct((most,), jnp.float32)
     small = jax.ShapeDtypeStruct((2**30,), jnp.float32)
     k = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    select = functools.partial(portable.select_by_counting, thresholds=on_mesh)
+    select = functools.partial(portable.select_by_counting, find_thresholds=on_mesh)
     select = threshold.select_by_thresholds if search == "cpu" else select
     for leaves in ([big], [small], [big, small], [small] * 3):
         asked.clear()

@@ -111,9 +111,17 @@ class StatisticsPruning(BaseUpdater):
           targets: tree of sparsities, `None` for parameters that stay dense.
           problems: by path, of `calibrated_paths`.
         """
-        solved = {path: self._solved(problem) for path, problem in problems.items()}
-        weights = trees.map_matched(lambda path, param: solved.get(path, (param,))[0], params)
-        return weights, trees.map_matched(lambda path, _: solved.get(path, (0, None))[1], params)
+        solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
+        for key, problem in problems.items():
+            param = problem.param
+            if not param.size:
+                solved[key] = param, jnp.ones(param.shape, jnp.uint8)
+                continue
+            new, mask = self.solve(*problem)
+            new = sharding.place_like(param, new.astype(param.dtype))
+            solved[key] = new, sharding.place_like(param, mask)
+        weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
+        return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that need statistics: all with a sparsity."""
@@ -147,10 +155,10 @@ class StatisticsPruning(BaseUpdater):
         targets = self.compute_targets(params, sites)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
         problems = {}
-        for path in self.calibrated_paths(params, targets):
-            site, param = sites[path], leaves[path]
+        for key in self.calibrated_paths(params, targets):
+            site, param = sites[key], leaves[key]
             statistic = self.statistic(statistics, site, param.shape)
-            problems[path] = Problem(site, param, statistic, sparsities.get(path))
+            problems[key] = Problem(site, param, statistic, sparsities.get(key))
         weights, masks = self.solve_tree(params, targets, problems)
         masks = read_masks(masks, params, self.use_packed_masks)
         pruned = apply_masks(weights, masks)
@@ -161,15 +169,6 @@ class StatisticsPruning(BaseUpdater):
     ) -> Statistic:
         """Returns the checked statistic of a parameter of that shape."""
         return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
-
-    def _solved(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights and the mask of a parameter, in its dtype and sharding."""
-        param = problem.param
-        if not param.size:
-            return param, jnp.ones(param.shape, jnp.uint8)
-        weights, mask = self.solve(*problem)
-        weights = sharding.place_like(param, weights.astype(param.dtype))
-        return weights, sharding.place_like(param, mask)
 
     def _check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""

@@ -54,7 +54,7 @@ class ReaderChannels(Coupled):
     def scored_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that add to the importance of groups with a sparsity."""
         groups = self._groups(params, sparsities)
-        return {path for group in groups for path, _, _ in group.scored}
+        return {key for group in groups for key, _, _ in group.scored}
 
     def choose_masks(
         self,
@@ -83,10 +83,10 @@ class ReaderChannels(Coupled):
         """Warns of groups that keep less than a twentieth of their channels in some layer."""
         by_path = trees.leaves_by_path(masks)
         for group in self._groups(masks, sparsities):
-            (path, axis, positions), layers = group.members[0], group.channels.layers
-            if is_traced(by_path[path]):
+            (key, axis, positions), layers = group.members[0], group.channels.layers
+            if is_traced(by_path[key]):
                 continue
-            rows = np.moveaxis(np.asarray(by_path[path]), axis, -1)
+            rows = np.moveaxis(np.asarray(by_path[key]), axis, -1)
             stays = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
             kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.full.size
             if kept * _FEW < size:
@@ -117,7 +117,7 @@ class ChannelPruning(StatisticsPruning):
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
         scored = self.readers.scored_paths(params, targets)  # a set, whose order differs by process
-        return [path for path in trees.leaves_by_path(params) if path in scored]
+        return [key for key in trees.leaves_by_path(params) if key in scored]
 
 
 def _standardized(importance: jax.Array) -> jax.Array:

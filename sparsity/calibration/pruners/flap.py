@@ -79,8 +79,8 @@ class FLAPPruning(ChannelPruning):
         grads: PyTree | None = None,
         statistics: Statistics | None = None,
     ) -> PyTree:
-        def score(path: KeyPath, param: jax.Array) -> jax.Array:
-            statistic = (statistics or {}).get(trees.path_names(path))
+        def score(key: KeyPath, param: jax.Array) -> jax.Array:
+            statistic = (statistics or {}).get(trees.path_names(key))
             if statistic is None or statistic.sums is None:  # it reads no channels
                 return sharding.zeros_like(param, np.dtype(np.float32))
             scores = sharding.shard_like(param, _fluctuations, param, statistic)
@@ -103,15 +103,15 @@ class FLAPPruning(ChannelPruning):
     ) -> tuple[PyTree, PyTree]:
         biases = self._biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {path: param.path for path, param in graph.parameters.match(params).items()}
-        read = graph.model.reader({name: leaves[path] for path, name in names.items()})
-        statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
+        names = {key: param.path for key, param in graph.parameters.match(params).items()}
+        read = graph.model.reader({name: leaves[key] for key, name in names.items()})
+        statistics = {trees.path_names(key): x.statistic for key, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
         masks = self.create_masks(scores, targets)
         pruned = trees.leaves_by_path(apply_masks(params, masks))
 
-        def compensate(path: KeyPath, bias: jax.Array) -> jax.Array:
-            for reader, place in biases.get(path, ()):
+        def compensate(key: KeyPath, bias: jax.Array) -> jax.Array:
+            for reader, place in biases.get(key, ()):
                 _, dense, statistic, _ = problems[reader]
                 bias = shift_bias(place, bias, dense, pruned[reader], statistic, read)
             return bias
@@ -124,11 +124,11 @@ class FLAPPruning(ChannelPruning):
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
         leaves = graph.parameters.match(params)
-        paths = {param.path: path for path, param in leaves.items()}
+        keys = {param.path: key for key, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
         named = {x: leaves[x].path for x in problems if leaves[x].path in graph.biases}
         places = {x: graph.biases[path] for x, path in named.items()}
-        if missing := [x for x in problems if x not in places or places[x].path not in paths]:
+        if missing := [x for x in problems if x not in places or places[x].path not in keys]:
             names = trees.listed([leaves[x].name for x in missing], len(missing))
             raise ValueError(
                 f"The model adds no bias of their own to the outputs of {names}, which read "
@@ -137,7 +137,7 @@ class FLAPPruning(ChannelPruning):
                 "serves if its running mean or its shift is among the params."
             )
         for reader, place in places.items():
-            bias = paths[place.path]
+            bias = keys[place.path]
             if not holds_outputs(graph, leaves[reader].path, place):
                 raise ValueError(
                     f"{leaves[reader].name!r} has complex outputs, whose means "

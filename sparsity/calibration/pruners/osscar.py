@@ -87,10 +87,10 @@ class OSSCARPruning(ChannelPruning):
         statistics = [problem.statistic for problem in problems.values()]
         masks = self.readers.choose_masks(choose_channels, params, targets, statistics)
 
-        def refit(path: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
-            if path not in problems or mask is None:
+        def refit(key: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
+            if key not in problems or mask is None:
                 return pruned
-            _, dense, statistic, _ = problems[path]
+            _, dense, statistic, _ = problems[key]
             weights, _ = LeastSquares()(dense, pruned, mask, statistic, None)
             return sharding.place_like(dense, weights)
 
@@ -116,7 +116,7 @@ class OSSCARPruning(ChannelPruning):
 
 
 def _choose(
-    paths: Sequence[KeyPath],
+    keys: Sequence[KeyPath],
     swap: int,
     damping: float,
     groups: Sequence[PlacedGroup],
@@ -125,7 +125,7 @@ def _choose(
     statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
     """Returns the masks of the channels of each group, from the statistics of parameters."""
-    seen = dict(zip(paths, statistics, strict=True))
+    seen = dict(zip(keys, statistics, strict=True))
     masks = []
     for group, count in zip(groups, counts, strict=True):
         readers = [_reader(group, place, leaves, seen) for place in group.scored]
@@ -142,14 +142,14 @@ def _reader(
     statistics: Mapping[KeyPath, Statistic],
 ) -> ReaderMatrices:
     """Returns a parameter as the matrices that read a group along one of its axes."""
-    path, axis, positions = place
-    if [path for path, _, _ in group.scored].count(path) > 1:
+    key, axis, positions = place
+    if [key for key, _, _ in group.scored].count(key) > 1:
         raise ValueError(
-            f"{trees.path_string(path)!r} reads the channels of the group {group.channels.name!r} "
+            f"{trees.path_string(key)!r} reads the channels of the group {group.channels.name!r} "
             "along several axes, so that no channel has inputs of its own. Leave it out with "
             "filter_fn, or use FLAPPruning."
         )
-    param, statistic, layers = leaves[path], statistics[path], group.channels.layers
+    param, statistic, layers = leaves[key], statistics[key], group.channels.layers
     matrices, grams = statistic.matrices(param), statistic.real_grams()
     dtype = promote(matrices.dtype, grams.dtype)
 

@@ -82,10 +82,10 @@ class ScoredPruning(StatisticsPruning):
     ) -> PyTree:
         sites = sites or self.sites(params)
 
-        def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
-            if isinstance(statistics, Mapping) and trees.path_names(path) not in statistics:
+        def score(key: KeyPath, param: jax.Array) -> jax.Array | None:
+            if isinstance(statistics, Mapping) and trees.path_names(key) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
-            statistic = self.statistic(statistics, sites[path], param.shape)
+            statistic = self.statistic(statistics, sites[key], param.shape)
             return self._score_leaf(statistic, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
@@ -100,10 +100,10 @@ class ScoredPruning(StatisticsPruning):
             return statistic.parameter(scores, param.shape)
 
         def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
-            body = getattr(self.score, "on_host", None)
-            if body is None or np.iscomplexobj(param):
+            score = type(self).score
+            if np.iscomplexobj(param) or not hasattr(score, "on_host"):
                 return NotImplemented
-            return score_by(functools.partial(body, self), param, squares)
+            return score_by(functools.partial(host.call, score, self), param, squares)
 
         @host.instead(on_host)
         def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
@@ -140,12 +140,12 @@ class ScoredPruning(StatisticsPruning):
         sites = sites or self.sites(scores)
         shapes = trees.leaves_by_path(scores)
         split_axes = {}
-        for path in trees.leaves_by_path(sparsities):
-            shape = getattr(shapes.get(path), "shape", ())
-            statistic = self.statistic(statistics, sites[path], shape)
+        for key in trees.leaves_by_path(sparsities):
+            shape = getattr(shapes.get(key), "shape", ())
+            statistic = self.statistic(statistics, sites[key], shape)
             if self.is_per_output:
-                check_groups(sites[path], statistic, shape)
-            split_axes[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
+                check_groups(sites[key], statistic, shape)
+            split_axes[key] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
         return tree_scope.select_tree(scores, sparsities)
@@ -173,7 +173,10 @@ class WandaPruning(ScoredPruning):
 
     is_per_output: ClassVar[bool] = True
 
-    @host.instead(lambda _, w, squares: host.product(w, np.sqrt(host.flushed(squares))))
+    def _score_on_host(self, weights: np.ndarray, squares: np.ndarray) -> np.ndarray:
+        return host.product(weights, np.sqrt(host.flushed(squares)))
+
+    @host.instead(_score_on_host)
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         return weights * jnp.sqrt(squares)  # S_ij = |W_ij| ||X_j||_2
 
@@ -224,7 +227,7 @@ class SplitScope(Layerwise):
 
     Attributes:
       scope: selects within a slice.
-      split_axes: axes along which entries must agree to compete, by path.
+      split_axes: axes along which entries must agree to compete, by key path.
     """
 
     scope: Scope

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, overload
 
 import chex
+import jax
 
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
@@ -152,17 +153,17 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) 
 
 
 def _read_batches(
-    batches: Iterable[PyTree], held: object, metric: object, folder: object
+    batches: Iterable[PyTree], output_batches: object, metric: object, folder: object
 ) -> list[PyTree]:
     """Returns the batches; raises a ValueError without any, or for arguments that do not fit."""
     check_iterable("batches", batches)
-    if held is not None:
-        check_iterable("held", held)
+    if output_batches is not None:
+        check_iterable("held", output_batches)
     check_function("metric", metric, "params", optional=True)
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
-    if not (seen := list(batches)):
+    if not (listed := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
-    return seen
+    return listed
 
 
 def _check_values(**trees: PyTree) -> None:
@@ -225,75 +226,87 @@ class _Run:
     def run(self, fn: Callable[..., PyTree], sequential: bool) -> None:
         """Prunes all parameters, those that the model reaches first."""
         if sequential:
-            self._prune_in_lockstep()
-        self._prune_jointly(fn)
+            self._follow_model()
+        self._finish_others(fn)
 
-    def _prune_in_lockstep(self) -> None:
-        """Prunes each parameter, or layer, when a run of the model on all batches reaches it."""
-        calibration = self._task.make_calibration()
-        if self._task.needs.has_grams:
+    def _follow_model(self) -> None:
+        """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
+        task, calibration = self._task, self._task.make_calibration()
+        if task.needs.has_grams:
             for name, gram in calibration.gram_shapes(one_layer=True).items():
-                check_memory({name: gram}, self._task.needs.gram_copies)  # one is held at a time
+                check_memory({name: gram}, task.needs.gram_copies)  # one is held at a time
 
-        def prune(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
-            self._prune(path, index, lambda: self._solve(path, index, reached))
+        def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
+            def solve() -> PrunedLayer:
+                statistic = reached.statistic(task.name(path, index))
+                layer = task.solve(self.weights, path, index, statistic)
+                if task.needs.has_grams:
+                    return layer
+                return layer.with_sums(reached.losses(*layer.matrices()))
 
-        Lockstep(calibration, self._batches, self.weights.read, self._is_done, prune).run()
+            self._finish(path, index, solve)
 
-    def _solve(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> PrunedLayer:
-        """Solves a parameter, or one layer of it, where a run has reached it."""
-        statistic = reached.statistic(self._task.name(path, index))
-        layer = self._task.solve(self.weights, path, index, statistic)
-        if self._task.needs.has_grams:
-            return layer
-        return layer._replace(losses=reached.losses(*layer.matrices()))
+        Lockstep(calibration, self._batches, self.weights.read, self._is_done, on_reached).run()
 
-    def _prune_jointly(self, fn: Callable[..., PyTree]) -> None:
-        """Prunes all parameters that are not done, by their inputs in the present model."""
+    def _finish_others(self, fn: Callable[..., PyTree]) -> None:
+        """Finishes the parameters that are not done, each by its inputs in the present model."""
         task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
         model = fn, self.weights.tree(), self._batches
 
-        @functools.cache  # at the first call: the folder may have all of them
-        def statistics() -> Mapping[Path, Statistic]:
+        # Computed lazily: a folder may already hold every layer.
+        @functools.cache
+        def calibrate_all() -> Mapping[Path, Statistic]:
             return calibrate(*model, task.needs.statistics_kind, lambda path, _: path in paths)
-
-        def solve(path: Path) -> PrunedLayer:
-            return task.solve(self.weights, path, (), statistics().get(path))
 
         @functools.cache
         def solve_all() -> Mapping[Path, PrunedLayer]:
             layers = {path: solve(path) for path in paths}
             matrices = {path: layer.matrices() for path, layer in layers.items()}
             losses = sum_losses(*model, matrices)
-            return {path: layers[path]._replace(losses=losses[path]) for path in paths}
+            return {path: layers[path].with_sums(losses[path]) for path in paths}
+
+        def solve(path: Path) -> PrunedLayer:
+            return task.solve(self.weights, path, (), calibrate_all().get(path))
 
         # Gram matrices have the losses; without them, one more run of the model has those of all.
         solve_one = solve if task.needs.has_grams else lambda path: solve_all()[path]
         for path in paths:
-            self._prune(path, (), functools.partial(solve_one, path))
+            self._finish(path, (), functools.partial(solve_one, path))
 
-    def _prune(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
-        """Prunes a parameter, or one layer of it, by a function, or takes it from the folder."""
-        weights, task = self.weights, self._task
+    def _finish(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
+        """Takes a parameter, or one layer of it, from the folder, or solves and saves it."""
+        place = self._task.find_bias(path, index)
+        bias = None if place is None else self.weights.now(*place)
+        dense = self.weights.before(path, index)
         number = sum(map(len, self._layers.values()))
-        place = task.find_bias(path, index)
-        bias = None if place is None else weights.now(*place)
-        dense = weights.before(path, index)
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
-            started = time.perf_counter()
-            layer = solve()
-            report = layer.report()
-            report = dataclasses.replace(report, seconds=time.perf_counter() - started)
-            new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
-            shifted = None if bias is None else task.shift_bias(path, bias, layer, weights)
-            stored = StoredLayer(new, mask, report, shifted)
+            stored = self._compute(path, dense, bias, solve)
             if self._store:
                 self._store.write(number, stored)
-        weights.replace(path, index, stored.weights)
-        weights.replace_mask(path, index, stored.mask)
         if place is not None and stored.bias is not None:
-            weights.replace(*place, stored.bias)
+            self.weights.replace(*place, stored.bias)
+        self._accept(path, index, stored)
+
+    def _compute(
+        self,
+        path: Path,
+        dense: jax.Array,
+        bias: jax.Array | None,
+        solve: Callable[[], PrunedLayer],
+    ) -> StoredLayer:
+        """Solves a parameter, or one layer of it, and shifts the bias that takes over its means."""
+        started = time.perf_counter()
+        layer = solve()
+        report = dataclasses.replace(layer.report(), seconds=time.perf_counter() - started)
+        weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
+        shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
+        return StoredLayer(weights, mask, report, shifted)
+
+    def _accept(self, path: Path, index: LayerIndex, stored: StoredLayer) -> None:
+        """Puts a finished parameter, or one layer of it, into the weights and the report."""
+        self.weights.replace(path, index, stored.weights)
+        self.weights.replace_mask(path, index, stored.mask)
         layers = self._layers.setdefault(path, {})
         layers[index] = stored.report
         self.report[path] = LayerReport.combine([*layers.values()])

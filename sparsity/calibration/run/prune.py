@@ -57,7 +57,7 @@ def prune(
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
         return pruned, masks
-    return reconstruct(refit, pruner, params, pruned, masks, statistics)
+    return apply_refit(refit, pruner, params, pruned, masks, statistics)
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
@@ -74,7 +74,8 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
             "OSSCARPruning or another updater that has instant_sparsify."
         )
     if refit is not None and (isinstance(refit, type) or not callable(refit)):
-        raise ValueError(f"refit must be None, LeastSquares(), ADMM() or a `Refit`, {_got(refit)}.")
+        kinds = "None, LeastSquares(), ADMM(), Means() or a `Refit`"
+        raise ValueError(f"refit must be {kinds}, {_got(refit)}.")
 
 
 def _got(value: object) -> str:
@@ -84,7 +85,7 @@ def _got(value: object) -> str:
     return f"got {value!r}"
 
 
-def reconstruct(
+def apply_refit(
     refit: Refit,
     pruner: BaseUpdater,
     params: PyTree,
@@ -116,25 +117,25 @@ def reconstruct(
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
-    for path, mask in trees.leaves_by_path(masks).items():
-        dense, before = leaves[path], (pruned_leaves[path], mask)
-        needs_no_refit = path not in targets and trees.path_names(path) not in statistics
+    for key, mask in trees.leaves_by_path(masks).items():
+        dense, before = leaves[key], (pruned_leaves[key], mask)
+        needs_no_refit = key not in targets and trees.path_names(key) not in statistics
         if needs_no_refit or not dense.size:  # a bias of coupled channels, or nothing
-            refitted[path] = before
+            refitted[key] = before
             continue
-        site = table[path]
+        site = table[key]
         statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, who)
         if needs.has_grams:
             check_solvable(statistic, dense, site.name, needs.damping)
-        select = _selection(pruner, site, statistic, targets.get(path, 0.0))
+        select = _selection(pruner, site, statistic, targets.get(key, 0.0))
         new = refit(dense, *before, statistic, select)
         _check_refitted(refit, new, site.name, dense.shape)
         like = (dense, dense)
         better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
         new = host.instead(_choose_better)(better)(dense, new, before, statistic)
-        refitted[path] = sharding.place_like(dense, new[0]), sharding.place_like(dense, new[1])
-    pruned = trees.map_matched(lambda path, param: refitted.get(path, (param,))[0], pruned)
-    masks = trees.map_matched(lambda path, _: refitted[path][1], masks)
+        refitted[key] = sharding.place_like(dense, new[0]), sharding.place_like(dense, new[1])
+    pruned = trees.map_matched(lambda key, param: refitted.get(key, (param,))[0], pruned)
+    masks = trees.map_matched(lambda key, _: refitted[key][1], masks)
     return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
 
 

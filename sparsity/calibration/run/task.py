@@ -15,7 +15,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.needs import Needs, combine_needs
-from sparsity.calibration.run.prune import reconstruct
+from sparsity.calibration.run.prune import apply_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
@@ -30,6 +30,14 @@ from sparsity.patterns.base import absolute_axis
 from sparsity.training.base_updater import BaseUpdater
 
 
+class SquaredSums(NamedTuple):
+    """Sums of squares of outputs: those of the dense weights, and their losses."""
+
+    dense: jax.Array
+    lost: jax.Array
+    lost_before_refit: jax.Array
+
+
 class PrunedLayer(NamedTuple):
     """Pruned and refitted parameter, or one of its layers.
 
@@ -40,8 +48,7 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
-      losses: sums of squares of the outputs of `matrices`; `None` if the Gram matrices of the
-        statistic have them.
+      sums: sums of squares of its outputs; `None` if the Gram matrices of the statistic have them.
     """
 
     statistic: Statistic
@@ -50,7 +57,7 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
-    losses: jax.Array | None = None
+    sums: SquaredSums | None = None
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, of 0 seconds."""
@@ -71,6 +78,11 @@ class PrunedLayer(NamedTuple):
         before = () if self.pruned is self.refitted else (self.pruned,)
         dense, *after = host.read((self.dense, self.refitted, *before))
         return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
+
+    def with_sums(self, sums: jax.Array) -> PrunedLayer:
+        """Returns a copy with the sums of squares of the outputs of `matrices`."""
+        dense, lost, *before = host.read(sums)
+        return self._replace(sums=SquaredSums(dense, lost, *(before or [lost])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +142,7 @@ class PruningTask:
         first, masks = pruner.instant_sparsify(alone, statistics={path: statistic})
         last = first
         if self.refit is not None and not self.needs.shifts_biases:
-            last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
+            last, masks = apply_refit(self.refit, pruner, alone, first, masks, {path: statistic})
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
@@ -251,11 +263,11 @@ def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array
     """
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
-    if layer.losses is None:
+    if layer.sums is None:
         lost, total = (output_error(statistic, x).sum() for x in leaves)
         before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        total, lost, before = layer.losses[0], layer.losses[1], layer.losses[-1]
+        total, lost, before = layer.sums
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance

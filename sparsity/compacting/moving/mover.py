@@ -19,7 +19,7 @@ from sparsity.compacting.formats.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.masks import Site, Sites, lazy_scores
+from sparsity.masks import Site, Sites, defer_scores
 from sparsity.masks.positions import map_rows, put
 from sparsity.patterns.base import keep_active
 from sparsity.selection import Scores, topk_mask
@@ -196,7 +196,7 @@ class Mover:
         grow: jax.Array | Scores | None = None
         if pattern.is_elementwise:
             flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
-            grow = lazy_scores(self.rule.grow, flat[0], None, flat[1])
+            grow = defer_scores(self.rule.grow, flat[0], None, flat[1])
         if grow is None:
             scores = self._grow_scores(part, param, gradient)
             grow = pattern.pool(scores, self.site.batch_axes).reshape(shape)

@@ -2,7 +2,7 @@
 
 `threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
 pivots of `key_search`; `sorting` sorts small leaves. On a mesh the
-portable search counts, and `thresholds` chooses its pivots.
+portable search counts, and `find_by_guesses` chooses its pivots.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from jax import lax
 from sparsity.core.exact import Words
 from sparsity.core.kernels import use_flat
 from sparsity.selection.cpu import sorting, threshold
-from sparsity.selection.cpu.key_search import thresholds
+from sparsity.selection.cpu.key_search import find_by_guesses
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.cpu.visits import MAX_ENTRIES
 from sparsity.selection.kept_counts import Removed
 from sparsity.selection.scores import Ranked, Scores
 
-__all__ = ["MAX_ENTRIES", "Recipe", "select_by_rows", "thresholds", "use_flat"]
+__all__ = ["MAX_ENTRIES", "Recipe", "find_by_guesses", "select_by_rows", "use_flat"]
 
 
 def select_by_rows(

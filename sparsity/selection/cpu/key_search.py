@@ -227,8 +227,8 @@ def search(
     return lax.while_loop(lambda carry: jnp.any(carry[0].bracket.is_open), step, (start, first))[0]
 
 
-def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
-    """Does what `search.thresholds` does by guesses, for parameters on a mesh of hosts.
+def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
+    """Does what `search.find_by_digits` does by guesses, for parameters on a mesh of hosts.
 
     The first pass also counts all keys, since its first pivot is the lowest key.
     """

@@ -89,7 +89,7 @@ class Rows:
             return entries
         # The barrier keeps the second operand, and with it the fused loop.
         counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
-        if self.sizes is None or not self.recipe.eligible_is_zero:
+        if not self.recipe.eligible_is_zero:
             return counted
         return counted - (self.width - entries)  # zeros of the padding
 
