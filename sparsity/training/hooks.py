@@ -115,7 +115,8 @@ def call_hook(
             f"tx.update(..., {clashes[0]}=...). Name the argument of the loop otherwise."
         )
     optional = from_loop | from_library
-    filled = {*list(parameters)[: len(args)], *kwargs}  # parameters that have their arguments
+    positional = [key for key, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    filled = {*positional[: len(args)], *kwargs}  # parameters that have their arguments
     kwargs |= {key: x for key, x in optional.items() if key not in filled}
     try:
         signature.bind(*args, **kwargs)
