@@ -42,7 +42,6 @@ ROOMS = {
     "sparsity_schedules.py": ["test_sparsity_schedules.py", "test_api_schedules.py"],
     "masks": [
         *("masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"),
-        *("test_sparsity_distributions.py", "test_sparsity_overrides.py", "test_erk.py"),
     ],
     "training": ["training", "updaters"],
     "programs": ["programs", "graph"],
