@@ -40,9 +40,7 @@ ROOMS = {
     "selection": ["selection"],
     "patterns": ["patterns", "masks/test_masks_of_groups.py", "activations"],
     "sparsity_schedules.py": ["test_sparsity_schedules.py", "test_api_schedules.py"],
-    "masks": [
-        *("masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"),
-    ],
+    "masks": ["masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"],
     "training": ["training", "updaters"],
     "programs": ["programs", "graph"],
     "shrinking": ["shrinking"],
