@@ -40,10 +40,7 @@ ROOMS = {
     "selection": ["selection"],
     "patterns": ["patterns", "masks/test_masks_of_groups.py", "activations"],
     "sparsity_schedules.py": ["test_sparsity_schedules.py", "test_api_schedules.py"],
-    "masks": [
-        *("masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"),
-        *("test_sparsity_distributions.py", "test_sparsity_overrides.py", "test_erk.py"),
-    ],
+    "masks": ["masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"],
     "training": ["training", "updaters"],
     "programs": ["programs", "graph"],
     "shrinking": ["shrinking"],

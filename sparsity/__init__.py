@@ -77,6 +77,7 @@ from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
 from sparsity.masks.distributions import ERK, Distribution, Uniform
+from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
 from sparsity.reports import (
     active_masks,
     sparsity_table,
@@ -90,7 +91,6 @@ from sparsity.sparsity_schedules import (
     PolynomialSchedule,
     Schedule,
 )
-from sparsity.sparsity_types import Block, Channel, FanIn, NByM, SparsityType, Unstructured
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
 from sparsity.training.state import (
     SparseState,

@@ -1,4 +1,4 @@
-"""`BaseUpdater` by the import path of jaxpruner; see `sparsity.training.base_updater`."""
+"""Alias of `sparsity.training.base_updater`: programs for jaxpruner import this path."""
 
 from sparsity.algorithms import NoPruning
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater

@@ -1,4 +1,4 @@
-"""Distributions by the import path of jaxpruner; see `sparsity.masks.distributions`."""
+"""Alias of `sparsity.masks.distributions`: programs for jaxpruner import this path."""
 
 from sparsity.masks.distributions import (
     DISTRIBUTIONS,

@@ -1,4 +1,4 @@
-"""Patterns by the import path of jaxpruner; see `sparsity.patterns`."""
+"""Alias of `sparsity.patterns`: programs for jaxpruner import this path."""
 
 from sparsity.patterns import (
     Block,

@@ -15,7 +15,13 @@ import setuptools
 
 import sparsity
 from examples.mnist import config
+from sparsity import patterns
 from sparsity.cli import main
+from sparsity.cli.checkpoints import FORMATS
+from sparsity.compacting.formats import STORAGES
+from sparsity.masks import SCOPES
+from sparsity.masks.distributions import DISTRIBUTIONS
+from sparsity.sparsity_schedules import SCHEDULES
 from tests.documents import PAGES, blocks
 from tests.helpers import ROOT
 
@@ -121,6 +127,24 @@ def test_a_page_of_algorithms_names_every_algorithm_and_no_other(page):
     named = re.findall(r"^(?:\||###) `(\w+)`(?: \||,) `(\w+)`", PAGES[page], re.MULTILINE)
     registry = {name: algorithm.__name__ for name, algorithm in sparsity.ALGORITHM_REGISTRY.items()}
     assert dict(named) == registry
+
+
+def parts_on_pages():
+    """Yields a page and what it calls a part that the user chooses by name."""
+    for registry in (DISTRIBUTIONS, SCHEDULES, SCOPES):
+        for kind in registry.values():
+            yield "docs/choosing.md", f"`{kind.__name__}("
+    for name in patterns.parse._FORMS.keys() - {"unstructured"}:
+        yield "docs/choosing.md", f'`"{name}_'
+    for name in STORAGES:
+        yield "docs/howto/compact.md", f"| `{name}` |"
+    for ending in FORMATS:
+        yield "docs/howto/command_line.md", f" {ending[1:]}"
+
+
+@pytest.mark.parametrize(("page", "part"), list(parts_on_pages()))
+def test_a_page_names_every_part_that_a_name_chooses(page, part):
+    assert part in PAGES[page]
 
 
 def test_the_page_of_the_design_names_every_room_of_the_package():

@@ -137,8 +137,8 @@ class ADMMPruning(MagnitudePruning):
 
     def _project(self, weights: Params, targets: Sparsities, sites: Sites) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
-        scores, named = self.calculate_scores(weights), {"sites": sites}
-        support = call_hook(self.create_masks, scores, targets, extra={}, named=named)
+        scores = self.calculate_scores(weights)
+        support = call_hook(self.create_masks, scores, targets, extra={}, named={"sites": sites})
         return trees.map_matched(_masked, weights, support), support
 
 

@@ -25,9 +25,9 @@ class GlobalPruning(BaseUpdater):
 
     Attributes:
       sparsity: fraction of the weights of all selected leaves to remove, in [0, 1].
-      filter_fn: selects leaves, as in `sparsity_distributions.Uniform`.
+      filter_fn: selects leaves, as in `sparsity.Uniform`.
       custom_sparsity_map: sparsities of leaves that are not ranked with the others, as in
-        `sparsity_distributions.Uniform`.
+        `sparsity.Uniform`.
       use_normalization: as in `Global`.
       normalization_eps: as in `Global`.
     """

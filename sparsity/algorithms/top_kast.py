@@ -22,7 +22,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg, HookArgs, call_hook
 from sparsity.training.state import SparseState
 
 
@@ -158,7 +158,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites: Sites,
         targets: Sparsities | None = None,
     ) -> PyTree:
-        optional = {"sites": sites, "target_sparsities": targets}
+        optional: HookArgs = {"sites": sites, "target_sparsities": targets}
         return call_hook(self.create_masks, scores, sparsities, extra={}, named=optional)
 
 

@@ -17,7 +17,7 @@ from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks.scopes import Scope, TreeScope
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
 
-DistributionFn: TypeAlias = Callable[..., PyTree]  # `sparsity_distributions.Distribution`
+DistributionFn: TypeAlias = Callable[..., PyTree]  # `masks.distributions.Distribution`
 
 
 _log = logging.getLogger(__name__)

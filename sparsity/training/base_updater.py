@@ -83,7 +83,7 @@ class BaseUpdater(Updater):
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from sparsity.sparsity_distributions import Uniform
+      >>> from sparsity import Uniform
       >>> @dataclasses.dataclass
       ... class MagnitudePruning(BaseUpdater):
       ...     def calculate_scores(self, params, sparse_state=None, grads=None):
@@ -199,7 +199,7 @@ class BaseUpdater(Updater):
         Example:
           >>> import jax.numpy as jnp
           >>> from sparsity.algorithms import MagnitudePruning
-          >>> from sparsity.sparsity_distributions import Uniform
+          >>> from sparsity import Uniform
           >>> from sparsity.sparsity_schedules import OneShotSchedule
           >>> params = jnp.array([[1.0, -3.0], [2.0, 0.5]])
           >>> pruner = MagnitudePruning(

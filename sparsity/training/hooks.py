@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import chex
 import jax
 
 from sparsity.core import trees
-from sparsity.core.trees import Grads, Masks, Params, PyTree
-from sparsity.masks import Sites, apply_masks
+from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
+from sparsity.masks import Draw, Sites, apply_masks
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
+
+
+class HookArgs(TypedDict, total=False):
+    """Arguments that the library passes to a hook whose signature names them.
+
+    Attributes:
+      sites: table of the parameters that can have a mask, with patterns and batch axes.
+      draw: draws random scores that a mask update need not store.
+      is_lazy: whether a tree of scores may hold `LazyScores` in place of arrays.
+      target_sparsities: tree of the sparsities at the end of a ramp.
+    """
+
+    sites: Sites
+    draw: Draw
+    is_lazy: bool
+    target_sparsities: Sparsities | None
 
 
 class Inputs(NamedTuple):
@@ -56,12 +72,12 @@ class Inputs(NamedTuple):
         self,
         hook: Callable[..., T],
         *args: PyTree,
-        named: Mapping[str, object] | None = None,
+        named: HookArgs | None = None,
         **kwargs: PyTree,
     ) -> T:
         """Calls a hook by `call_hook`, with the arguments of the training loop and the sites."""
-        named = {"sites": self.sites, **(named or {})}
-        return call_hook(hook, *args, extra=self.extra, named=named, **kwargs)
+        with_sites: HookArgs = {"sites": self.sites, **(named or {})}
+        return call_hook(hook, *args, extra=self.extra, named=with_sites, **kwargs)
 
 
 class SliceRule(NamedTuple):
@@ -85,7 +101,7 @@ def call_hook(
     hook: Callable[..., T],
     *args: PyTree,
     extra: Mapping[str, ExtraArg],
-    named: Mapping[str, object] | None = None,
+    named: HookArgs | None = None,
     **kwargs: PyTree,
 ) -> T:
     """Calls a hook with `args`, `kwargs` and the optional arguments that its signature takes.
@@ -115,7 +131,8 @@ def call_hook(
             f"tx.update(..., {clashes[0]}=...). Name the argument of the loop otherwise."
         )
     optional = from_loop | from_library
-    filled = {*list(parameters)[: len(args)], *kwargs}  # parameters that have their arguments
+    positional = [key for key, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    filled = {*positional[: len(args)], *kwargs}  # parameters that have their arguments
     kwargs |= {key: x for key, x in optional.items() if key not in filled}
     try:
         signature.bind(*args, **kwargs)

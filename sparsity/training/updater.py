@@ -33,7 +33,7 @@ from sparsity.masks.affordable import MaskBudget
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
+from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -128,9 +128,8 @@ class Updater(DataclassBase):
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two
-    # hooks of the loop, pre_forward_update and post_gradient_update, get its trees. A hook with an
-    # argument `sites` gets the table that was resolved from the parameters. A hook of scores may
-    # name `draw`, which draws random scores, and `is_lazy`: whether scores may be `LazyScores`.
+    # hooks of the loop, pre_forward_update and post_gradient_update, get its trees. A hook of the
+    # step may name arguments of `HookArgs`.
 
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
@@ -215,7 +214,7 @@ class Updater(DataclassBase):
                 grads=grads,
                 named={"draw": draw, "is_lazy": is_lazy},
             )
-        named = {"target_sparsities": targets}
+        named: HookArgs = {"target_sparsities": targets}
         return inputs.call(self.create_masks, scores, sparsities, named=named)
 
     def count_after_move(

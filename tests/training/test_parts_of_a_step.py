@@ -42,6 +42,13 @@ def test_an_argument_that_both_the_library_and_the_loop_pass_is_refused():
     assert hooks.call_hook(lambda params: params, 1, extra={"draw": 2}, named={"draw": 3}) == 1
 
 
+def test_a_hook_that_takes_all_positions_gets_the_arguments_that_it_names():
+    def hook(*args, draw):
+        return args, draw
+
+    assert hooks.call_hook(hook, 1, 2, extra={}, named={"draw": 3}) == ((1, 2), 3)
+
+
 def test_a_hook_that_names_no_extra_argument_gets_none():
     assert hooks.call_hook(lambda params, grads: (params, grads), 1, grads=5, extra={"a": 2}) == (
         1,

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import sparsity
+from sparsity.training.hooks import HookArgs
 from sparsity.training.updater import INFERRED, Updater
 from tests.documents import PAGES
 
@@ -16,6 +17,14 @@ _ROW = re.compile(r"^\| `(\w+)\(.*?\)` \|.*?\| (.*?) \|.*\| (.*?) ?\|$", re.MULT
 ROWS = {
     hook: (called, sets)
     for hook, called, sets in _ROW.findall(PAGES["docs/howto/own_algorithm.md"])
+}
+ARGUMENTS = {
+    name: set(re.findall(r"`(\w+)`", hooks))
+    for name, hooks in re.findall(
+        r"^\| `(\w+)` \| [^|]*\| ((?:`\w+`(?:, )?)+) \|",
+        PAGES["docs/howto/own_algorithm.md"],
+        re.MULTILINE,
+    )
 }
 PHASES = {
     "at `init`": "init",
@@ -99,7 +108,42 @@ def test_an_override_sets_what_the_table_says_unless_the_class_states_it(hook):
 def test_hooks_take_what_the_library_offers_by_name_alone(kind):
     for hook in ROWS.keys() - QUESTIONS:
         parameters = inspect.signature(getattr(kind, hook)).parameters
-        for name in parameters.keys() & {"sites", "draw", "is_lazy"}:
+        for name in parameters.keys() & (HookArgs.__annotations__.keys() - {"target_sparsities"}):
             assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, (hook, name)
         kinds = [parameter.kind for parameter in parameters.values()]
         assert inspect.Parameter.POSITIONAL_ONLY not in kinds, hook
+
+
+def _taking(name, hook, takers):
+    def take(self, *args, **kwargs):
+        if kwargs.pop(name, None) is not None:
+            takers.add(hook)
+        return getattr(super(type(self), self), hook)(*args, **kwargs)
+
+    everything = inspect.signature(lambda *args, **kwargs: None).parameters.values()
+    keyword = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = sorted([*everything, keyword], key=lambda parameter: parameter.kind)
+    take.__signature__ = inspect.Signature(parameters)
+    return take
+
+
+def test_the_table_of_arguments_lists_all_that_the_library_passes():
+    assert ARGUMENTS.keys() == HookArgs.__annotations__.keys()
+
+
+@pytest.mark.parametrize("name", HookArgs.__annotations__)
+def test_an_argument_is_passed_to_the_hooks_that_the_table_names(name):
+    takers, params = set(), jnp.arange(1.0, 9.0).reshape(2, 4)
+    for base, hooks in (
+        (sparsity.MagnitudePruning, ROWS.keys() - {"new_masks", "apply_masks"}),
+        (sparsity.RigL, ("get_drop_scores", "get_grow_scores")),
+    ):
+        start = {"init_algorithm_state": lambda self, params, masks: jnp.zeros(1)}
+        remembering = type("Remembering", (base,), start)
+        overrides = {hook: _taking(name, hook, takers) for hook in hooks}
+        updater = type("Taking", (remembering,), overrides | STATED)(
+            sparsity_distribution_fn=sparsity.Uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
+        )
+        tx = updater.wrap_optax(optax.sgd(0.1))
+        tx.update(params, tx.init(params), params)
+    assert takers == ARGUMENTS[name]

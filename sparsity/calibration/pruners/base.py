@@ -61,7 +61,7 @@ class StatisticsPruning(BaseUpdater):
       ...         scores = statistic.matrices(param) ** 2 * squares
       ...         scores = statistic.parameter(scores, param.shape)
       ...         return param, site.pattern.select(scores, target)
-      >>> from sparsity.sparsity_distributions import Uniform
+      >>> from sparsity import Uniform
       >>> seen = Statistic(squares=jnp.array([9.0, 1.0]), count=2, contracting=(0,), output=(1,))
       >>> pruner = InputPruning(sparsity_distribution_fn=Uniform(0.5))
       >>> pruner.instant_sparsify(jnp.array([[1.0], [2.0]]), statistics={(): seen})[0].T

@@ -159,7 +159,7 @@ class WandaPruning(ScoredPruning):
     equation 1.
 
     Example:
-      >>> from sparsity.sparsity_distributions import Uniform
+      >>> from sparsity import Uniform
       >>> seen = Statistic(squares=jnp.array([100.0, 1.0, 4.0, 9.0]), count=8, contracting=(0,),
       ...                  output=(1,))
       >>> kernel = jnp.array([[0.1, 1.0], [2.0, 0.5], [2.0, 0.1], [0.1, 1.0]])
@@ -192,7 +192,7 @@ class RIAPruning(ScoredPruning):
     Language Models", equation 4 with a = 0.5.
 
     Example:
-      >>> from sparsity.sparsity_distributions import Uniform
+      >>> from sparsity import Uniform
       >>> seen = Statistic(squares=jnp.ones(2), count=8, contracting=(0,), output=(1,))
       >>> kernel = jnp.array([[1.0, 3.0], [1.0, 1.0]])
       >>> pruner = RIAPruning(sparsity_distribution_fn=Uniform(0.5))

@@ -47,7 +47,7 @@ class SparseGPTPruning(StatisticsPruning):
     One-Shot". Its code keeps a weight more or less by blocks, and takes ties otherwise.
 
     Example:
-      >>> from sparsity.sparsity_distributions import Uniform
+      >>> from sparsity import Uniform
       >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
       >>> seen = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
       >>> pruner = SparseGPTPruning(sparsity_distribution_fn=Uniform(0.5), damping=0.0)
