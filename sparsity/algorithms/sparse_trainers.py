@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.kernels import wait_for
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     Draw,
@@ -210,7 +211,7 @@ class DropAndGrow(SparseTraining):
         fraction = self._drop_fraction(sparse_state.count)
         if is_traced(sparse_state.count):
             # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
-            fraction = jnp.where(sparse_state.count >= 0, fraction, 0.0)
+            fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
         return scores(self.get_drop_scores), scores(self.get_grow_scores), fraction
 

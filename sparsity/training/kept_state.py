@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
+from sparsity.core.kernels import compute_once_after
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
 from sparsity.masks.slice_layout import SliceLayout
@@ -109,7 +110,7 @@ class KeptParameter:
         layout, param = self.layout, self.param
         dtype = jnp.promote_types(step.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
-        words, step = _materialize_after((words, step.astype(dtype)), count)
+        words, step = compute_once_after((words, step.astype(dtype)), count)
         fn = functools.partial(spread, n=layout.slice_size)
         dense = layout.map_slices(fn, param, words, step, dense=True)
         keep = functools.partial(are_set, n=layout.slice_size)
@@ -197,16 +198,6 @@ def spread_updates(steps: PyTree, kept: KeptTree, masks: Masks, count: chex.Nume
         return step if each is None else each.spread(step, mask, count)
 
     return trees.map_matched(spread_step, steps, kept, masks, role="updates")
-
-
-def _materialize_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
-    """Returns the arrays from a branch that asks for `count`, so that XLA computes them once.
-
-    The loop that spreads updates over a parameter would otherwise compute the update of a kept
-    entry again for each of its neighbours, ten times at 90 %. XLA:CPU removes barriers before it
-    fuses loops; operands of a branch stay arrays.
-    """
-    return jax.lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
 def find_moves(kept: KeptTree, old_masks: Masks) -> Moves:
