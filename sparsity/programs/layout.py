@@ -77,7 +77,7 @@ class Sizes(Protocol):
         """Returns the smaller shape of a value."""
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
-        """Counts the entries that are left of the first `end` ones along an axis."""
+        """Counts the remaining entries among the first `end` along an axis."""
 
 
 @dataclasses.dataclass(frozen=True)

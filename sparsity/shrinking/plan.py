@@ -151,8 +151,8 @@ class Plan:
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
 
-        A ramp continues: numbers of channels refer to the model before. An updater that is not
-        converted must tell the cut from shapes, which fails where an axis joins several groups.
+        A ramp continues: it counts channels of the model before the cut. An updater that is not
+        converted infers the cut from shapes, which fails where an axis joins several groups.
         """
         check_kind("updater", updater, BaseUpdater, "an updater such as MagnitudePruning()")
         if not isinstance(updater.scope, Coupled):
@@ -180,12 +180,12 @@ class Plan:
         """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is no plan; the error names the parameter and the axis.
+          ValueError: the text is not a plan; the error names the parameter and the axis.
         """
         try:
             stored = json.loads(text, object_pairs_hook=unique_keys)
             if not isinstance(stored, dict) or not isinstance(stored.get("leaves"), list):
-                raise ValueError("there is no list of leaves")
+                raise ValueError("leaves is not a list")
             if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
                 raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
             leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
@@ -196,7 +196,7 @@ class Plan:
             raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
     def then(self, later: Plan) -> Plan:
-        """Composes two cuts: this plan, then `later`, made for the model that this plan leaves.
+        """Composes two cuts: this plan, then `later`, which was made for the smaller model.
 
         Raises:
           ValueError: `later` has a parameter of another shape than this plan leaves.
@@ -247,10 +247,10 @@ def _parse_leaf(leaf: object) -> _Leaf:
         raise ValueError(f"{leaf!r:.80} in leaves must have path, shape, kept, and evidence")
     path, shape = leaf["path"], leaf["shape"]
     if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
-        raise ValueError(f"the path {path!r} is no list of strings")
+        raise ValueError(f"the path {path!r} is not a list of strings")
     name = trees.join_names(path)
     if not _are_sizes(shape):
-        raise ValueError(f"the shape {shape!r} of the parameter {name!r} is no list of sizes")
+        raise ValueError(f"the shape {shape!r} of the parameter {name!r} is not a list of sizes")
     kept, evidence = {}, {}
     for axis, index in _parse_axes(leaf["kept"], name, shape).items():
         rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
@@ -286,11 +286,11 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
-    """Says why an axis of a parameter cannot keep these indices; `None` where nothing is wrong."""
+    """Returns why an axis of a parameter cannot keep these indices; `None` if it can."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
     if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
-        return f"{index!r}, which is no array of indices, or of indices for each layer"
+        return f"{index!r}, which is not an array of indices, or of indices for each layer"
     if index.ndim == 2 and (axis == 0 or len(index) != shape[0]):
         return f"{len(index)} rows of indices, but axis 0 does not have as many layers"
     if not index.size:
@@ -384,20 +384,20 @@ def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
                 why = _reason(graph, leaf.path, number)
                 raise ValueError(
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
-                    f"needs: {why}. It was made for another model, or for other flags."
+                    f"needs: {why}. The plan was made for another model, or for other flags."
                 )
     for group in graph.groups:
         index = chosen.get(group.variable)
         if index is not None and index.ndim == 2 and len(index) != group.layers:
             raise ValueError(
                 f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
-                "layers, which this model does not run as a scan. It was made for another model, "
-                "or for other flags."
+                "layers, which this model does not run as a scan. The plan was made for another "
+                "model, or for other flags."
             )
     if any(plan.evidence.values()) and (in_use := find_group_in_use(graph, chosen, plan.evidence)):
         raise ValueError(
             f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
-            "model reads what they leave. Trace the model with these arguments before the cut, or "
+            "model reads the other part. Trace the model with these arguments before the cut, or "
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )
 
