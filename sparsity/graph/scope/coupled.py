@@ -50,8 +50,8 @@ class Coupled(DataclassBase):
     chooses channels for itself, where channels live within a layer. `sparsity.shrink` cuts masked
     channels; in the smaller model, n remains the size in `graph`, so that a ramp continues.
 
-    SET and RigL keep the number of channels. One that grows starts at 0 on both sides; where its
-    activation maps 0 to 0, as ReLU does, no gradient reaches it from there. Choose a pruner then.
+    SET and RigL keep the number of channels. A channel that grows starts at 0 on both sides; where
+    its activation maps 0 to 0, as ReLU does, no gradient reaches the channel. Choose a pruner.
 
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
