@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind, unique_keys
+from sparsity.core.checks import check_kind
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
@@ -20,18 +18,8 @@ from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
+from sparsity.shrinking.plan_text import read_plan, write_plan
 from sparsity.training.base_updater import BaseUpdater
-
-_FORMAT = 2  # of the text of a plan
-
-
-class _Leaf(NamedTuple):
-    """A parameter in the text of a plan."""
-
-    path: Path
-    shape: tuple[int, ...]
-    kept: dict[int, np.ndarray]
-    evidence: dict[int, list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,19 +149,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as text, which `from_json` reads."""
-        leaves = [
-            {
-                "path": list(path),
-                "shape": list(self.shapes[path]),
-                "kept": {str(axis): index.tolist() for axis, index in sorted(axes.items())},
-                "evidence": {
-                    str(axis): [row.tolist() for row in rows]
-                    for axis, rows in sorted(self.evidence.get(path, {}).items())
-                },
-            }
-            for path, axes in sorted(self.kept.items())
-        ]
-        return json.dumps({"format": _FORMAT, "leaves": leaves})
+        return write_plan(self.kept, self.shapes, self.evidence)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -183,15 +159,7 @@ class Plan:
           ValueError: the text is not a plan; the error names the parameter and the axis.
         """
         try:
-            stored = json.loads(text, object_pairs_hook=unique_keys)
-            if not isinstance(stored, dict) or not isinstance(stored.get("leaves"), list):
-                raise ValueError("leaves is not a list")
-            if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
-                raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
-            leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
-            kept = unique_keys((leaf.path, leaf.kept) for leaf in leaves)
-            shapes = {leaf.path: leaf.shape for leaf in leaves}
-            return cls(kept, shapes, {leaf.path: leaf.evidence for leaf in leaves})
+            return cls(*read_plan(text))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
@@ -239,50 +207,6 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
                 f"shape {shape}, got {array.shape}."
             )
     return [shapes[path] for path in arrays]
-
-
-def _parse_leaf(leaf: object) -> _Leaf:
-    """Reads a parameter in the text of a plan."""
-    if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept", "evidence"}:
-        raise ValueError(f"{leaf!r:.80} in leaves must have path, shape, kept, and evidence")
-    path, shape = leaf["path"], leaf["shape"]
-    if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
-        raise ValueError(f"the path {path!r} is not a list of strings")
-    name = trees.join_names(path)
-    if not _are_sizes(shape):
-        raise ValueError(f"the shape {shape!r} of the parameter {name!r} is not a list of sizes")
-    kept, evidence = {}, {}
-    for axis, index in _parse_axes(leaf["kept"], name, shape).items():
-        rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
-        if not all(map(_are_sizes, rows)) or len(set(map(len, rows))) > 1:
-            raise ValueError(
-                f"axis {axis} of the parameter {name!r} must keep indices from 0 on, or a list of "
-                f"equally many for each layer, got {index!r:.80}"
-            )
-        kept[axis] = np.array(index, np.int64)
-    for axis, rows in _parse_axes(leaf["evidence"], name, shape).items():
-        if not isinstance(rows, list) or not all(map(_are_sizes, rows)):
-            raise ValueError(
-                f"evidence for axis {axis} of the parameter {name!r} must list indices for each "
-                f"layer, got {rows!r:.80}"
-            )
-        evidence[axis] = [np.array(row, np.int64) for row in rows]
-    return _Leaf(tuple(path), tuple(shape), kept, evidence)
-
-
-def _parse_axes(stored: object, name: str, shape: Sequence[int]) -> dict[int, PyTree]:
-    """Returns {axis: value} of a parameter in the text of a plan."""
-    if not isinstance(stored, dict):
-        raise ValueError(f"the parameter {name!r} has no axes in {stored!r:.80}")
-    for axis in stored:
-        if axis not in map(str, range(len(shape))):
-            raise ValueError(f"the parameter {name!r} of shape {shape} has no axis {axis!r}")
-    return {int(axis): value for axis, value in stored.items()}
-
-
-def _are_sizes(values: object) -> bool:
-    """Returns whether `values` is a list of integers that numpy holds, none of them negative."""
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
 
 
 def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
