@@ -57,7 +57,7 @@ class Axis:
       size: number of entries.
       kind: the relation of the axis to its parts; `None` for a variable.
       parts: the axes that make up this axis.
-      pin: why a variable cannot lose entries, `None` if entries can go.
+      pin: why a variable cannot lose entries, `None` if it can.
     """
 
     size: int
@@ -88,7 +88,7 @@ class Axis:
         return parts
 
 
-# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
+# {variable: indices that stay}, with a row for each layer of a scan if layers keep different ones.
 KeptIndices: TypeAlias = Mapping[Axis, np.ndarray]
 
 

@@ -93,7 +93,7 @@ class Product:
         return self.lhs, self.rhs
 
     def partners(self, operand: int) -> dict[int, int]:
-        """Returns {axis of an operand: axis of the other one whose entries its entries meet}.
+        """Returns {axis of an operand: axis of the other operand that is paired with it}.
 
         In a convolution in groups, output channels meet the input channels of their group.
         """

@@ -249,7 +249,7 @@ def _find_average_axes(
 ) -> Mapping[int, np.ndarray] | None:
     """Returns the cut axes of a factored moment, which averages its parameter over one axis.
 
-    Returns `None` if that axis loses entries, or if shapes do not tell the axis.
+    Returns `None` if that axis loses entries, or if shapes do not determine the axis.
     """
     candidates = set()
     for axis in range(len(owner.shape)):

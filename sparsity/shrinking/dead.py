@@ -29,7 +29,7 @@ def find_dead(
     """Returns the channels that stay of each group that loses some, and the evidence of the cut.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
-    one: where more channels are dead, the first ones go.
+    one: where more channels are dead, the first are removed.
 
     Args:
       graph: the graph of the model.

@@ -150,7 +150,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         return step
 
     def _layered(self, scan: Equation) -> list[Axis]:
-        """Returns the variables of which layers of a scan keep different entries."""
+        """Returns the variables whose kept entries differ between layers of a scan."""
         rows = {v: len(index) for v, index in self._chosen.items() if index.ndim == 2}
         return [v for v, length in rows.items() if length == scan.length]
 

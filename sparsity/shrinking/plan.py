@@ -30,9 +30,9 @@ class Plan:
       kept: {path: {axis: the indices that stay, ascending}}; [layers, indices] where the layers of
         a stack keep different ones.
       shapes: {path: shape before the cut}.
-      evidence: what proves that the channels can go, {path: {axis: indices for each layer}}: the
-        removed indices at which masks remove all entries; one row if layers keep the same indices.
-        An axis that is left out stands for all removed indices.
+      evidence: {path: {axis: indices for each layer}}: the removed indices at which masks remove
+        all entries, which prove the channels dead; one row if layers keep the same indices. An axis
+        that is left out stands for all its removed indices.
 
     Raises:
       ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept` and

@@ -309,7 +309,7 @@ def _not_neutral(
     equation: Equation, what: str, constant: float | None, neutral: float | None
 ) -> Reason:
     if neutral is None:
-        return Reason(equation, f"{what} (it tells where in the axis an entry lies)")
+        return Reason(equation, f"{what} (its result depends on where in the axis an entry lies)")
     shown = "not known" if constant is None else f"{constant:g}"
     text = f"{what} (it joins entries that are {shown} where channels are masked, not {neutral:g})"
     return Reason(equation, text)

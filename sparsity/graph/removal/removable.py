@@ -1,4 +1,4 @@
-"""Removal of channels: coupled axes, and proofs that the channels may go."""
+"""Removal of channels: coupled axes, and proofs that the channels may be removed."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ class Coupled(DataclassBase):
       min_channels: smallest number of channels that stay in every group; that page states the
         default.
       plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
-        shapes tell the cut, unless an axis joins channels of two groups that lie on no other axis.
+        shapes determine the cut, unless an axis joins channels of two groups that lie on no other
+        axis.
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
     Network Pruning".

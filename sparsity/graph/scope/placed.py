@@ -30,7 +30,7 @@ class PlacedGroup:
     Attributes:
       channels: the group.
       full: the same group before the model was cut.
-      members: (path, axis, positions) of all entries that go with a channel.
+      members: (path, axis, positions) of all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
       entries: for each scored member the number of entries of a channel of `full`, in a layer.
       sparsity: the sparsity of the group.
