@@ -97,7 +97,7 @@ def test_a_bias_that_is_shifted_stands_for_what_is_added_to_the_product(name):
         for i, (key, shape) in enumerate(shapes.items())
     }
     graph = trace(model, params, X)
-    bias, read = graph.traced.biases[(at,)], graph.traced.model.reader
+    bias, read = graph.biases[(at,)], graph.model.reader
     scales = [read({(key,): x for key, x in params.items()})(x.value) for x in bias.scales]
     added = jnp.linspace(-1, 3, params[to].size)
     shifted = bias.shift(params[to], added, scales)
