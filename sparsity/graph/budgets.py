@@ -28,12 +28,12 @@ from sparsity.selection.kept_counts import lowest_sparsity
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Distribution with masks that leave a part of a model's cost. Made by `budget`.
+    """Distribution whose masks leave a part of a model's cost. Made by `budget`.
 
     Attributes:
       graph: the graph of the model.
       quantity: "macs" for a budget of multiply-adds, "nbytes" for a budget of bytes.
-      share: the part of this cost that is left.
+      share: the fraction of this cost that may remain.
       distribution: the relation between the sparsities; the budget decides the sparsity itself.
     """
 
@@ -84,8 +84,8 @@ class Budget:
         across = "nbytes" if self.quantity == "nbytes" else True
         if isinstance(scope, Coupled) and scope.across not in (False, across):
             raise ValueError(
-                f"across = {scope.across!r} keeps what all groups cost, but not the "
-                f"{self.quantity} of this budget. Use across = {across!r}."
+                f"across = {scope.across!r} counts another cost than the {self.quantity} of "
+                f"this budget. Use across = {across!r}."
             )
         sites = sites or Sites(params, Unstructured(), batch_axes)
         leaves = self.graph.parameters.match(params)
@@ -132,7 +132,7 @@ class Budget:
         count_small: Callable[[Mapping[Axis, Fraction]], Fraction] = costs.count_small_macs
         if self.quantity == "nbytes":
             count_small = functools.partial(costs.count_small_bytes, paths=paths)
-        # A number of channels that is no integer may cost more than the integer below.
+        # A fractional number of channels may cost more than the integer below.
         rounds_down = scope.across and isinstance(count_small({}), int)
 
         def count(targets: Sparsities) -> Fraction:
@@ -173,7 +173,7 @@ def budget(
     nbytes: float | None = None,
     distribution: Uniform | None = None,
 ) -> Budget:
-    """Returns a distribution with masks that leave at most a part of a model's cost.
+    """Returns a distribution whose masks leave at most a part of a model's cost.
 
     Under a `Global` scope weights are then ranked by score per multiply-add.
 

@@ -208,15 +208,15 @@ class Graph:
     ) -> bool | Callable[[Path, chex.Array], bool]:
         """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
-        Embeddings that are only looked up, scales, shifts and positional tables are no weights.
+        Embeddings that are only looked up, scales, shifts and positional tables are not weights.
         `is_weight(min_inputs=64)` returns a `filter_fn` that leaves narrow weights dense, too: a
         3 x 3 convolution of an image has 27 inputs, a depthwise one 9.
 
         Args:
           path: path of the parameter.
           param: the parameter.
-          min_inputs: smallest number of inputs of an output. Of a convolution these are the input
-            channels of a group times the window.
+          min_inputs: smallest number of inputs of an output. For a convolution, this number is the
+            input channels of a group times the window.
         """
         if min_inputs is not None:
             return Weights(self, min_inputs)
@@ -232,19 +232,19 @@ class Graph:
     ) -> Callable[[Path, chex.Array], SparsityType | None]:
         """Returns N:M along the contracted axis of each parameter: a `sparsity_type`.
 
-        The pattern takes the last contracted axis that m divides, of a convolution the input
-        channels. Parameters that no product contracts are unstructured.
+        The pattern takes the last contracted axis that m divides; for a convolution, that of the
+        input channels. Parameters that no product contracts are unstructured.
 
         Args:
-          n: number of weights that stay of m consecutive ones.
+          n: number of weights kept of m consecutive ones.
           m: group size.
           otherwise: "dense" keeps all parameters dense that cannot have the pattern, whatever the
             distribution selects, in place of errors and of unstructured masks.
 
         Returns:
           A function of (path, param); it raises a ValueError that names the path if m divides none
-          of its input channels, if groups of m would lie across a product (a reshape made a part of
-          the axis an output), or if two products contract different axes.
+          of its input channels, if groups of m would span several products (a reshape made a part
+          of the axis an output), or if two products contract different axes.
         """
         return AlongInputs(self, n, m, otherwise=otherwise)
 
@@ -253,7 +253,7 @@ class Graph:
     ) -> Callable[[Path, chex.Array], SparsityType | None]:
         """Returns a `sparsity_type`: constant fan-in along all axes that products contract.
 
-        Of a convolution these are the input channels and the window. Axes that index separate
+        For a convolution, these are the input channels and the window. Axes that index separate
         products count as outputs unless `batch_axes` of the pruner covers them. Parameters that
         no product contracts are unstructured.
 
@@ -282,7 +282,7 @@ class Graph:
         """The axes that cannot lose channels, in the order of the parameters.
 
         Windows of convolutions, and the positions of an image that is flattened with its channels,
-        are no channels and are left out.
+        are not channels and are left out.
         """
         return self.removal.channels.refused
 
@@ -290,7 +290,7 @@ class Graph:
 def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
     """Returns the graph of the model for other arguments, or `graph` if they are alike.
 
-    Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
+    Arguments are alike if trees, shapes, dtypes and all leaves that are not arrays (flags,
     numbers, functions) are equal.
 
     Args:

@@ -39,7 +39,7 @@ def trace(
     Args:
       fn: the model: a function of its parameters and inputs. Keyword arguments and flags are given
         by `functools.partial`.
-      params: any tree of parameters; leaves that are no arrays are static.
+      params: any tree of parameters; leaves that are not arrays are static.
       *args: inputs of the model, any trees.
       state: outputs that the next call reads, as `{path in the output: path in params}`, each a
         tuple of strings or joined by '/', of a leaf or of all leaves below the path. `None` finds
@@ -130,7 +130,7 @@ def _check_constants(
 
 
 def _may_be(constant: PyTree, array: PyTree) -> bool:
-    """Returns whether a constant equals an array, or one of whose values nothing is known."""
+    """Returns whether a constant equals an array, or may equal an array of unknown values."""
     if getattr(constant, "shape", None) != array.shape or constant.dtype != array.dtype:
         return False
     if constant is array or isinstance(array, jax.ShapeDtypeStruct):

@@ -1,4 +1,4 @@
-"""A model as it was traced: the program, its parameters, and the trees of users that hold them."""
+"""A traced model: its program, its parameters, and their places in the trees of users."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Parameters:
         if len(matches) != 1:
             raise ValueError(
                 f"The {role} have {trees.join_names(path)!r} of shape {shape}, of which the "
-                f"graph has {len(matches)}: it knows "
+                f"graph has {len(matches)}. Its parameters are "
                 f"{trees.listed([parameter.name for parameter in self._leaves])}."
             )
         parameter = matches[0]
@@ -183,7 +183,7 @@ class Parameters:
         }
         if self._leaves and not matched:
             raise ValueError(
-                "The params have no array that the graph knows: it knows "
+                "The params have no array of the graph, which has "
                 f"{trees.listed([parameter.name for parameter in self._leaves])}."
             )
         return matched

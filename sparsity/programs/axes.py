@@ -3,7 +3,7 @@
 Every axis of every array in a program is an `Axis`. An operation that runs along two axes in step
 makes the axes one (`unify`). By a reshape an axis is a product of others, by a concatenation a sum;
 a split or a slice takes an axis apart in the same way. A variable is an axis that no operation
-takes apart: an index set of channels that live and die together. An operation that depends on all
+takes apart: an index set of channels that are removed together. An operation that depends on all
 entries of a variable, or on their order, pins the variable, with a reason.
 """
 
@@ -57,7 +57,7 @@ class Axis:
       size: number of entries.
       kind: the relation of the axis to its parts; `None` for a variable.
       parts: the axes that make up this axis.
-      pin: why a variable cannot lose entries, `None` if entries can go.
+      pin: why a variable cannot lose entries, `None` if it can.
     """
 
     size: int
@@ -88,7 +88,7 @@ class Axis:
         return parts
 
 
-# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
+# {variable: indices that stay}, with a row for each layer of a scan if layers keep different ones.
 KeptIndices: TypeAlias = Mapping[Axis, np.ndarray]
 
 
@@ -108,7 +108,7 @@ def pin(axis: Axis, reason: Reason) -> None:
 
 
 def join_axes(kind: Kind, axes: Iterable[Axis]) -> Axis:
-    """Returns an axis of other ones: combinations of their entries, or one after the other."""
+    """Returns the product of axes, all combinations of their entries, or the sum, one by one."""
     parts = [part for axis in axes for part in _parts(kind, axis)]
     if len(parts) == 1:
         return parts[0]
@@ -246,7 +246,7 @@ def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
 
 
 def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
-    """Returns a first part of this size, and the remainder; `None` where there is no such cut."""
+    """Returns a first part of this size, and the remainder; `None` if there is no such cut."""
     if large.kind is None and kind == "sum":
         return large.take_apart(kind, (size, large.size - size))
     if kind == "product":

@@ -23,11 +23,11 @@ from sparsity.programs.program import Equation, is_differentiable
 
 Scalar: TypeAlias = np.generic | np.ndarray | int | float
 Function: TypeAlias = Callable[..., Any]  # of numpy
-Inputs: TypeAlias = Sequence[float | None]  # the constants of the inputs, `None` if not known
+Inputs: TypeAlias = Sequence[float | None]  # the constants of the inputs, `None` where unknown
 Fold: TypeAlias = Callable[[Equation, Inputs], float | None]
 
-_LARGEST = 1 << 16  # entries of a constant that are looked at
-_TINY = 2.0**-126  # XLA:CPU takes smaller numbers for 0
+_LARGEST = 1 << 16  # entries of a constant that are compared
+_TINY = 2.0**-126  # XLA:CPU flushes smaller numbers to 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def rounded(compute: Function) -> Fold:
 def _compute(
     compute: Function, equation: Equation, inputs: Inputs, wide: DTypeLike | None = None
 ) -> float | None:
-    """Returns a function of constants, `None` if one is not known or complex."""
+    """Returns a function of constants, `None` if one is unknown or complex."""
     values = equation.inputs
     if None in inputs or any(np.dtype(value.dtype).kind == "c" for value in values):
         return None
@@ -172,7 +172,7 @@ ENTRYWISE: dict[str, Entrywise] = {
 }
 for _name in ("atan2", "div", "integer_pow", "nextafter", "pow", "rem", "rsqrt"):
     ENTRYWISE[_name] = dataclasses.replace(ENTRYWISE[_name], tells_zeros=True)
-# They make entries of their own, whatever the place.
+# These make new entries, which no input holds.
 SOURCES = frozenset((
     "iota", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
     "random_unwrap", "random_wrap", "rng_uniform", "threefry2x32",
@@ -270,7 +270,7 @@ def _same(constant: float) -> float:
 
 
 def _only(*constants: float) -> Callable[[float], float | None]:
-    """Returns a `repeat` that tells these constants alone, and NaN of what is not finite."""
+    """Returns a `repeat` that keeps these constants, and gives NaN for one that is not finite."""
 
     def repeat(constant: float) -> float | None:
         if not math.isfinite(constant):

@@ -31,19 +31,17 @@ class Relation(NamedTuple):
     Attributes:
       kind: two kinds may lose entries:
 
-        - 'product', as of reshape: combinations of entries of the sources, the last axis fastest,
+        - 'product', as in reshape: combinations of entries of the sources, the last axis fastest,
           are the combinations of entries of the targets.
-        - 'sum', as of concatenate: the sources one after the other are the targets one after the
-          other.
+        - 'sum', as in concatenate: the sources in a row are the targets in a row.
 
         The others need all entries:
 
-        - 'cut', as of pad: the target holds some entries of the source in a row, or more around
-          them.
-        - 'reversed', as of rev: the target reverses the source.
-        - 'index', as of gather: one entry of the source is read.
-        - 'stack', as of stack: each entry of the target is an array.
-        - 'mixed', as of sort: entries depend on others along the axis.
+        - 'cut', as in pad: the target holds adjacent entries of the source, or others around them.
+        - 'reversed', as in rev: the target reverses the source.
+        - 'index', as in gather: one entry of the source is read.
+        - 'stack', as in stack: each entry of the target is an array.
+        - 'mixed', as in sort: entries depend on others along the axis.
 
       sources: axes of inputs, or numbers of repeated entries.
       targets: axes of outputs, or numbers of entries that no output has.
@@ -77,7 +75,7 @@ class Sizes(Protocol):
         """Returns the smaller shape of a value."""
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
-        """Counts the entries that are left of the first `end` ones along an axis."""
+        """Counts the remaining entries among the first `end` along an axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +85,10 @@ class AxisRule:
     Attributes:
       relate: returns the relations between the axes of an equation. Inputs and outputs without
         relations are indices and scalars.
-      resize: `resize(equation, sizes)` returns the parameters of the equation at smaller sizes, as
-        far as they differ; `None` if they hold no sizes.
+      resize: `resize(equation, sizes)` returns the parameters of the equation that differ at
+        smaller sizes; `None` if no parameter holds sizes.
       sources: `sources(equation, number)` returns the numbers of the inputs whose entries an
-        output has: the first one by default.
+        output holds; by default that of the first input.
       joins: the reduction that joins entries of mixed axes, `None` if there is none, 'unknown' if
         nothing follows from constants.
       fill: the constant that may take the place of entries of the sources, `None` if there is none.

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from sparsity.programs.program import Equation, Value
 
-# These are not analysed, and multiply no matrices.
+# Primitives that are not analysed, and multiply no matrices.
 NO_PRODUCTS = frozenset((
     "after_all", "all_gather", "all_to_all", "approx_top_k", "axis_index", "create_token",
     "debug_callback", "debug_print", "empty2", "eq_to", "get", "igamma_grad_a", "le_to", "lt_to",
@@ -32,8 +32,8 @@ class Operand(NamedTuple):
     """The axes of one operand.
 
     Attributes:
-      contracted: axes that the product sums over, in step with the other operand; of a convolution
-        the input channels first, then the axes of space.
+      contracted: axes that the product sums over, in step with the other operand; for a
+        convolution, the input channels first, then the axes of space.
       free: axes that become axes of the result, in the order of the result.
       batch: axes that index separate products, in step with the other operand.
       experts: axes that index the matrices of a ragged dot; each row meets one matrix.
@@ -48,7 +48,7 @@ class Operand(NamedTuple):
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The contracted axes that are no window: of a convolution the input channels."""
+        """The contracted axes without windows: for a convolution, the input channels."""
         return tuple(axis for axis in self.contracted if axis not in self.window)
 
 
@@ -60,7 +60,7 @@ class Product:
       kind: 'dot': rows times matrices. 'convolution': patches times matrices, one for each group.
         'ragged': groups of rows, each times a matrix.
       lhs: the axes of the first input.
-      rhs: the axes of the second input: of a convolution, the kernel.
+      rhs: the axes of the second input; for a convolution, the kernel.
       output: for each axis of the result its source (operand, axis); `None` for axes of space and
         for the experts of a ragged dot that contracts rows.
       pairs: (axis of lhs, axis of rhs) that are summed over, or index products, in step.
@@ -93,9 +93,9 @@ class Product:
         return self.lhs, self.rhs
 
     def partners(self, operand: int) -> dict[int, int]:
-        """Returns {axis of an operand: axis of the other one whose entries its entries meet}.
+        """Returns {axis of an operand: axis of the other operand that is paired with it}.
 
-        Of a convolution in groups, output channels meet the input channels of their group.
+        In a convolution in groups, output channels meet the input channels of their group.
         """
         partners = {pair[operand]: pair[1 - operand] for pair in self.pairs}
         if operand == 1 and self.groups > 1:

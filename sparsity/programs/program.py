@@ -48,7 +48,7 @@ class Value:
         return math.prod(self.shape)
 
     def struct(self, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-        """Returns the type, perhaps with another shape, sharded along axes that still divide."""
+        """Returns the type, or that of another shape, sharded along axes that still divide."""
         shape = self.shape if shape is None else shape
         fitted = self.sharding and sharding.fit(self.sharding, shape)
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=fitted)
@@ -161,7 +161,7 @@ class Equation:
                 second = first + params["body_nconsts"]
                 condition, body = self.bodies
                 carries = [(i, second - first + i) for i in range(len(outputs))]
-                carry = body.inputs[second - first :]  # before each step, and after the last one
+                carry = body.inputs[second - first :]  # before each step, and after the last
                 return [
                     Body(body, inputs[first:], [*outputs], carries, trips=None),
                     Body(condition, [*inputs[:first], *carry], [None], trips=None),
@@ -390,7 +390,7 @@ def _equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> Equat
 
 
 def _read(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
-    """Returns the program with inputs of its own."""
+    """Returns the program with new inputs."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return _program(closed, [_value(var.aval) for var in jaxpr.invars], calls)
 

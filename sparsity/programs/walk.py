@@ -18,7 +18,7 @@ from sparsity.core.trees import PyTree
 from sparsity.programs.program import CALLS, CONTROL, Body, Equation, Program, Value
 
 Fact = TypeVar("Fact")
-Array = TypeVar("Array")  # jax.Array, or what stands for one
+Array = TypeVar("Array")  # jax.Array, or a class that represents one
 
 
 class Flow(Generic[Fact]):
@@ -42,7 +42,7 @@ class Flow(Generic[Fact]):
         raise NotImplementedError
 
     def join(self, one: Fact, other: Fact, equation: Equation, target: Value) -> Fact:
-        """Returns the fact that follows from either of two, of branches or of steps.
+        """Returns the fact that holds for two branches, or for two steps.
 
         Must return a fact equal to `one` if `other` adds nothing, so that loops end.
 
@@ -249,7 +249,7 @@ class Interpreter(Generic[Array]):
 def scan_like(
     scan: Equation, step: Callable[..., tuple[PyTree, PyTree]], carry: PyTree, layers: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Runs a step as often, and in the order, as an equation of a program does."""
+    """Runs a step in the order of a scan of a program, with the same number of steps."""
     options = {key: scan.params[key] for key in ("length", "reverse", "unroll")}
     carry, stacked = lax.scan(step, carry, layers, **options)
     return carry, stacked

@@ -31,7 +31,7 @@ _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.param
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CutParameter:
-    """A parameter that is cut, to which leaves of an optimizer's state belong.
+    """A parameter that is cut, the owner of leaves of an optimizer's state.
 
     Attributes:
       name: its path in a tree of params.
@@ -84,7 +84,7 @@ def describe_cuts(
 
 
 def cut_params(cuts: Cuts, params: Params) -> Params:
-    """Cuts parameters, or a tree like them; leaves that are no arrays stay."""
+    """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
     return trees.map_matched(
         lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
     )
@@ -144,8 +144,8 @@ def compare_small_updates(
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
 
-    Removed entries have no gradient, but their values unless a mask, or the cut of a parameter
-    without a mask, sets them to 0.
+    Removed entries have no gradient. They keep their values unless a mask, or the cut of a
+    parameter without a mask, sets them to 0.
 
     Returns:
       The largest difference, as a part of the largest entry of its array.
@@ -223,8 +223,9 @@ def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
                 arrays.append(leaf)
     if cut and arrays and not any(has_owner):
         raise ValueError(
-            f"No leaf of opt_state belongs to one of params, and it has one of shape "
-            f"{arrays[0].shape}: it is the state of other params. Give that of these, or {_REMEDY}."
+            f"No leaf of opt_state belongs to a leaf of params, and opt_state has one of shape "
+            f"{arrays[0].shape}: it is the state of other params. Give the state of these params, "
+            f"or {_REMEDY}."
         )
 
 
@@ -248,7 +249,7 @@ def _find_average_axes(
 ) -> Mapping[int, np.ndarray] | None:
     """Returns the cut axes of a factored moment, which averages its parameter over one axis.
 
-    Returns `None` if that axis loses entries, or if shapes do not tell the axis.
+    Returns `None` if that axis loses entries, or if shapes do not determine the axis.
     """
     candidates = set()
     for axis in range(len(owner.shape)):

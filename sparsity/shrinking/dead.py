@@ -1,9 +1,9 @@
 """Finds the channels that masks leave dead: without them the masked model computes the same.
 
 A channel is dead if its removal is proven from the members of its group that are masked there. Two
-cases are typical: all entries that read the channel are masked, or all entries that make it are,
-and the zero that is left reaches its readers as a zero. Removing a channel takes entries from
-others, so that the search repeats until it proves no further channel.
+cases are typical: all entries that read the channel are masked, or all entries that compute it are
+masked and its readers read 0. Removing a channel removes entries of others, so the search repeats
+until it proves no further channel dead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def find_dead(
     """Returns the channels that stay of each group that loses some, and the evidence of the cut.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
-    one: where more channels are dead, the first ones go.
+    one: where more channels are dead, the first are removed.
 
     Args:
       graph: the graph of the model.

@@ -51,7 +51,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         return tuple(count_entries(axis, self._sizes) for axis in self._coupling.axes(value))
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
-        """Counts the entries that are left of the first `end` ones along an axis."""
+        """Counts the remaining entries among the first `end` along an axis."""
         index = find_kept(self._coupling.axes(value)[axis], self._chosen)
         if index is None:
             return end
@@ -150,7 +150,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         return step
 
     def _layered(self, scan: Equation) -> list[Axis]:
-        """Returns the variables of which layers of a scan keep different entries."""
+        """Returns the variables whose kept entries differ between layers of a scan."""
         rows = {v: len(index) for v, index in self._chosen.items() if index.ndim == 2}
         return [v for v, length in rows.items() if length == scan.length]
 

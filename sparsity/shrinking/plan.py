@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind, unique_keys
+from sparsity.core.checks import check_kind
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
@@ -20,18 +18,8 @@ from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
+from sparsity.shrinking.plan_text import read_plan, write_plan
 from sparsity.training.base_updater import BaseUpdater
-
-_FORMAT = 2  # of the text of a plan
-
-
-class _Leaf(NamedTuple):
-    """A parameter in the text of a plan."""
-
-    path: Path
-    shape: tuple[int, ...]
-    kept: dict[int, np.ndarray]
-    evidence: dict[int, list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,9 +30,9 @@ class Plan:
       kept: {path: {axis: the indices that stay, ascending}}; [layers, indices] where the layers of
         a stack keep different ones.
       shapes: {path: shape before the cut}.
-      evidence: what proves that the channels can go, {path: {axis: indices for each layer}}: the
-        removed indices at which masks remove all entries; one row if layers keep the same indices.
-        An axis that is left out stands for all removed indices.
+      evidence: {path: {axis: indices for each layer}}: the removed indices at which masks remove
+        all entries, which prove the channels dead; one row if layers keep the same indices. An axis
+        that is left out stands for all its removed indices.
 
     Raises:
       ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept` and
@@ -151,8 +139,8 @@ class Plan:
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
 
-        A ramp continues: numbers of channels refer to the model before. An updater that is not
-        converted must tell the cut from shapes, which fails where an axis joins several groups.
+        A ramp continues: it counts channels of the model before the cut. An updater that is not
+        converted infers the cut from shapes, which fails where an axis joins several groups.
         """
         check_kind("updater", updater, BaseUpdater, "an updater such as MagnitudePruning()")
         if not isinstance(updater.scope, Coupled):
@@ -161,42 +149,22 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as text, which `from_json` reads."""
-        leaves = [
-            {
-                "path": list(path),
-                "shape": list(self.shapes[path]),
-                "kept": {str(axis): index.tolist() for axis, index in sorted(axes.items())},
-                "evidence": {
-                    str(axis): [row.tolist() for row in rows]
-                    for axis, rows in sorted(self.evidence.get(path, {}).items())
-                },
-            }
-            for path, axes in sorted(self.kept.items())
-        ]
-        return json.dumps({"format": _FORMAT, "leaves": leaves})
+        return write_plan(self.kept, self.shapes, self.evidence)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is no plan; the error names the parameter and the axis.
+          ValueError: the text is not a plan; the error names the parameter and the axis.
         """
         try:
-            stored = json.loads(text, object_pairs_hook=unique_keys)
-            if not isinstance(stored, dict) or not isinstance(stored.get("leaves"), list):
-                raise ValueError("there is no list of leaves")
-            if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
-                raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
-            leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
-            kept = unique_keys((leaf.path, leaf.kept) for leaf in leaves)
-            shapes = {leaf.path: leaf.shape for leaf in leaves}
-            return cls(kept, shapes, {leaf.path: leaf.evidence for leaf in leaves})
+            return cls(*read_plan(text))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
     def then(self, later: Plan) -> Plan:
-        """Composes two cuts: this plan, then `later`, made for the model that this plan leaves.
+        """Composes two cuts: this plan, then `later`, which was made for the smaller model.
 
         Raises:
           ValueError: `later` has a parameter of another shape than this plan leaves.
@@ -241,56 +209,12 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
     return [shapes[path] for path in arrays]
 
 
-def _parse_leaf(leaf: object) -> _Leaf:
-    """Reads a parameter in the text of a plan."""
-    if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept", "evidence"}:
-        raise ValueError(f"{leaf!r:.80} in leaves must have path, shape, kept, and evidence")
-    path, shape = leaf["path"], leaf["shape"]
-    if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
-        raise ValueError(f"the path {path!r} is no list of strings")
-    name = trees.join_names(path)
-    if not _are_sizes(shape):
-        raise ValueError(f"the shape {shape!r} of the parameter {name!r} is no list of sizes")
-    kept, evidence = {}, {}
-    for axis, index in _parse_axes(leaf["kept"], name, shape).items():
-        rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
-        if not all(map(_are_sizes, rows)) or len(set(map(len, rows))) > 1:
-            raise ValueError(
-                f"axis {axis} of the parameter {name!r} must keep indices from 0 on, or a list of "
-                f"equally many for each layer, got {index!r:.80}"
-            )
-        kept[axis] = np.array(index, np.int64)
-    for axis, rows in _parse_axes(leaf["evidence"], name, shape).items():
-        if not isinstance(rows, list) or not all(map(_are_sizes, rows)):
-            raise ValueError(
-                f"evidence for axis {axis} of the parameter {name!r} must list indices for each "
-                f"layer, got {rows!r:.80}"
-            )
-        evidence[axis] = [np.array(row, np.int64) for row in rows]
-    return _Leaf(tuple(path), tuple(shape), kept, evidence)
-
-
-def _parse_axes(stored: object, name: str, shape: Sequence[int]) -> dict[int, PyTree]:
-    """Returns {axis: value} of a parameter in the text of a plan."""
-    if not isinstance(stored, dict):
-        raise ValueError(f"the parameter {name!r} has no axes in {stored!r:.80}")
-    for axis in stored:
-        if axis not in map(str, range(len(shape))):
-            raise ValueError(f"the parameter {name!r} of shape {shape} has no axis {axis!r}")
-    return {int(axis): value for axis, value in stored.items()}
-
-
-def _are_sizes(values: object) -> bool:
-    """Returns whether `values` is a list of integers that numpy holds, none of them negative."""
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
-
-
 def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
-    """Says why an axis of a parameter cannot keep these indices; `None` where nothing is wrong."""
+    """Returns why an axis of a parameter cannot keep these indices; `None` if it can."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
     if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
-        return f"{index!r}, which is no array of indices, or of indices for each layer"
+        return f"{index!r}, which is not an array of indices, or of indices for each layer"
     if index.ndim == 2 and (axis == 0 or len(index) != shape[0]):
         return f"{len(index)} rows of indices, but axis 0 does not have as many layers"
     if not index.size:
@@ -384,20 +308,20 @@ def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
                 why = _reason(graph, leaf.path, number)
                 raise ValueError(
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
-                    f"needs: {why}. It was made for another model, or for other flags."
+                    f"needs: {why}. The plan was made for another model, or for other flags."
                 )
     for group in graph.groups:
         index = chosen.get(group.variable)
         if index is not None and index.ndim == 2 and len(index) != group.layers:
             raise ValueError(
                 f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
-                "layers, which this model does not run as a scan. It was made for another model, "
-                "or for other flags."
+                "layers, which this model does not run as a scan. The plan was made for another "
+                "model, or for other flags."
             )
     if any(plan.evidence.values()) and (in_use := find_group_in_use(graph, chosen, plan.evidence)):
         raise ValueError(
             f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
-            "model reads what they leave. Trace the model with these arguments before the cut, or "
+            "model reads the other part. Trace the model with these arguments before the cut, or "
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )
 

@@ -30,10 +30,10 @@ def shrink(
 ) -> Small:
     """Removes dead channels from the parameters, the model and the optimizer's state.
 
-    A channel is dead if the masked model provably computes the same without it, also after others
-    are cut: all that reads it is masked, or all that makes it, and readers meet a 0. All others
-    keep their masks. The smaller model computes exactly what the masked model computes, gradients
-    of kept entries included. Training continues from the returned state.
+    A channel is dead if the masked model provably computes the same without it: all entries that
+    read the channel are masked, or all that compute it are, and its readers read 0. Cutting one may
+    leave others dead. Other entries keep their masks. The smaller model computes exactly what the
+    masked model computes, also gradients of kept entries. Training continues from its state.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
@@ -46,8 +46,8 @@ def shrink(
       tx: the optimizer of that state, or the inner one of a SparseState, to check that training
         continues as with the masked model: at least four updates by random gradients are compared.
         Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
-        Refused are means over an array (`clip_by_block_rms`), noise, factors made of the shape
-        (`muon`), and norms of moments (`lamb`) or weights that removed entries still have.
+        Means over an array (`clip_by_block_rms`), noise, factors that depend on the shape (`muon`)
+        and norms that count moments (`lamb`) or weights of removed entries are refused.
 
     Returns:
       The smaller model.

@@ -89,7 +89,7 @@ class Small:
         return self.plan.apply(self.before, params, *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Converts an updater of the model before for the smaller model: see `Plan.updater`."""
+        """Converts an updater of the model before the cut: see `Plan.updater`."""
         return self.plan.updater(updater)
 
     def macs(self, path: Path | None = None) -> int:
@@ -104,15 +104,15 @@ class Small:
         return round(self.before.costs.count_small_macs(self._sizes, path))
 
     def measure(self, params: Params, *args: PyTree, rounds: int = 20) -> list[float]:
-        """Measures the model before and after, both compiled and called in turn.
+        """Measures the model before and after the cut, both compiled and called in turn.
 
         Args:
-          params: the parameters before, as `shrink` got them.
+          params: the parameters before the cut, which `shrink` took.
           *args: inputs of the model.
           rounds: number of calls of each model.
 
         Returns:
-          Median seconds of a call before and after: an entry of `report`.
+          Median seconds of a call before and after the cut: an entry of `report`.
         """
 
         def program(plan: Plan, params: Params) -> Callable[[], object]:
@@ -209,8 +209,8 @@ class Small:
         if self.replicated:
             names = [f"{trees.join_names(path)}:{axis}" for path, axis in self.replicated]
             notes.append(
-                f"{trees.listed(names)}: what is left does not divide among the devices of the "
-                "mesh that held it, and is replicated. "
+                f"{trees.listed(names)}: the remaining entries do not divide among the devices "
+                "of the mesh, and are replicated. "
                 f"Coupled(round_to={math.lcm(*self.replicated.values())}) keeps it sharded."
             )
         if self.update_error is not None:

@@ -192,7 +192,9 @@ def test_groups_that_trade_another_cost_than_that_of_a_budget_are_an_error(quant
     params, graph = case()
     distribution = sparsity.budget(graph, **{quantity: 0.5})
     remedy = {"macs": "True", "nbytes": "'nbytes'"}[quantity]
-    with pytest.raises(ValueError, match=rf"across = {across!r} keeps .* Use across = {remedy}\."):
+    with pytest.raises(
+        ValueError, match=rf"across = {across!r} counts another cost .* Use across = {remedy}\."
+    ):
         distribution(params, scope=sparsity.Coupled(graph, across=across))
     for fits in (False, {"macs": True, "nbytes": "nbytes"}[quantity]):
         sparsities = distribution(params, scope=sparsity.Coupled(graph, across=fits))

@@ -127,7 +127,7 @@ def what_no_longer_divides_lies_on_each_device_and_the_report_says_so(devices):
     small = check(devices, mlp, mlp_params(12), MLP, x)
     assert small.params["up"].shape == (8, 6)
     assert small.params["up"].sharding.is_equivalent_to(devices.sharding(), 2)
-    assert "'bias:0', 'up:1': what is left does not divide" in small.report()
+    assert "'bias:0', 'up:1': the remaining entries do not divide" in small.report()
     assert "Coupled(round_to=4)" in small.report()
 
 

@@ -383,7 +383,7 @@ def test_arguments_under_which_the_model_reads_what_masks_leave_are_refused():
     assert small.params["up"].shape == (3, 3)
     expected = fn(masked_by(params, unread), x[:2], False)
     np.testing.assert_allclose(small.apply(small.params, x[:2], False), expected, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+    with pytest.raises(ValueError, match=r"'up:1' in part.*reads the other part"):
         small.apply(small.params, x, True)
     # The penalty reads hidden channels; those that read nothing are 0 there.
     assert shrink(trace(fn, params, x, True), params, unread).params["up"].shape == (3, 4)
@@ -415,9 +415,9 @@ def test_a_stored_plan_refuses_arguments_under_which_the_model_reads_what_masks_
     )
     for plan, arrays in ((stored, small.params), (both, later.params)):
         for other in (graph, soft):
-            with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+            with pytest.raises(ValueError, match=r"'up:1' in part.*reads the other part"):
                 plan.apply(other, arrays, x, True)
-        with pytest.raises(ValueError, match=r"'up:1' in part.*reads what they leave"):
+        with pytest.raises(ValueError, match=r"'up:1' in part.*reads the other part"):
             shrink(soft, params, plan)
     # Without the first cut, softplus reads nothing that masks leave.
     masks = {"down": jnp.ones((4, 2)).at[1].set(0)}

@@ -211,7 +211,7 @@ def test_parameters_of_no_smaller_model_are_refused():
     params = {"w": jnp.ones((3, 16)), "v": jnp.ones((16, 2))}
     graph = trace(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], params, jnp.ones((1, 3)))
     wrong = {"w": jnp.ones((3, 9)), "v": jnp.ones((8, 2))}
-    with pytest.raises(ValueError, match=r"no channels that go together leave \d of axis"):
+    with pytest.raises(ValueError, match=r"no channels that are removed together leave \d of axis"):
         Coupled(graph).count_channels(wrong, {"w": 0.5, "v": 0.5})
     with pytest.raises(ValueError, match=r"shape \(2, 8\) at 'w'.*traced with \(3, 16\)"):
         Coupled(graph).count_channels(

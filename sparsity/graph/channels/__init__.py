@@ -1,1 +1,1 @@
-"""Channels that go together: coupled axes, groups of channels, and cuts of some of them."""
+"""Channels that are removed together: coupled axes, groups of channels, and cuts."""

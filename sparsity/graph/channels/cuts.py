@@ -109,7 +109,7 @@ def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
             if number not in other or not np.array_equal(one[number], other[number]):
                 raise ValueError(
                     f"The plan keeps indices of {trees.join_names(path)!r} along axis {number} "
-                    "that do not go together in this model: it was made for another one."
+                    "that do not belong together in this model: it was made for another model."
                 )
 
 
@@ -148,8 +148,8 @@ def solve_sizes(
         if not equation.list_unknowns(sizes) and count_entries(axis, sizes) != size:
             raise ValueError(
                 f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
-                f"was traced with {parameter.shape}, and no channels that go together leave {size} "
-                f"of axis {number}. Trace the model with these parameters."
+                f"was traced with {parameter.shape}, and no channels that are removed together "
+                f"leave {size} of axis {number}. Trace the model with these parameters."
             )
     if any(equation.list_unknowns(sizes) for equation in equations):
         names = [f"{parameter.name}:{number}" for parameter, number, _, _ in ambiguous]

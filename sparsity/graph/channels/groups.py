@@ -19,16 +19,16 @@ ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChannelGroup:
-    """Channels that live and die together: removing one leaves the function that masking it gives.
+    """Channels whose entries are removed together; removing one computes what masking it computes.
 
     Attributes:
       name: the parameter and the axis that make the channels.
       size: number of channels.
-      members: (path, axis) of all entries that go with a channel.
+      members: (path, axis) of all entries that are removed with a channel.
       positions: for each member int[size, n]: where each channel lies along its axis.
-      variable: the axis itself.
-      layers: number of layers of a scan that may keep different channels: the stacked axis is the
-        first one of every member. 0: the same channels everywhere.
+      variable: the axis of the channels.
+      layers: number of layers of a scan that may keep different channels; the stacked axis is the
+        first axis of every member. 0 if all layers keep the same channels.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Refusal:
       axis: the axis.
       primitive: the primitive that needs all entries, or 'input', 'output' or 'state' of the
         model; 'unread' if nothing reads the parameter, 'axis' if entries cannot be told apart.
-      source: the line of the model.
+      source: the line of the model that needs all entries.
       reason: the reason in words.
     """
 
@@ -124,7 +124,7 @@ def resize_groups(
 ) -> list[ChannelGroup]:
     """Returns the groups of channels in a smaller model, at these sizes of some axes.
 
-    Every group has one, in the same order, even if one channel is left.
+    Groups stay in the same order, also those with one channel.
 
     Args:
       groups: groups of the full model.

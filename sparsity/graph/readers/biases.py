@@ -52,7 +52,7 @@ class Bias:
 
     Attributes:
       path: path of the parameter.
-      is_subtracted: whether the model subtracts it, as the running mean of a BatchNorm.
+      is_subtracted: whether the model subtracts the parameter, such as the mean of a BatchNorm.
       scales: factors of the outputs between the product and the parameter.
     """
 
@@ -80,7 +80,7 @@ def find_biases(model: Model, tracker: Tracker) -> dict[Path, Bias]:
     """Returns the bias of each weight that has one, and a single product.
 
     A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
-    both are stacked. The nearest to the product counts.
+    both are stacked. The bias nearest to the product counts.
     """
     search = _Search(model, tracker)
     products = [use for use in tracker.uses if use.primitive in PRODUCTS]
@@ -88,7 +88,7 @@ def find_biases(model: Model, tracker: Tracker) -> dict[Path, Bias]:
 
 
 class _Factor(NamedTuple):
-    """Value that scales the outputs of a use, and the view that the outputs are there."""
+    """Value that scales the outputs of a use, and the view of the outputs at that place."""
 
     value: Value
     outputs: View
@@ -96,7 +96,7 @@ class _Factor(NamedTuple):
 
 
 class _Search:
-    """Search for biases: who reads each value, and which values hold a parameter as it is."""
+    """Search for biases: the readers of each value, and the values that hold a bare parameter."""
 
     def __init__(self, model: Model, tracker: Tracker) -> None:
         self._program, self._tracker = model.program, tracker

@@ -18,7 +18,7 @@ from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 
 class _Graph(Protocol):
-    """The parts of a `Graph` that filters and patterns ask."""
+    """The parts of a `Graph` that filters and patterns read."""
 
     parameters: Parameters
     tracker: Tracker
@@ -89,7 +89,7 @@ class AlongInputs(_Patterns):
     """N:M along the contracted axis of each parameter. Made by `Graph.nm`.
 
     Attributes:
-      n: number of weights that stay of m consecutive ones.
+      n: number of weights kept of m consecutive ones.
       m: group size.
     """
 
@@ -98,7 +98,7 @@ class AlongInputs(_Patterns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        NByM(self.n, self.m)  # which checks them
+        NByM(self.n, self.m)  # checks n and m
 
     def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
         axes = {use.channels for use in uses}
@@ -109,7 +109,7 @@ class AlongInputs(_Patterns):
         divided = [axis for axis in channels if shape[axis] % self.m == 0]
         fitting = [axis for axis in divided if all(use.is_along(axis, self.m) for use in uses)]
         if fitting:
-            # From the end: it is the same axis of a slice, whatever the batch axes.
+            # Counted from the end, the axis is the same in a slice, whatever the batch axes.
             return NByM(self.n, self.m, axis=fitting[-1] - len(shape))
         why = f"{self.m} divides none of the input channels of {shown}: {sizes}"
         if divided:
@@ -129,7 +129,7 @@ class SharedInputs(_Patterns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        FanIn(self.group)  # which checks it
+        FanIn(self.group)  # checks the group
 
     def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
         axes = {tuple(sorted(use.contracting)) for use in uses}
@@ -143,7 +143,7 @@ class SharedInputs(_Patterns):
                     f"Products contract a part of axis {axis} of {shown}, which a reshape took "
                     "apart, so that no axes serve FanIn."
                 )
-        # From the end: they are the same axes of a slice, whatever the batch axes.
+        # Counted from the end, the axes are the same in a slice, whatever the batch axes.
         return FanIn(self.group, tuple(axis - len(shape) for axis in inputs))
 
 

@@ -34,8 +34,8 @@ class Use:
       contracting: axes of the parameter that a product sums over.
       output: axes of the parameter that become axes of the result.
       batch: axes of the parameter that index separate products, such as layers of a scan.
-      groups: feature groups of a convolution, else 1.
-      macs: multiply-adds of all trips together; of one trip in a `while`.
+      groups: feature groups of a convolution, 1 for other products.
+      macs: multiply-adds of all trips; in a `while`, of one trip.
       trips: number of runs in a call, `None` in a `while`.
       source: the line of the model.
       view: the array that the product reads, as a view of the parameter.
@@ -181,7 +181,7 @@ class Tracker(Flow[Views]):
         # Two views of one array, as in w + (q(w) - w), count as one.
         full: list[View] = [*functools.reduce(operator.or_, counts, Counter()).elements()]
         largest = max((view.covered for view in full), default=0)
-        # A scale that is broadcast to the shape of a parameter is no operand of the product.
+        # A scale that is broadcast to the shape of a parameter is not an operand of the product.
         views = [
             dataclasses.replace(
                 view,

@@ -37,7 +37,7 @@ class View:
       stacked: axes of the parameter that layers index, the outermost first.
       scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
       layers: the indexed parts of the axes `stacked`.
-      share: the part of the array that belongs to the parameter, below 1 in a join.
+      share: the fraction of the array that belongs to the parameter, below 1 in a join.
       changed_at: earlier arrays that miss entries of the parameter, join other entries, or have
         another order. Views changed at the same arrays hold the same entries at the same places.
       keeps_zeros: whether the array is 0 where the parameter is 0.
@@ -110,7 +110,7 @@ class Views:
 def follow(
     view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, number: int = 0
 ) -> View | None:
-    """Returns an output of a layout primitive as a view, `None` if it is no view.
+    """Returns an output of a layout primitive as a view, `None` if it is not a view.
 
     Args:
       view: the view that the input `operand` is.

@@ -1,1 +1,1 @@
-"""Proofs that a model without some channels computes what masking them gives."""
+"""Proofs that removing channels of a model gives the same results as masking them."""

@@ -1,8 +1,8 @@
-"""Entries that are alike along all removed channels: what a smaller program adds to its sums.
+"""Entries that are equal in all removed channels, which a smaller program adds to its sums.
 
 The variance of LayerNorm sums squares of x - mean(x). Where channels are masked, x is 0 and each
-term is the square of -mean(x): no constant, but the same number in all masked channels. A smaller
-program adds this number as often as channels were removed, so that the sum stays exact.
+term is the square of -mean(x): not a constant, but the same number in all masked channels. The
+smaller program adds this number once for each removed channel, so that the sum stays exact.
 """
 
 from __future__ import annotations

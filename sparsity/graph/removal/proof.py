@@ -1,9 +1,9 @@
 """Proves that masked channels can be removed: the second pass.
 
-Masking sets the parameters of a channel to 0. The constants of later arrays at removed entries
-follow: 0 after a product, 1 after `exp`. Removing the channel gives the same result if every
-operation that joins removed entries with others meets a neutral constant: 0 in a sum, -inf in a
-maximum. A sum may also meet an entry that all removed channels share, which the smaller program
+Masking sets the parameters of a channel to 0. From these follow the constants of later arrays at
+removed entries: 0 after a product, 1 after `exp`. Removing the channel gives the same result if
+every operation that joins removed entries with others reads a neutral constant: 0 in a sum, -inf in
+a maximum. A sum may also read an entry that all removed channels share, which the smaller program
 adds: see `alike`.
 """
 
@@ -309,7 +309,7 @@ def _not_neutral(
     equation: Equation, what: str, constant: float | None, neutral: float | None
 ) -> Reason:
     if neutral is None:
-        return Reason(equation, f"{what} (it tells where in the axis an entry lies)")
+        return Reason(equation, f"{what} (its result depends on where in the axis an entry lies)")
     shown = "not known" if constant is None else f"{constant:g}"
     text = f"{what} (it joins entries that are {shown} where channels are masked, not {neutral:g})"
     return Reason(equation, text)

@@ -1,4 +1,4 @@
-"""Removal of channels: coupled axes, and proofs that the channels may go."""
+"""Removal of channels: coupled axes, and proofs that the channels may be removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Removal:
 
     def __init__(self, model: Model, uses: Sequence[Use]) -> None:
         self._model, self._uses = model, uses
-        # What proofs tell, without the facts from which they follow.
+        # Results of proofs, without the facts from which they follow.
         self._proofs: dict[frozenset[tuple[object, ...]], _Proven] = {}
 
     def list_members(self) -> set[tuple[Path, int]]:
@@ -53,7 +53,7 @@ class Removal:
     ) -> dict[Axis, Reason]:
         """Returns the variables whose removal differs from masking, and why.
 
-        Each variable is proven by itself: masked entries of one tell nothing of another.
+        Each variable is proven by itself: its masked entries prove nothing about another variable.
 
         Args:
           masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
@@ -77,7 +77,7 @@ class Removal:
 
     @functools.cached_property
     def updated_state(self) -> set[Path]:
-        """Paths of the parameters that a call replaces, so that no mask holds."""
+        """Paths of the parameters that a call replaces, so that masks do not keep zeros there."""
         inputs, outputs = self._model.program.inputs, self._model.program.outputs
         pairs = self._model.carried.items()
         return {self._model.leaves[i].path for out, i in pairs if outputs[out] is not inputs[i]}

@@ -50,8 +50,8 @@ class Coupled(DataclassBase):
     chooses channels for itself, where channels live within a layer. `sparsity.shrink` cuts masked
     channels; in the smaller model, n remains the size in `graph`, so that a ramp continues.
 
-    SET and RigL keep the number of channels. One that grows starts at 0 on both sides; where its
-    activation maps 0 to 0, as ReLU does, no gradient reaches it from there. Choose a pruner then.
+    SET and RigL keep the number of channels. A channel that grows starts at 0 on both sides; where
+    its activation maps 0 to 0, as ReLU does, no gradient reaches the channel. Choose a pruner.
 
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
@@ -65,7 +65,8 @@ class Coupled(DataclassBase):
       min_channels: smallest number of channels that stay in every group; that page states the
         default.
       plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
-        shapes tell the cut, unless an axis joins channels of two groups that lie on no other axis.
+        shapes determine the cut, unless an axis joins channels of two groups that lie on no other
+        axis.
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
     Network Pruning".

@@ -30,7 +30,7 @@ class PlacedGroup:
     Attributes:
       channels: the group.
       full: the same group before the model was cut.
-      members: (path, axis, positions) of all entries that go with a channel.
+      members: (path, axis, positions) of all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
       entries: for each scored member the number of entries of a channel of `full`, in a layer.
       sparsity: the sparsity of the group.
@@ -89,7 +89,7 @@ def spread_masks(
             shape = leaves[path].shape
             label = np.full(shape[axis], -1)
             label[positions] = np.arange(size)[:, None]
-            # Read by index: XLA would shard leaves as each other, were these the mask itself.
+            # Reads by index: XLA would otherwise shard one leaf like another.
             chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
             along = xp.where(label < 0, np.uint8(1), chosen)
             wide = [n if i == axis else 1 for i, n in enumerate(shape)]
