@@ -276,7 +276,7 @@ def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> Sparse
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
-    return state._replace(masks=updater.new_masks(state, inputs))
+    return state._replace(masks=inputs.call(updater.new_masks, state, inputs))
 
 
 class Change(NamedTuple):

@@ -129,6 +129,35 @@ def test_a_class_may_move_masks_by_its_own_create_masks():
     assert state.masks["k"].reshape(-1).tolist() == 16 * [0] + 16 * [1]
 
 
+@pytest.mark.parametrize("base", [sparsity.MagnitudePruning, sparsity.SET, sparsity.RigL])
+@pytest.mark.parametrize("options", [{}, {"use_packed_masks": True}])
+def test_new_masks_get_the_arguments_of_the_loop_that_they_name(base, options):
+    class Ranked(base):
+        def new_masks(self, sparse_state, inputs, *, importance, sites):
+            assert [site.name for site in sites.values()] == ["k"]
+            targets = sparse_state.target_sparsities
+            return sparsity.MagnitudePruning.create_masks(self, importance, targets, sites=sites)
+
+    tx, params = Ranked(**HALF, **ONCE, **options).wrap_optax(optax.sgd(0.1)), {"k": PARAMS["k"]}
+    importance = {"k": jnp.zeros((4, 8)).at[:2].set(1)}
+    _, state = tx.update(params, tx.init(params), params, importance=importance)
+    assert (state.masks["k"] > 0).any(axis=1).tolist() == [True, True, False, False]
+
+
+def test_new_masks_of_a_compact_step_get_the_arguments_of_the_loop_that_they_name():
+    class Ranked(sparsity.RigL):
+        keeps_count = True
+
+        def new_masks(self, sparse_state, inputs, *, importance):
+            return {"k": importance}
+
+    params, importance = {"k": PARAMS["k"]}, jnp.zeros((4, 8), jnp.uint8).at[:2].set(1)
+    options = {"use_compact_state": True, "is_sparse_gradients": True}
+    tx = Ranked(**HALF, **ONCE, **options).wrap_optax(optax.adam(0.1))
+    _, state = tx.update(params, tx.init(params), params, importance=importance)
+    assert state.masks["k"].tolist() == importance.tolist()
+
+
 @pytest.mark.slow
 def test_a_state_made_by_hand_has_the_form_that_update_returns():
     class ByHand(sparsity.StaticRandomSparse):
