@@ -35,6 +35,7 @@ from sparsity.training.state import SparseState, store_first
 from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
+    check_masked,
     check_state,
     same_structure,
     take_masks,
@@ -93,6 +94,9 @@ class Step(abc.ABC):
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.masks is not None:
             state = take_user_masks(updater, self.masks, state, params, inputs.sites)
+        elif is_overridden(updater, "get_initial_masks"):
+            targets = state.target_sparsities
+            check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
         state = store_first(state, params, self.packed, "initial masks")
         masks = self.as_hooks_see(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None

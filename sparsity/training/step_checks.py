@@ -13,7 +13,14 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites, check_complete, check_user_mask, place_masks, read_masks
+from sparsity.masks import (
+    Sites,
+    adapt_scope,
+    check_complete,
+    check_user_mask,
+    place_masks,
+    read_masks,
+)
 from sparsity.masks.sites import leading_axes
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
@@ -55,6 +62,19 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
             )
 
     trees.map_matched(check, updates, masks, role="gradients")
+
+
+def check_masked(
+    updater: Updater, hook: str, masks: Masks, params: Params, targets: Sparsities
+) -> None:
+    """Raises a ValueError that names a parameter to prune for which a hook returned no mask."""
+    paths = adapt_scope(updater.scope).masked(params, targets) - trees.leaves_by_path(masks).keys()
+    if lacking := sorted(map(trees.path_string, paths)):
+        raise ValueError(
+            f"{type(updater).__name__}.{hook} returned no mask for {trees.listed(lacking)}, which "
+            "would stay dense in spite of a target sparsity. Return an array for each parameter "
+            "that has a target, None for the others."
+        )
 
 
 def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:

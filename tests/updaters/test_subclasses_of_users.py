@@ -205,6 +205,33 @@ def test_a_hook_that_returns_no_state_is_an_error_with_its_name(hook):
         _train(hook, lambda self, *args, **kwargs: None)
 
 
+@pytest.mark.parametrize("result", [None, {"k": None, "b": None}, {"k": None, "b": jnp.ones(8)}])
+@pytest.mark.parametrize("base", [sparsity.MagnitudePruning, sparsity.RigL])
+def test_first_masks_without_one_for_a_target_are_an_error_of_init(base, result):
+    class Forgetful(base):
+        def get_initial_masks(self, params, target_sparsities):
+            return result
+
+    for options in ({}, {"use_packed_masks": True}):
+        tx = Forgetful(**HALF, **options).wrap_optax(optax.sgd(0.1))
+        with pytest.raises(
+            ValueError, match=r"Forgetful.get_initial_masks returned no mask for 'k'"
+        ):
+            tx.init(PARAMS)
+    masks = {"k": PARAMS["k"] > 16, "b": None}
+    state = Forgetful(**HALF).wrap_optax(optax.sgd(0.1), masks=masks).init(PARAMS)
+    assert state.masks["k"].sum() == 16  # masks of the user replace the masks of the hook
+
+
+def test_masks_without_one_for_a_target_are_an_error_of_instant_sparsify():
+    class Forgetful(sparsity.MagnitudePruning):
+        def create_masks(self, scores, sparsities):
+            pass
+
+    with pytest.raises(ValueError, match=r"Forgetful.create_masks returned no mask for 'k'"):
+        Forgetful(**HALF).instant_sparsify(PARAMS)
+
+
 def test_a_gradient_of_another_shape_is_an_error_with_its_path():
     with pytest.raises(ValueError, match=r"gradient of 'k' has shape \(8,\)"):
         _train("modify_gradients", lambda self, grads, *args: {**grads, "k": jnp.ones(8)})
