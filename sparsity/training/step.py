@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
@@ -38,6 +37,7 @@ from sparsity.training.step_checks import (
     check_masked,
     check_state,
     same_structure,
+    take_gradients,
     take_masks,
     take_user_masks,
     warn_of_idle,
@@ -198,9 +198,7 @@ class Step(abc.ABC):
             return updates
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        updates = trees.map_matched(
-            lambda _, grad, new: grad if new is None else new, updates, modified
-        )
+        updates = take_gradients(self.updater, modified, inputs)
         check_gradients(updates, inputs.params, plain.masks)
         return updates
 

@@ -77,6 +77,24 @@ def check_masked(
         )
 
 
+def take_gradients(updater: Updater, modified: PyTree, inputs: Inputs) -> PyTree:
+    """Returns the gradients of a step with those of a hook in place of the weights' gradients.
+
+    Raises:
+      ValueError: the hook returned no gradient of a weight. The message names the weight.
+    """
+    lacking = trees.leaves_by_path(inputs.grads).keys() - trees.leaves_by_path(modified).keys()
+    if lacking:
+        raise ValueError(
+            f"{type(updater).__name__}.modify_gradients returned no gradient of "
+            f"{trees.listed(sorted(map(trees.path_string, lacking)))}. Return the complete tree, "
+            "with the gradients that stay as they are."
+        )
+    return trees.map_matched(
+        lambda _, grad, new: grad if new is None else new, inputs.updates, modified
+    )
+
+
 def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:
     """Returns the masks of a hook in the containers of the old masks.
 

@@ -232,6 +232,16 @@ def test_masks_without_one_for_a_target_are_an_error_of_instant_sparsify():
         Forgetful(**HALF).instant_sparsify(PARAMS)
 
 
+@pytest.mark.parametrize("names", ["kb", "b"])
+def test_gradients_that_a_hook_leaves_out_are_an_error_with_their_paths(names):
+    def modify(self, grads, params, sparse_state):
+        return None if names == "kb" else {**grads, "b": None}
+
+    listed = ", ".join(map(repr, sorted(names)))
+    with pytest.raises(ValueError, match=rf"Pruner.modify_gradients .*no gradient of {listed}\."):
+        _train("modify_gradients", modify)
+
+
 def test_a_gradient_of_another_shape_is_an_error_with_its_path():
     with pytest.raises(ValueError, match=r"gradient of 'k' has shape \(8,\)"):
         _train("modify_gradients", lambda self, grads, *args: {**grads, "k": jnp.ones(8)})
