@@ -34,6 +34,7 @@ from sparsity.training.state import SparseState, store_first
 from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
+    check_is_tree,
     check_masked,
     check_state,
     same_structure,
@@ -278,7 +279,9 @@ def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> Sparse
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
-    return state._replace(masks=inputs.call(updater.new_masks, state, inputs))
+    masks = inputs.call(updater.new_masks, state, inputs)
+    check_is_tree("new_masks", masks, inputs.params)
+    return state._replace(masks=masks)
 
 
 class Change(NamedTuple):

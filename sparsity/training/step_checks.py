@@ -64,6 +64,16 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
     trees.map_matched(check, updates, masks, role="gradients")
 
 
+def check_is_tree(hook: str, masks: object, params: Params) -> None:
+    """Raises a ValueError if a hook returned a state, or several results, in place of masks."""
+    is_tuple = type(masks) is tuple and not isinstance(params, tuple | list)
+    if is_tuple or isinstance(masks, SparseState):
+        raise ValueError(
+            f"The result of {hook} must be a tree of masks like the params, got a "
+            f"{type(masks).__name__}: {masks!r}. update_state returns a state."
+        )
+
+
 def check_masked(
     updater: Updater, hook: str, masks: Masks, params: Params, targets: Sparsities
 ) -> None:

@@ -232,6 +232,15 @@ def test_masks_without_one_for_a_target_are_an_error_of_instant_sparsify():
         Forgetful(**HALF).instant_sparsify(PARAMS)
 
 
+@pytest.mark.parametrize("kind", ["tuple", "SparseState"])
+def test_new_masks_that_return_no_tree_of_masks_are_an_error_with_the_kind(kind):
+    def new_masks(self, sparse_state, inputs):
+        return sparse_state if kind == "SparseState" else (sparse_state.masks, None)
+
+    with pytest.raises(ValueError, match=f"result of new_masks must be .*, got a {kind}: "):
+        _train("new_masks", new_masks)
+
+
 @pytest.mark.parametrize("names", ["kb", "b"])
 def test_gradients_that_a_hook_leaves_out_are_an_error_with_their_paths(names):
     def modify(self, grads, params, sparse_state):
