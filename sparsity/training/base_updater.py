@@ -186,8 +186,8 @@ class BaseUpdater(Updater):
         Args:
           inner: any optax transformation, with its learning rate.
           masks: initial masks, for example from `instant_sparsify` or an earlier run: an array or
-            `None` for each parameter. `static_sparse` keeps these masks. By default the algorithm
-            creates the masks.
+            `None` for each parameter, where all entries but 0 are kept. `static_sparse` keeps these
+            masks. By default the algorithm creates the masks.
 
         Returns:
           A transformation whose `update` needs `params`, and passes extra arguments to `inner` and

@@ -125,6 +125,13 @@ def take_user_masks(
     updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
 ) -> SparseState:
     """Returns the first state with masks of a user, and a target for each leaf with a mask."""
+    for path, mask in trees.leaves_by_path(masks).items():
+        is_float = jnp.issubdtype(jnp.result_type(mask), jnp.floating)
+        if is_float and not is_traced(mask) and np.isnan(jax.device_get(mask)).any():
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} among the masks of wrap_optax has a NaN. "
+                "An entry of 0 removes a weight, and any other number keeps it."
+            )
     masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
     first = place_masks(masks, params)
 
