@@ -194,7 +194,9 @@ class Graph:
     # For pruners.
 
     @overload
-    def is_weight(self, path: Path, param: chex.Array) -> bool: ...
+    def is_weight(
+        self, path: Path, param: chex.Array, *, min_inputs: int | None = None
+    ) -> bool: ...
 
     @overload
     def is_weight(self, *, min_inputs: int) -> Callable[[Path, chex.Array], bool]: ...
@@ -218,14 +220,15 @@ class Graph:
           min_inputs: smallest number of inputs of an output. For a convolution, this number is the
             input channels of a group times the window.
         """
-        if min_inputs is not None:
-            return Weights(self, min_inputs)
-        if path is None or param is None:
+        is_weight = Weights(self, 1 if min_inputs is None else min_inputs)
+        if path is not None and param is not None:
+            return is_weight(path, param)
+        if min_inputs is None or path is not None or param is not None:
             raise ValueError(
                 "is_weight is a filter_fn(path, param), or is_weight(min_inputs=n) returns one: "
                 "give both path and param, or min_inputs."
             )
-        return Weights(self, 1)(path, param)
+        return is_weight
 
     def nm(
         self, n: int, m: int, *, otherwise: Literal["dense"] | None = None

@@ -28,7 +28,7 @@ from sparsity.training.field_checks import (
 )
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.masked_step import MaskedStep
-from sparsity.training.step_checks import check_gradients, check_optimizer
+from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
 from sparsity.training.updater import INFERRED, Updater, is_overridden
 
 
@@ -169,6 +169,8 @@ class BaseUpdater(Updater):
         if scores is None:
             scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
         masks = inputs.call(self.create_masks, scores, targets)
+        if is_overridden(self, "create_masks"):
+            check_masked(self, "create_masks", masks, inputs.weights, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
@@ -184,8 +186,8 @@ class BaseUpdater(Updater):
         Args:
           inner: any optax transformation, with its learning rate.
           masks: initial masks, for example from `instant_sparsify` or an earlier run: an array or
-            `None` for each parameter. `static_sparse` keeps these masks. By default the algorithm
-            creates the masks.
+            `None` for each parameter, where all entries but 0 are kept. `static_sparse` keeps these
+            masks. By default the algorithm creates the masks.
 
         Returns:
           A transformation whose `update` needs `params`, and passes extra arguments to `inner` and

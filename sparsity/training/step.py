@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
@@ -35,8 +34,11 @@ from sparsity.training.state import SparseState, store_first
 from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
+    check_is_tree,
+    check_masked,
     check_state,
     same_structure,
+    take_gradients,
     take_masks,
     take_user_masks,
     warn_of_idle,
@@ -93,6 +95,9 @@ class Step(abc.ABC):
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.masks is not None:
             state = take_user_masks(updater, self.masks, state, params, inputs.sites)
+        elif is_overridden(updater, "get_initial_masks"):
+            targets = state.target_sparsities
+            check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
         state = store_first(state, params, self.packed, "initial masks")
         masks = self.as_hooks_see(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
@@ -194,9 +199,7 @@ class Step(abc.ABC):
             return updates
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        updates = trees.map_matched(
-            lambda _, grad, new: grad if new is None else new, updates, modified
-        )
+        updates = take_gradients(self.updater, modified, inputs)
         check_gradients(updates, inputs.params, plain.masks)
         return updates
 
@@ -276,7 +279,9 @@ def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> Sparse
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
-    return state._replace(masks=updater.new_masks(state, inputs))
+    masks = inputs.call(updater.new_masks, state, inputs)
+    check_is_tree("new_masks", masks, inputs.params)
+    return state._replace(masks=masks)
 
 
 class Change(NamedTuple):

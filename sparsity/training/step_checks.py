@@ -13,7 +13,14 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites, check_complete, check_user_mask, place_masks, read_masks
+from sparsity.masks import (
+    Sites,
+    adapt_scope,
+    check_complete,
+    check_user_mask,
+    place_masks,
+    read_masks,
+)
 from sparsity.masks.sites import leading_axes
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
@@ -57,6 +64,47 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
     trees.map_matched(check, updates, masks, role="gradients")
 
 
+def check_is_tree(hook: str, masks: object, params: Params) -> None:
+    """Raises a ValueError if a hook returned a state, or several results, in place of masks."""
+    is_tuple = type(masks) is tuple and not isinstance(params, tuple | list)
+    if is_tuple or isinstance(masks, SparseState):
+        raise ValueError(
+            f"The result of {hook} must be a tree of masks like the params, got a "
+            f"{type(masks).__name__}: {masks!r}. update_state returns a state."
+        )
+
+
+def check_masked(
+    updater: Updater, hook: str, masks: Masks, params: Params, targets: Sparsities
+) -> None:
+    """Raises a ValueError that names a parameter to prune for which a hook returned no mask."""
+    paths = adapt_scope(updater.scope).masked(params, targets) - trees.leaves_by_path(masks).keys()
+    if lacking := sorted(map(trees.path_string, paths)):
+        raise ValueError(
+            f"{type(updater).__name__}.{hook} returned no mask for {trees.listed(lacking)}, which "
+            "would stay dense in spite of a target sparsity. Return an array for each parameter "
+            "that has a target, None for the others."
+        )
+
+
+def take_gradients(updater: Updater, modified: PyTree, inputs: Inputs) -> PyTree:
+    """Returns the gradients of a step with those of a hook in place of the weights' gradients.
+
+    Raises:
+      ValueError: the hook returned no gradient of a weight. The message names the weight.
+    """
+    lacking = trees.leaves_by_path(inputs.grads).keys() - trees.leaves_by_path(modified).keys()
+    if lacking:
+        raise ValueError(
+            f"{type(updater).__name__}.modify_gradients returned no gradient of "
+            f"{trees.listed(sorted(map(trees.path_string, lacking)))}. Return the complete tree, "
+            "with the gradients that stay as they are."
+        )
+    return trees.map_matched(
+        lambda _, grad, new: grad if new is None else new, inputs.updates, modified
+    )
+
+
 def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:
     """Returns the masks of a hook in the containers of the old masks.
 
@@ -77,6 +125,13 @@ def take_user_masks(
     updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
 ) -> SparseState:
     """Returns the first state with masks of a user, and a target for each leaf with a mask."""
+    for path, mask in trees.leaves_by_path(masks).items():
+        is_float = jnp.issubdtype(jnp.result_type(mask), jnp.floating)
+        if is_float and not is_traced(mask) and np.isnan(jax.device_get(mask)).any():
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} among the masks of wrap_optax has a NaN. "
+                "An entry of 0 removes a weight, and any other number keeps it."
+            )
     masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
     first = place_masks(masks, params)
 

@@ -260,8 +260,7 @@ class Updater(DataclassBase):
             arguments that their signatures name.
         """
         inputs = Inputs(params, grads, sites or self.sites(params), extra_args)
-        masks = self.new_masks(sparse_state, inputs)
-        return sparse_state._replace(masks=masks)
+        return sparse_state._replace(masks=inputs.call(self.new_masks, sparse_state, inputs))
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
         """Returns the first `algorithm_state`: a tree of arrays, by default `None`.

@@ -380,6 +380,7 @@ def test_weights_with_few_inputs_can_stay_dense():
     assert select(graph, graph.is_weight(min_inputs=9)) == {"stem/kernel", "depthwise/kernel"}
     assert select(graph, graph.is_weight(min_inputs=10)) == {"stem/kernel"}
     assert select(graph, graph.is_weight(min_inputs=28)) == set()
+    assert select(graph, functools.partial(graph.is_weight, min_inputs=10)) == {"stem/kernel"}
     assert graph.is_weight(min_inputs=9) == graph.is_weight(min_inputs=9)
     with pytest.raises(ValueError, match="min_inputs must be at least 1, got min_inputs = 0"):
         graph.is_weight(min_inputs=0)

@@ -72,6 +72,16 @@ def test_masks_of_any_dtype_keep_what_is_not_zero(form, packed):
     np.testing.assert_array_equal(_in_use(state), _mask())
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_mask_of_nan_is_an_error_with_its_path(dtype):
+    mask = jnp.asarray(_mask(), dtype).at[1, 2].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"mask of 'w' among .* wrap_optax has a NaN"):
+        _start(sparsity.StaticRandomSparse(), _masks(w=mask))
+    tx = sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), masks=_masks(w=mask))
+    with pytest.raises(ValueError, match="mask of 'w'"):
+        jax.jit(tx.init)(_params())
+
+
 @pytest.mark.parametrize(
     "pack",
     [

@@ -129,6 +129,35 @@ def test_a_class_may_move_masks_by_its_own_create_masks():
     assert state.masks["k"].reshape(-1).tolist() == 16 * [0] + 16 * [1]
 
 
+@pytest.mark.parametrize("base", [sparsity.MagnitudePruning, sparsity.SET, sparsity.RigL])
+@pytest.mark.parametrize("options", [{}, {"use_packed_masks": True}])
+def test_new_masks_get_the_arguments_of_the_loop_that_they_name(base, options):
+    class Ranked(base):
+        def new_masks(self, sparse_state, inputs, *, importance, sites):
+            assert [site.name for site in sites.values()] == ["k"]
+            targets = sparse_state.target_sparsities
+            return sparsity.MagnitudePruning.create_masks(self, importance, targets, sites=sites)
+
+    tx, params = Ranked(**HALF, **ONCE, **options).wrap_optax(optax.sgd(0.1)), {"k": PARAMS["k"]}
+    importance = {"k": jnp.zeros((4, 8)).at[:2].set(1)}
+    _, state = tx.update(params, tx.init(params), params, importance=importance)
+    assert (state.masks["k"] > 0).any(axis=1).tolist() == [True, True, False, False]
+
+
+def test_new_masks_of_a_compact_step_get_the_arguments_of_the_loop_that_they_name():
+    class Ranked(sparsity.RigL):
+        keeps_count = True
+
+        def new_masks(self, sparse_state, inputs, *, importance):
+            return {"k": importance}
+
+    params, importance = {"k": PARAMS["k"]}, jnp.zeros((4, 8), jnp.uint8).at[:2].set(1)
+    options = {"use_compact_state": True, "is_sparse_gradients": True}
+    tx = Ranked(**HALF, **ONCE, **options).wrap_optax(optax.adam(0.1))
+    _, state = tx.update(params, tx.init(params), params, importance=importance)
+    assert state.masks["k"].tolist() == importance.tolist()
+
+
 @pytest.mark.slow
 def test_a_state_made_by_hand_has_the_form_that_update_returns():
     class ByHand(sparsity.StaticRandomSparse):
@@ -174,6 +203,52 @@ def test_a_hook_of_other_arguments_is_an_error_with_its_signature(hook):
 def test_a_hook_that_returns_no_state_is_an_error_with_its_name(hook):
     with pytest.raises(ValueError, match=f"the result of {hook} must be a SparseState, got"):
         _train(hook, lambda self, *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("result", [None, {"k": None, "b": None}, {"k": None, "b": jnp.ones(8)}])
+@pytest.mark.parametrize("base", [sparsity.MagnitudePruning, sparsity.RigL])
+def test_first_masks_without_one_for_a_target_are_an_error_of_init(base, result):
+    class Forgetful(base):
+        def get_initial_masks(self, params, target_sparsities):
+            return result
+
+    for options in ({}, {"use_packed_masks": True}):
+        tx = Forgetful(**HALF, **options).wrap_optax(optax.sgd(0.1))
+        with pytest.raises(
+            ValueError, match=r"Forgetful.get_initial_masks returned no mask for 'k'"
+        ):
+            tx.init(PARAMS)
+    masks = {"k": PARAMS["k"] > 16, "b": None}
+    state = Forgetful(**HALF).wrap_optax(optax.sgd(0.1), masks=masks).init(PARAMS)
+    assert state.masks["k"].sum() == 16  # masks of the user replace the masks of the hook
+
+
+def test_masks_without_one_for_a_target_are_an_error_of_instant_sparsify():
+    class Forgetful(sparsity.MagnitudePruning):
+        def create_masks(self, scores, sparsities):
+            pass
+
+    with pytest.raises(ValueError, match=r"Forgetful.create_masks returned no mask for 'k'"):
+        Forgetful(**HALF).instant_sparsify(PARAMS)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "SparseState"])
+def test_new_masks_that_return_no_tree_of_masks_are_an_error_with_the_kind(kind):
+    def new_masks(self, sparse_state, inputs):
+        return sparse_state if kind == "SparseState" else (sparse_state.masks, None)
+
+    with pytest.raises(ValueError, match=f"result of new_masks must be .*, got a {kind}: "):
+        _train("new_masks", new_masks)
+
+
+@pytest.mark.parametrize("names", ["kb", "b"])
+def test_gradients_that_a_hook_leaves_out_are_an_error_with_their_paths(names):
+    def modify(self, grads, params, sparse_state):
+        return None if names == "kb" else {**grads, "b": None}
+
+    listed = ", ".join(map(repr, sorted(names)))
+    with pytest.raises(ValueError, match=rf"Pruner.modify_gradients .*no gradient of {listed}\."):
+        _train("modify_gradients", modify)
 
 
 def test_a_gradient_of_another_shape_is_an_error_with_its_path():

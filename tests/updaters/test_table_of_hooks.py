@@ -135,7 +135,7 @@ def test_the_table_of_arguments_lists_all_that_the_library_passes():
 def test_an_argument_is_passed_to_the_hooks_that_the_table_names(name):
     takers, params = set(), jnp.arange(1.0, 9.0).reshape(2, 4)
     for base, hooks in (
-        (sparsity.MagnitudePruning, ROWS.keys() - {"new_masks", "apply_masks"}),
+        (sparsity.MagnitudePruning, ROWS.keys() - {"apply_masks"}),
         (sparsity.RigL, ("get_drop_scores", "get_grow_scores")),
     ):
         start = {"init_algorithm_state": lambda self, params, masks: jnp.zeros(1)}
