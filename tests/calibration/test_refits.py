@@ -166,6 +166,26 @@ def test_what_a_refit_of_ones_own_returns_is_0_outside_its_mask_and_finite_or_no
         np.testing.assert_array_equal(mask, expected[1])
 
 
+@pytest.mark.parametrize("kind", ["gram", "squares"])
+@pytest.mark.parametrize(
+    "convert", [lambda mask: mask * 0.5, lambda mask: -mask.astype(int), lambda mask: mask > 0]
+)
+def test_masks_of_a_refit_of_ones_own_become_zeros_and_ones(kind, convert):
+    class Converted:
+        statistics_kind = kind
+
+        def __call__(self, dense, pruned, mask, statistic, select):
+            return pruned, convert(mask)
+
+    weights, x, _ = oracles.layer()
+    kernel, statistics = jnp.asarray(weights.T, jnp.float32), {(): oracles.of_kernel(x)}
+    pruned, mask = prune(wanda(), kernel, statistics, Converted())
+    expected = prune(wanda(), kernel, statistics)
+    assert mask.dtype == jnp.uint8
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_array_equal(pruned, expected[0])
+
+
 class Scaled:
     """Scales kept weights to the sum of squares that dense ones have."""
 

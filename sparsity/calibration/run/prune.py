@@ -16,7 +16,7 @@ from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import check_solvable, look_up_statistic
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import ScoredLeaf, Site, is_per_slice, pack_masks, read_masks
+from sparsity.masks import ScoredLeaf, Site, are_kept, is_per_slice, pack_masks, read_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
@@ -161,7 +161,7 @@ def _choose_better(
     Refitted weights outside their mask become 0, and those that are not finite change outputs more.
     """
     xp = host.namespace([dense])
-    new = xp.where(new[1] != 0, new[0], 0), new[1]
+    new = xp.where(new[1] != 0, new[0], 0), are_kept(new[1])
     if statistic.gram is None:
         after, first = (xp.sum(~xp.isfinite(x)) for x, _ in (new, before))
     else:
