@@ -218,6 +218,7 @@ def test_a_refit_of_ones_own_may_need_squares_alone(sequential):
     assert np.isfinite(unscaled).all()
 
 
+@pytest.mark.parametrize("kind", ["gram", "squares"])
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
@@ -225,13 +226,26 @@ def test_a_refit_of_ones_own_may_need_squares_alone(sequential):
         (lambda dense, pruned, mask, *_: (pruned, mask, mask), r"\(\(\d+, \d+\), .*\), .*\)\)"),
         (lambda dense, pruned, mask, *_: (pruned[:1], mask), r"\(\(1, \d+\), \(\d+, \d+\)\)"),
         (lambda dense, pruned, mask, *_: ("a", mask), r"\(\(\), "),
+        (lambda dense, pruned, mask, *_: pruned, r"one array of shape \(\d+, \d+\)\.$"),
+        (lambda dense, pruned, mask, *_: [0] * 99, r"\[0, 0, 0, 0, 0, 0, \.\.\.\]\.$"),
+        (lambda dense, pruned, mask, *_: (pruned + 1j, mask), "weights of complex64: .*lose"),
+        (lambda dense, pruned, mask, *_: (pruned.astype(int), mask), "weights of int"),
+        (lambda dense, pruned, mask, *_: (pruned.tolist(), mask), "weights of list"),
+        (lambda dense, pruned, mask, *_: (pruned, mask + 0j), "a mask of complex"),
     ],
 )
-def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned, got):
+def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned, got, kind):
+    class Returning:
+        statistics_kind = kind
+
+        def __call__(self, *args):
+            return returned(*args)
+
     weights, x, _ = oracles.layer()
     kernel = jnp.asarray(weights.T, jnp.float32)
-    with pytest.raises(ValueError, match=rf"must return .weights, mask. of 'w', .* got {got}"):
-        prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, returned)
+    message = rf"Returning must return .weights, mask. of 'w'.* got {got}"
+    with pytest.raises(ValueError, match=message):
+        prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, Returning())
 
 
 @pytest.mark.slow

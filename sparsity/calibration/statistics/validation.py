@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -13,7 +14,7 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
-from sparsity.core.checks import check_kind, is_traced
+from sparsity.core.checks import check_kind, is_real, is_traced
 from sparsity.core.sharding import evaluate_now
 from sparsity.masks import Site
 
@@ -191,3 +192,29 @@ def check_solvable(
             f"matrix is singular. {remedy} More calibration data would say more.",
             stacklevel=2,
         )
+
+
+def check_solution(new: object, who: str, name: str, param: jax.Array) -> None:
+    """Raises a ValueError unless a solution is the weights of a parameter and their mask.
+
+    Args:
+      new: the solution.
+      who: the pruner or refit that returned the solution.
+      name: the name of the parameter.
+      param: the parameter.
+    """
+    start = f"{who} must return (weights, mask) of {name!r}"
+    if not isinstance(new, tuple) or len(new) != 2 or any(np.shape(x) != param.shape for x in new):
+        got = jax.tree.map(np.shape, new) if isinstance(new, tuple) else reprlib.repr(new)
+        got = f"one array of shape {new.shape}" if trees.is_array(new) else got
+        raise ValueError(f"{start}, each of shape {param.shape}, got {got}.")
+    weights, mask = (getattr(x, "dtype", type(x).__name__) for x in new)
+    is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
+    kind = jnp.inexact if is_complex else jnp.floating
+    if not trees.is_array(new[0]) or not jnp.issubdtype(weights, kind):
+        raise ValueError(
+            f"{start} with {kind.__name__} weights, as the parameter is {param.dtype}, got weights "
+            f"of {weights}: the parameter would lose a part of these."
+        )
+    if not trees.is_array(new[1]) or not is_real(mask):
+        raise ValueError(f"{start} with a mask of real numbers, got a mask of {mask}.")
