@@ -1,9 +1,10 @@
 """A run needs what its pruner and its refit state, and one default for what they leave out."""
 
+import jax.numpy as jnp
 import pytest
 
 import sparsity
-from sparsity.calibration import Means
+from sparsity.calibration import Means, prune
 from sparsity.calibration.run.needs import combine_needs, read_pruner_needs, read_refit_needs
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
@@ -50,3 +51,20 @@ def test_a_class_that_states_nothing_has_the_defaults():
     assert needs.count_bytes(10, 20) == 0
     assert needs[3:] == (None, False)
     assert read_refit_needs(Large())[3:] == (0.5, False)
+
+
+@pytest.mark.parametrize("kind", ["gramm", None, ["gram"]])
+def test_a_kind_that_is_none_is_refused_by_name(kind):
+    message = r"statistics_kind of (Squares|SparseGPTPruning) must be one of .*'gram'\), got "
+    refit, pruner = Squares(), sparsity.SparseGPTPruning(**HALF)
+    refit.statistics_kind = pruner.statistics_kind = kind
+    params, seen = jnp.ones((2, 3)), {}
+    calls = [
+        lambda: sparsity.oneshot(MAGNITUDE, lambda w, x: x @ w, params, [jnp.eye(2)], refit),
+        lambda: sparsity.oneshot(pruner, lambda w, x: x @ w, params, [jnp.eye(2)]),
+        lambda: prune(MAGNITUDE, params, seen, refit),
+        lambda: pruner.instant_sparsify(params, statistics=seen),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()

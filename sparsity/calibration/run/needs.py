@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sparsity.calibration.pruners.base import StatisticsPruning
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
 from sparsity.core.trees import PyTree
 
 
@@ -54,4 +54,6 @@ def combine_needs(pruner: object, refit: object | None) -> Needs:
 def _read(method: object, kind: Kind) -> Needs:
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
-    return Needs(**{"statistics_kind": kind, **stated})
+    needs = Needs(**{"statistics_kind": kind, **stated})
+    check_statistics_kind(needs.statistics_kind, type(method).__name__)
+    return needs

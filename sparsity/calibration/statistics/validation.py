@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
@@ -36,9 +36,10 @@ def look_up_statistic(
       who: the pruner or refit, for messages.
 
     Raises:
-      ValueError: there is no statistic, or one that does not fit the parameter, lacks the kind, or
-        is not finite.
+      ValueError: there is no such kind, or no statistic, or one that does not fit the parameter,
+        lacks the kind, or is not finite.
     """
+    check_statistics_kind(kind, who)
     name, path = site.name, trees.path_names(site.path)
     check_kind("statistics", statistics, Mapping | None, "a dict {path: Statistic}")
     if statistics is None:
