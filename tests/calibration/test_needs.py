@@ -68,3 +68,21 @@ def test_a_kind_that_is_none_is_refused_by_name(kind):
     for call in calls:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"gram_copies": "x"}, "gram_copies of Large must be an integer, got .* = 'x'"),
+        ({"gram_copies": 0}, "gram_copies of Large must be at least 1"),
+        ({"count_bytes": 5}, r"count_bytes of Large must be a function of \(outputs, inputs\)"),
+        ({"count_bytes": lambda: 5}, r"count_bytes of Large must take \(outputs, inputs\): .*2"),
+        ({"count_bytes": lambda *_: None}, r"count_bytes\(outputs, inputs\) of Large .* integer"),
+    ],
+)
+def test_a_size_that_cannot_be_estimated_is_refused_by_name(stated, message):
+    refit = Large()
+    vars(refit).update(stated)
+    model, params = (lambda w, x: x @ w), jnp.ones((2, 3))
+    with pytest.raises(ValueError, match=message):
+        sparsity.oneshot(MAGNITUDE, model, params, [jnp.eye(2)], refit, estimate=True)
