@@ -1,6 +1,7 @@
 """A run needs what its pruner and its refit state, and one default for what they leave out."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import sparsity
@@ -86,3 +87,22 @@ def test_a_size_that_cannot_be_estimated_is_refused_by_name(stated, message):
     model, params = (lambda w, x: x @ w), jnp.ones((2, 3))
     with pytest.raises(ValueError, match=message):
         sparsity.oneshot(MAGNITUDE, model, params, [jnp.eye(2)], refit, estimate=True)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("kind", ["squares", "moments"])
+def test_a_refit_reads_its_sums_beside_the_gram_matrices_of_a_pruner(kind, sequential):
+    class Sums(Large):
+        statistics_kind = kind
+
+        def __call__(self, dense, pruned, mask, statistic, select):
+            np.testing.assert_allclose(statistic.squares, [5, 25])
+            if kind == "moments":
+                np.testing.assert_allclose(statistic.sums, [3, 7])
+            calls.append(statistic)
+            return pruned, mask
+
+    calls = []
+    model, params, x = (lambda w, x: x @ w), jnp.ones((2, 3)), jnp.array([[1.0, 3.0], [2.0, 4.0]])
+    sparsity.oneshot(GPT, model, params, [x], Sums(), sequential=sequential)
+    assert len(calls) == 1

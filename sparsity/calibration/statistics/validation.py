@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -62,7 +63,9 @@ def look_up_statistic(
             f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
             "kind='gram'."
         )
-    if kind == "moments" and (statistic.sums is None or statistic.squares is None):
+    if kind != "gram" and statistic.squares is None:  # a run of another method's Gram matrices
+        statistic = dataclasses.replace(statistic, squares=statistic.sums_of_squares())
+    if kind == "moments" and statistic.sums is None:
         raise ValueError(
             f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
             "Calibrate with kind='moments'."
