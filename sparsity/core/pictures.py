@@ -38,7 +38,7 @@ def pick_pair(axes: Sequence[Axes] | None, num_rows: int) -> Sequence[Axes]:
     """Returns two axes of a user, or new ones for `None`; raises a ValueError for others."""
     if axes is None:
         return new_axes(num_rows, 2)
-    if np.shape(axes) != (2,) or not all(map(_are_axes, axes)):
+    if np.asarray(axes, object).shape != (2,) or not all(map(_are_axes, axes)):
         raise ValueError(f"axes must be two matplotlib axes or None, got axes = {axes!r}.")
     return axes
 

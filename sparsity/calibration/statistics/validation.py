@@ -17,6 +17,7 @@ from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
 from sparsity.core.sharding import evaluate_now
+from sparsity.core.trees import PyTree
 from sparsity.masks import Site
 
 
@@ -198,7 +199,7 @@ def check_solvable(
         )
 
 
-def check_solution(new: object, who: str, name: str, param: jax.Array) -> None:
+def check_solution(new: PyTree, who: str, name: str, param: jax.Array) -> None:
     """Raises a ValueError unless a solution is the weights of a parameter and their mask.
 
     Args:
@@ -215,10 +216,10 @@ def check_solution(new: object, who: str, name: str, param: jax.Array) -> None:
     weights, mask = (getattr(x, "dtype", type(x).__name__) for x in new)
     is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
     kind = jnp.inexact if is_complex else jnp.floating
-    if not trees.is_array(new[0]) or not jnp.issubdtype(weights, kind):
+    if isinstance(weights, str) or not jnp.issubdtype(weights, kind):
         raise ValueError(
             f"{start} with {kind.__name__} weights, as the parameter is {param.dtype}, got weights "
             f"of {weights}: the parameter would lose a part of these."
         )
-    if not trees.is_array(new[1]) or not is_real(mask):
+    if isinstance(mask, str) or not is_real(mask):
         raise ValueError(f"{start} with a mask of real numbers, got a mask of {mask}.")
