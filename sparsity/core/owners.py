@@ -94,9 +94,10 @@ def check_state(params: Params, state: PyTree, remedy: str) -> None:
     root = leaves.get(())
     if root is not None and not trees.is_array(root) and not isinstance(root, numbers.Number):
         raise ValueError(f"opt_state must be an optimizer's state, got opt_state = {root!r}.")
-    arrays = [(path, x) for path, x in leaves.items() if trees.is_prunable(x) and x.ndim]
-    if arrays and not any(x is not None for x in _places(state, trees.covered_paths(params))):
-        path, leaf = arrays[0]
+    places = zip(leaves.items(), _places(state, trees.covered_paths(params)), strict=True)
+    arrays = [(x, place) for x, place in places if trees.is_prunable(x[1]) and x[1].ndim]
+    if arrays and all(place is None for _, place in arrays):
+        (path, leaf), _ = arrays[0]
         raise ValueError(
             f"No leaf of opt_state belongs to one of params, and {trees.path_string(path)!r} is an "
             f"array of shape {leaf.shape}: opt_state is the state of other params. Give the state "

@@ -273,6 +273,9 @@ def test_a_state_without_a_leaf_of_the_parameters_is_refused(width):
     masks = {"up": np.tile(np.arange(8) < width, (5, 1)).astype(np.uint8), "down": None}
     with pytest.raises(ValueError, match=r"No leaf of opt_state belongs .*'0/mu/other'"):
         shrink(graph, params, masks, optax.adam(0.1).init({"other": jnp.ones(3)}))
+    state = sparsity.MagnitudePruning().wrap_optax(optax.sgd(0.1)).init(params)
+    with pytest.raises(ValueError, match=r"No leaf of opt_state belongs .*'inner_state/other'"):
+        shrink(graph, params, masks, state._replace(inner_state={"other": jnp.ones(3)}))
     with pytest.raises(ValueError, match=r"opt_state must be an optimizer's state, got .* = 'x'"):
         shrink(graph, params, masks, "x")
     shrink(graph, params, masks, optax.sgd(optax.constant_schedule(0.1)).init(params))
