@@ -186,6 +186,19 @@ def test_masks_of_a_refit_of_ones_own_become_zeros_and_ones(kind, convert):
     np.testing.assert_array_equal(pruned, expected[0])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_wider_weights_of_a_refit_get_the_dtype_of_the_parameter(dtype):
+    def widened(dense, pruned, mask, *_):
+        return pruned.astype(jnp.float32), mask
+
+    weights, x, _ = oracles.layer()
+    kernel, statistics = jnp.asarray(weights.T, dtype), {(): oracles.of_kernel(x)}
+    pruned, _ = prune(wanda(), kernel, statistics, widened)
+    assert pruned.dtype == dtype
+    expected = prune(wanda(), kernel, statistics)[0]
+    np.testing.assert_array_equal(pruned.astype(float), expected.astype(float))
+
+
 class Scaled:
     """Scales kept weights to the sum of squares that dense ones have."""
 

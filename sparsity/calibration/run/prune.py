@@ -150,10 +150,11 @@ def _choose_better(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights and the mask that change the outputs of a parameter less.
 
-    Refitted weights outside their mask become 0, and those that are not finite change outputs more.
+    Refitted weights get the dtype of the parameter and become 0 outside their mask. Weights that
+    are not finite change outputs more.
     """
     xp = host.namespace([dense])
-    new = xp.where(new[1] != 0, new[0], 0), are_kept(new[1])
+    new = xp.where(new[1] != 0, new[0], 0).astype(dense.dtype), are_kept(new[1])
     if statistic.gram is None:
         after, first = (xp.sum(~xp.isfinite(x)) for x, _ in (new, before))
     else:
