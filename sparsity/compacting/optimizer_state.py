@@ -143,7 +143,9 @@ def take_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
             f"entry by entry, or {_REMEDY}."
         )
 
-    return owners.map_owned(take, owner_tree, state)
+    taken = owners.map_owned(take, owner_tree, state)
+    owners.check_state(owner_tree, state, _REMEDY)
+    return taken
 
 
 def densify_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
@@ -156,11 +158,13 @@ def densify_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
     def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
         return leaf if owner is None or not _has_moments(owner, leaf) else owner.densify(leaf)
 
+    owners.check_state(owner_tree, state, _REMEDY)
     return owners.map_owned(densify, owner_tree, state)
 
 
 def check_kept_state(owner_tree: OwnerTree, state: PyTree) -> None:
     """Raises a ValueError that names a parameter without a moment for each kept value."""
+    owners.check_state(owner_tree, state, _REMEDY)
     owners.map_owned(lambda owner, leaf: owner and _has_moments(owner, leaf), owner_tree, state)
 
 

@@ -7,6 +7,7 @@ So a parameter called `mu`, or a tuple of moments, is never mistaken for another
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,6 +79,29 @@ def check_stray(leaf: PyTree, names: Mapping[tuple[int, ...], str], remedy: str)
             f"The optimizer's state has a leaf of the shape {leaf.shape} of {names[leaf.shape]!r} "
             "in a tree whose leaves are not those of params. Give the state of these params, or "
             f"{remedy}."
+        )
+
+
+def check_state(params: Params, state: PyTree, remedy: str) -> None:
+    """Raises a ValueError if a value is no state, or has arrays and none of a parameter.
+
+    Args:
+      params: tree with the parameters' paths; its leaves may be `None`.
+      state: an optimizer state; numbers and integers need no parameter.
+      remedy: last remedy in the error.
+    """
+    leaves = trees.leaves_by_path(state)
+    root = leaves.get(())
+    if root is not None and not trees.is_array(root) and not isinstance(root, numbers.Number):
+        raise ValueError(f"opt_state must be an optimizer's state, got opt_state = {root!r}.")
+    places = zip(leaves.items(), _places(state, trees.covered_paths(params)), strict=True)
+    arrays = [(x, place) for x, place in places if trees.is_prunable(x[1]) and x[1].ndim]
+    if arrays and all(place is None for _, place in arrays):
+        (path, leaf), _ = arrays[0]
+        raise ValueError(
+            f"No leaf of opt_state belongs to one of params, and {trees.path_string(path)!r} is an "
+            f"array of shape {leaf.shape}: opt_state is the state of other params. Give the state "
+            f"of these params, or {remedy}."
         )
 
 

@@ -176,11 +176,14 @@ def check_paths(
     leaves: Collection[KeyPath], others: Collection[KeyPath], role: str, others_role: str
 ) -> None:
     """Raises a ValueError that names the paths of `others` that `leaves` lacks."""
-    if missing := [path_string(path) for path in others if path not in leaves]:
+    if missing := [path for path in others if path not in leaves]:
+        remedy = "Both must be made for the same model."
+        if any(is_within(path[:-1], leaves) for path in missing):
+            remedy = "Give an array in place of a list or a dict, whose entries are leaves."
         raise ValueError(
-            f"The {role} have no leaf at {listed(missing)}, which the {others_role} have. "
-            f"The {role} have: {listed([path_string(path) for path in leaves])}. Both "
-            "must be made for the same model."
+            f"The {role} have no leaf at {listed(list(map(path_string, missing)))}, which the "
+            f"{others_role} have. The {role} have: {listed(list(map(path_string, leaves)))}. "
+            f"{remedy}"
         )
 
 

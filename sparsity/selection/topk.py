@@ -125,7 +125,7 @@ def global_topk_mask(
         ranked = Ranked(Scores.wrap(leaf))
         leaves.append(_restrict(ranked, f"where at {trees.path_string(path)!r}", mask))
 
-    trees.map_matched(rank, tree, where, role="tree", others_role="where")
+    trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
     dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
     if len(dtypes) > 1:
         raise ValueError(

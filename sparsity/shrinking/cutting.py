@@ -208,25 +208,18 @@ def _cut_moment(owner: CutParameter | None, leaf: jax.Array) -> jax.Array:
 
 
 def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
-    """Raises a ValueError if a leaf without an owner looks like a moment of a cut parameter."""
+    """Raises a ValueError for the state of other parameters, or a stray moment of a cut one."""
     cut = [owner for owner in jax.tree.leaves(owner_tree) if owner.axes]
     names = {owner.shape: owner.name for owner in cut}
     has_owner = jax.tree.leaves(
         owners.map_owned(lambda owner, _: owner is not None, owner_tree, state)
     )
-    arrays = []
     for (path, leaf), is_owned in zip(trees.leaves_by_path(state).items(), has_owner, strict=True):
         if not is_owned:
             owners.check_stray(leaf, names, _REMEDY)
             if trees.is_prunable(leaf) and leaf.ndim:
                 _check_place(path, leaf, owner_tree)
-                arrays.append(leaf)
-    if cut and arrays and not any(has_owner):
-        raise ValueError(
-            f"No leaf of opt_state belongs to a leaf of params, and opt_state has one of shape "
-            f"{arrays[0].shape}: it is the state of other params. Give the state of these params, "
-            f"or {_REMEDY}."
-        )
+    owners.check_state(owner_tree, state, _REMEDY)
 
 
 def _check_place(path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:

@@ -14,7 +14,7 @@ import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.pictures import bars, new_axes
+from sparsity.core.pictures import bars, pick_pair
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph, Parameter
 from sparsity.graph.channels.cuts import solve_kept
@@ -178,7 +178,7 @@ class Small:
         rows = self._rows()
         shown = [row for row in rows if row.macs[0] or len(row.leaf.shape) > 1]
         names = [row.leaf.name for row in shown]
-        axes = new_axes(len(shown), 2) if axes is None else axes
+        axes = pick_pair(axes, len(shown))
         columns = (
             ("multiply-adds", [row.macs for row in shown], self.before.macs()),
             ("parameters", [row.sizes for row in shown], sum(row.sizes[0] for row in rows)),

@@ -1,9 +1,11 @@
 """A run needs what its pruner and its refit state, and one default for what they leave out."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import Means
+from sparsity.calibration import Means, prune
 from sparsity.calibration.run.needs import combine_needs, read_pruner_needs, read_refit_needs
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
@@ -50,3 +52,57 @@ def test_a_class_that_states_nothing_has_the_defaults():
     assert needs.count_bytes(10, 20) == 0
     assert needs[3:] == (None, False)
     assert read_refit_needs(Large())[3:] == (0.5, False)
+
+
+@pytest.mark.parametrize("kind", ["gramm", None, ["gram"]])
+def test_a_kind_that_is_none_is_refused_by_name(kind):
+    message = r"statistics_kind of (Squares|SparseGPTPruning) must be one of .*'gram'\), got "
+    refit, pruner = Squares(), sparsity.SparseGPTPruning(**HALF)
+    refit.statistics_kind = pruner.statistics_kind = kind
+    params, seen = jnp.ones((2, 3)), {}
+    calls = [
+        lambda: sparsity.oneshot(MAGNITUDE, lambda w, x: x @ w, params, [jnp.eye(2)], refit),
+        lambda: sparsity.oneshot(pruner, lambda w, x: x @ w, params, [jnp.eye(2)]),
+        lambda: prune(MAGNITUDE, params, seen, refit),
+        lambda: pruner.instant_sparsify(params, statistics=seen),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"gram_copies": "x"}, "gram_copies of Large must be an integer, got .* = 'x'"),
+        ({"gram_copies": 0}, "gram_copies of Large must be at least 1"),
+        ({"count_bytes": 5}, r"count_bytes of Large must be a function of \(outputs, inputs\)"),
+        ({"count_bytes": lambda: 5}, r"count_bytes of Large must take \(outputs, inputs\): .*2"),
+        ({"count_bytes": lambda *_: None}, r"count_bytes\(outputs, inputs\) of Large .* integer"),
+    ],
+)
+def test_a_size_that_cannot_be_estimated_is_refused_by_name(stated, message):
+    refit = Large()
+    vars(refit).update(stated)
+    model, params = (lambda w, x: x @ w), jnp.ones((2, 3))
+    with pytest.raises(ValueError, match=message):
+        sparsity.oneshot(MAGNITUDE, model, params, [jnp.eye(2)], refit, estimate=True)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("kind", ["squares", "moments"])
+def test_a_refit_reads_its_sums_beside_the_gram_matrices_of_a_pruner(kind, sequential):
+    class Sums(Large):
+        statistics_kind = kind
+
+        def __call__(self, dense, pruned, mask, statistic, select):
+            np.testing.assert_allclose(statistic.squares, [5, 25])
+            if kind == "moments":
+                np.testing.assert_allclose(statistic.sums, [3, 7])
+            calls.append(statistic)
+            return pruned, mask
+
+    calls = []
+    model, params, x = (lambda w, x: x @ w), jnp.ones((2, 3)), jnp.array([[1.0, 3.0], [2.0, 4.0]])
+    sparsity.oneshot(GPT, model, params, [x], Sums(), sequential=sequential)
+    assert len(calls) == 1

@@ -92,23 +92,31 @@ def test_an_empty_parameter_is_not_solved():
     assert pruned.shape == masks.shape == (3, 0)
 
 
-class WrongMask(StatisticsPruning):
-    def solve(self, site, param, statistic, target):
-        return param, jnp.ones(3)
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (lambda w: (w, jnp.ones(3)), r"each of shape \(2, 1\), got \(\(2, 1\), \(3,\)\)"),
+        (lambda w: (w.T, w), r"each of shape \(2, 1\), got \(\(1, 2\), \(2, 1\)\)"),
+        (lambda w: w, r"each of shape \(2, 1\), got one array of shape \(2, 1\)\."),
+        (lambda w: (w + 1j, w), "with floating weights.* got weights of complex64"),
+        (lambda w: (w.astype(int), w), "with floating weights.* got weights of int32"),
+    ],
+)
+def test_solutions_of_other_shapes_or_kinds_are_refused_by_name(returned, got):
+    class Returning(StatisticsPruning):
+        def solve(self, site, param, statistic, target):
+            return returned(param)
 
-
-class WrongWeights(StatisticsPruning):
-    def solve(self, site, param, statistic, target):
-        return param.T, jnp.ones_like(param)
+    seen = sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))
+    pruner = Returning(sparsity_distribution_fn=helpers.half)
+    message = rf"Returning\.solve must return \(weights, mask\) of 'params'.* {got}"
+    with pytest.raises(ValueError, match=message):
+        pruner.instant_sparsify(jnp.ones((2, 1)), statistics={(): seen})
 
 
 def test_what_no_hook_can_do_is_refused_by_name():
     options = {"sparsity_distribution_fn": helpers.half}
     seen = {(): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}
-    with pytest.raises(ValueError, match=r"mask of 'params' .* shape \(3,\), .* shape \(2, 1\)"):
-        WrongMask(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
-    with pytest.raises(ValueError, match=r"params.*\(1, 2\)"):
-        WrongWeights(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
     with pytest.raises(NotImplementedError, match="StatisticsPruning must override solve"):
         StatisticsPruning(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
     with pytest.raises(
@@ -120,8 +128,8 @@ def test_what_no_hook_can_do_is_refused_by_name():
     with pytest.raises(ValueError, match=r"Scaled changes weights when it prunes.*OneShotSchedule"):
         Scaled(scheduler=sparsity.OneShotSchedule(3), **options)
     squares = sparsity.Statistic(squares=jnp.ones(2), count=9, contracting=(0,), output=(1,))
-    with pytest.raises(ValueError, match=r"WrongMask needs the Gram matrix of 'params'"):
-        WrongMask(**options).instant_sparsify(jnp.ones((2, 1)), statistics={(): squares})
+    with pytest.raises(ValueError, match=r"StatisticsPruning needs the Gram matrix of 'params'"):
+        StatisticsPruning(**options).instant_sparsify(jnp.ones((2, 1)), statistics={(): squares})
 
 
 class Inputs(ScoredPruning):

@@ -166,6 +166,39 @@ def test_what_a_refit_of_ones_own_returns_is_0_outside_its_mask_and_finite_or_no
         np.testing.assert_array_equal(mask, expected[1])
 
 
+@pytest.mark.parametrize("kind", ["gram", "squares"])
+@pytest.mark.parametrize(
+    "convert", [lambda mask: mask * 0.5, lambda mask: -mask.astype(int), lambda mask: mask > 0]
+)
+def test_masks_of_a_refit_of_ones_own_become_zeros_and_ones(kind, convert):
+    class Converted:
+        statistics_kind = kind
+
+        def __call__(self, dense, pruned, mask, statistic, select):
+            return pruned, convert(mask)
+
+    weights, x, _ = oracles.layer()
+    kernel, statistics = jnp.asarray(weights.T, jnp.float32), {(): oracles.of_kernel(x)}
+    pruned, mask = prune(wanda(), kernel, statistics, Converted())
+    expected = prune(wanda(), kernel, statistics)
+    assert mask.dtype == jnp.uint8
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_array_equal(pruned, expected[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_wider_weights_of_a_refit_get_the_dtype_of_the_parameter(dtype):
+    def widened(dense, pruned, mask, *_):
+        return pruned.astype(jnp.float32), mask
+
+    weights, x, _ = oracles.layer()
+    kernel, statistics = jnp.asarray(weights.T, dtype), {(): oracles.of_kernel(x)}
+    pruned, _ = prune(wanda(), kernel, statistics, widened)
+    assert pruned.dtype == dtype
+    expected = prune(wanda(), kernel, statistics)[0]
+    np.testing.assert_array_equal(pruned.astype(float), expected.astype(float))
+
+
 class Scaled:
     """Scales kept weights to the sum of squares that dense ones have."""
 
@@ -198,6 +231,7 @@ def test_a_refit_of_ones_own_may_need_squares_alone(sequential):
     assert np.isfinite(unscaled).all()
 
 
+@pytest.mark.parametrize("kind", ["gram", "squares"])
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
@@ -205,13 +239,26 @@ def test_a_refit_of_ones_own_may_need_squares_alone(sequential):
         (lambda dense, pruned, mask, *_: (pruned, mask, mask), r"\(\(\d+, \d+\), .*\), .*\)\)"),
         (lambda dense, pruned, mask, *_: (pruned[:1], mask), r"\(\(1, \d+\), \(\d+, \d+\)\)"),
         (lambda dense, pruned, mask, *_: ("a", mask), r"\(\(\), "),
+        (lambda dense, pruned, mask, *_: pruned, r"one array of shape \(\d+, \d+\)\.$"),
+        (lambda dense, pruned, mask, *_: [0] * 99, r"\[0, 0, 0, 0, 0, 0, \.\.\.\]\.$"),
+        (lambda dense, pruned, mask, *_: (pruned + 1j, mask), "weights of complex64: .*lose"),
+        (lambda dense, pruned, mask, *_: (pruned.astype(int), mask), "weights of int"),
+        (lambda dense, pruned, mask, *_: (pruned.tolist(), mask), "weights of list"),
+        (lambda dense, pruned, mask, *_: (pruned, mask + 0j), "a mask of complex"),
     ],
 )
-def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned, got):
+def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned, got, kind):
+    class Returning:
+        statistics_kind = kind
+
+        def __call__(self, *args):
+            return returned(*args)
+
     weights, x, _ = oracles.layer()
     kernel = jnp.asarray(weights.T, jnp.float32)
-    with pytest.raises(ValueError, match=rf"must return .weights, mask. of 'w', .* got {got}"):
-        prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, returned)
+    message = rf"Returning must return .weights, mask. of 'w'.* got {got}"
+    with pytest.raises(ValueError, match=message):
+        prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, Returning())
 
 
 @pytest.mark.slow

@@ -301,6 +301,47 @@ def test_tune_refuses_the_state_of_other_parameters_before_it_measures(monkeypat
         model.tune(model.params, X, rounds=7, opt_state=optax.adam(0.1).init(PARAMS))
 
 
+FOREIGN = optax.adam(0.1).init({"other": jnp.ones(5)})
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (FOREIGN, r"No leaf of opt_state belongs .*'0/mu/other' is an array of shape .5,."),
+        ("x", "opt_state must be an optimizer's state, got opt_state = 'x'"),
+    ],
+)
+def test_a_state_without_a_leaf_of_the_parameters_is_refused(state, message):
+    model, pruner = compact(GRAPH, PARAMS, MASKS), sparsity.SET(drop_fraction_fn=lambda _: 0.5)
+    calls = [
+        lambda: compact(GRAPH, PARAMS, MASKS, state),
+        lambda: model.tune(model.params, X, rounds=1, opt_state=state),
+        lambda: model.move(pruner, model.params, state, 0),
+        lambda: model.dense_state(state),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.sgd(optax.constant_schedule(0.1)),
+        optax.masked(optax.adam(0.1), {"up": False, "down": True}),
+        optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"up": "b", "down": "a"}),
+    ],
+)
+def test_a_state_of_a_part_of_the_parameters_or_of_none_passes(tx, monkeypatch):
+    monkeypatch.setattr(tune, "time_until_clear", lambda runs, rounds: dict.fromkeys(runs, 1.0))
+    model, state = compact(GRAPH, PARAMS, MASKS, tx.init(PARAMS)), tx.init(PARAMS)
+    expected = jax.tree.structure(state)
+    assert jax.tree.structure(model.dense_state(model.opt_state)) == expected
+    tuned = model.tune(model.params, X, rounds=1)
+    assert jax.tree.structure(tuned.opt_state) == expected
+
+
 def test_the_state_of_other_parameters_is_refused():
     with pytest.raises(ValueError, match=r"shape .3, 4. of 'up'"):
         compact(GRAPH, PARAMS, MASKS, optax.adam(0.1).init([PARAMS["up"], PARAMS["down"]]))

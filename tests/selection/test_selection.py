@@ -438,8 +438,10 @@ def test_a_tree_of_eligible_entries_is_checked_by_path():
         selection.global_topk_mask(tree, 2, where={"a": jnp.ones(3)})
     with pytest.raises(ValueError, match="where at 'b' must be an array of real numbers"):
         selection.global_topk_mask(tree, 2, where={"b": "all"})
-    with pytest.raises(ValueError, match="no leaf at 'c', which the where have"):
+    with pytest.raises(ValueError, match="The scores have no leaf at 'c', which the masks of wh"):
         selection.global_topk_mask(tree, 2, where={"c": jnp.ones(4)})
+    with pytest.raises(ValueError, match=r"no leaf at 'a/0', .* Give an array in place of a list"):
+        selection.global_topk_mask(tree, 3, where={"a": [1, 0, 1, 1], "b": None})
     masks = selection.global_topk_mask(tree, 3, where={"a": jnp.array([1, 0, 1, 1])})
     assert masks["a"].tolist() == [1, 0, 1, 1]
 

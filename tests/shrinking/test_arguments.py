@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsity
@@ -263,6 +264,21 @@ def test_functions_without_derivatives_are_cut_and_stay_without(activation, loop
     assert jnp.allclose(small.apply(small.params, x), fn(masked, x), atol=1e-5)
     with pytest.raises(NotImplementedError, match="forward-only"):
         jax.grad(lambda p: small.apply(p, x).sum())(small.params)
+
+
+@pytest.mark.parametrize("width", [4, 8])  # 8: no channel is dead
+def test_a_state_without_a_leaf_of_the_parameters_is_refused(width):
+    params, x = mlp()
+    graph = trace(lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"], params, x)
+    masks = {"up": np.tile(np.arange(8) < width, (5, 1)).astype(np.uint8), "down": None}
+    with pytest.raises(ValueError, match=r"No leaf of opt_state belongs .*'0/mu/other'"):
+        shrink(graph, params, masks, optax.adam(0.1).init({"other": jnp.ones(3)}))
+    state = sparsity.MagnitudePruning().wrap_optax(optax.sgd(0.1)).init(params)
+    with pytest.raises(ValueError, match=r"No leaf of opt_state belongs .*'inner_state/other'"):
+        shrink(graph, params, masks, state._replace(inner_state={"other": jnp.ones(3)}))
+    with pytest.raises(ValueError, match=r"opt_state must be an optimizer's state, got .* = 'x'"):
+        shrink(graph, params, masks, "x")
+    shrink(graph, params, masks, optax.sgd(optax.constant_schedule(0.1)).init(params))
 
 
 def test_a_state_may_hold_numbers_and_integers_below_a_parameter_but_no_other_floats():

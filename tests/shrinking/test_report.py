@@ -62,6 +62,11 @@ def test_the_picture_has_a_light_and_a_dark_bar_for_each_leaf_that_can_be_seen(m
     assert texts == ["33.3% to 16.7%", "50.0% to 25.0%"]
     assert macs.yaxis_inverted()  # the first leaf on top
     assert small.plot((macs, parameters)) == (macs, parameters)
+    for axes in (macs, [macs], "xy", (macs, mpl.pyplot), {macs: 1, parameters: 2}):
+        with pytest.raises(ValueError, match="axes must be two matplotlib axes or None, got axes "):
+            small.plot(axes)
+    with pytest.raises(ValueError, match="ax must be matplotlib axes or None, got ax = <module"):
+        small.graph.plot(ax=mpl.pyplot)
     mpl.pyplot.close(macs.figure)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.calibration.statistics.validation import look_up_statistic
+from sparsity.calibration.statistics.validation import check_solution, look_up_statistic
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks, read_masks
@@ -117,7 +117,9 @@ class StatisticsPruning(BaseUpdater):
             if not param.size:
                 solved[key] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
-            new, mask = self.solve(*problem)
+            solution = self.solve(*problem)
+            check_solution(solution, f"{type(self).__name__}.solve", problem.site.name, param)
+            new, mask = solution
             new = sharding.place_like(param, new.astype(param.dtype))
             solved[key] = new, sharding.place_like(param, mask)
         weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)

@@ -39,7 +39,9 @@ class Refit(Protocol):
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of a parameter and their mask; weights outside the mask become 0.
+        """Returns the weights of a parameter and their mask, of any real dtype.
+
+        Entries of the mask that are not 0 are kept; weights outside the mask become 0.
 
         Args:
           dense: the parameter before pruning, whose outputs are to be reconstructed.

@@ -5,11 +5,13 @@ A refit is any callable, and a pruner any updater, so that neither need have hea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from sparsity.calibration.pruners.base import StatisticsPruning
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
+from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
 
 
@@ -54,4 +56,19 @@ def combine_needs(pruner: object, refit: object | None) -> Needs:
 def _read(method: object, kind: Kind) -> Needs:
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
-    return Needs(**{"statistics_kind": kind, **stated})
+    needs = Needs(**{"statistics_kind": kind, **stated})
+    who = type(method).__name__
+    check_statistics_kind(needs.statistics_kind, who)
+    check_int(f"gram_copies of {who}", needs.gram_copies, 1)
+    check_function(f"count_bytes of {who}", needs.count_bytes, "(outputs, inputs)")
+    return needs._replace(count_bytes=functools.partial(_count_bytes, who, needs.count_bytes))
+
+
+def _count_bytes(who: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
+    """Returns what a method counts; a ValueError names the method if that fails or is no count."""
+    try:
+        counted = count(outputs, inputs)
+    except TypeError as error:
+        raise ValueError(f"count_bytes of {who} must take (outputs, inputs): {error}") from error
+    check_int(f"count_bytes(outputs, inputs) of {who}", counted, 0)
+    return counted

@@ -6,17 +6,20 @@ import functools
 
 import chex
 import jax
-import numpy as np
 
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import Refit, Select
 from sparsity.calibration.run.needs import read_refit_needs
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.calibration.statistics.validation import check_solvable, look_up_statistic
+from sparsity.calibration.statistics.validation import (
+    check_solution,
+    check_solvable,
+    look_up_statistic,
+)
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import ScoredLeaf, Site, is_per_slice, pack_masks, read_masks
+from sparsity.masks import ScoredLeaf, Site, are_kept, is_per_slice, pack_masks, read_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
@@ -37,7 +40,7 @@ def prune(
     Raises:
       ValueError: the pruner is no updater or the refit no `Refit`, either is a class, or a
         statistic is missing, does not fit its parameter, or lacks the sums that the refit needs;
-        the refit returns arrays of another shape.
+        the refit returns arrays of another shape or kind.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -129,7 +132,7 @@ def apply_refit(
             check_solvable(statistic, dense, site.name, needs.damping)
         select = _selection(pruner, site, statistic, targets.get(key, 0.0))
         new = refit(dense, *before, statistic, select)
-        _check_refitted(refit, new, site.name, dense.shape)
+        check_solution(new, who, site.name, dense)
         like = (dense, dense)
         better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
         new = host.instead(_choose_better)(better)(dense, new, before, statistic)
@@ -137,17 +140,6 @@ def apply_refit(
     pruned = trees.map_matched(lambda key, param: refitted.get(key, (param,))[0], pruned)
     masks = trees.map_matched(lambda key, _: refitted[key][1], masks)
     return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
-
-
-def _check_refitted(refit: Refit, new: object, name: str, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError unless a refit returned two arrays of the parameter's shape."""
-    if isinstance(new, tuple) and len(new) == 2 and all(np.shape(x) == shape for x in new):
-        return
-    got = jax.tree.map(np.shape, new) if isinstance(new, tuple) else repr(new)
-    raise ValueError(
-        f"{type(refit).__name__} must return (weights, mask) of {name!r}, each of shape {shape}, "
-        f"got {got}."
-    )
 
 
 def _choose_better(
@@ -158,10 +150,11 @@ def _choose_better(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights and the mask that change the outputs of a parameter less.
 
-    Refitted weights outside their mask become 0, and those that are not finite change outputs more.
+    Refitted weights get the dtype of the parameter and become 0 outside their mask. Weights that
+    are not finite change outputs more.
     """
     xp = host.namespace([dense])
-    new = xp.where(new[1] != 0, new[0], 0), new[1]
+    new = xp.where(new[1] != 0, new[0], 0).astype(dense.dtype), are_kept(new[1])
     if statistic.gram is None:
         after, first = (xp.sum(~xp.isfinite(x)) for x, _ in (new, before))
     else:

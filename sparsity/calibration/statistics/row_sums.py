@@ -24,6 +24,12 @@ KINDS = get_args(Kind)
 _HIGHEST = lax.Precision.HIGHEST
 
 
+def check_statistics_kind(kind: object, who: str) -> None:
+    """Raises a ValueError that names a pruner or a refit unless its statistics are of a kind."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"statistics_kind of {who} must be one of {KINDS}, got {kind!r}.")
+
+
 def sum_inputs(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> Statistic:
     """Sums up the inputs of a product over its rows, and counts the rows.
 

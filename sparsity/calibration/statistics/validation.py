@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -10,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
-from sparsity.core.checks import check_kind, is_traced
+from sparsity.core.checks import check_kind, is_real, is_traced
 from sparsity.core.sharding import evaluate_now
+from sparsity.core.trees import PyTree
 from sparsity.masks import Site
 
 
@@ -35,9 +38,10 @@ def look_up_statistic(
       who: the pruner or refit, for messages.
 
     Raises:
-      ValueError: there is no statistic, or one that does not fit the parameter, lacks the kind, or
-        is not finite.
+      ValueError: there is no such kind, or no statistic, or one that does not fit the parameter,
+        lacks the kind, or is not finite.
     """
+    check_statistics_kind(kind, who)
     name, path = site.name, trees.path_names(site.path)
     check_kind("statistics", statistics, Mapping | None, "a dict {path: Statistic}")
     if statistics is None:
@@ -60,7 +64,9 @@ def look_up_statistic(
             f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
             "kind='gram'."
         )
-    if kind == "moments" and (statistic.sums is None or statistic.squares is None):
+    if kind != "gram" and statistic.squares is None:  # a run of another method's Gram matrices
+        statistic = dataclasses.replace(statistic, squares=statistic.sums_of_squares())
+    if kind == "moments" and statistic.sums is None:
         raise ValueError(
             f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
             "Calibrate with kind='moments'."
@@ -191,3 +197,29 @@ def check_solvable(
             f"matrix is singular. {remedy} More calibration data would say more.",
             stacklevel=2,
         )
+
+
+def check_solution(new: PyTree, who: str, name: str, param: jax.Array) -> None:
+    """Raises a ValueError unless a solution is the weights of a parameter and their mask.
+
+    Args:
+      new: the solution.
+      who: the pruner or refit that returned the solution.
+      name: the name of the parameter.
+      param: the parameter.
+    """
+    start = f"{who} must return (weights, mask) of {name!r}"
+    if not isinstance(new, tuple) or len(new) != 2 or any(np.shape(x) != param.shape for x in new):
+        got = jax.tree.map(np.shape, new) if isinstance(new, tuple) else reprlib.repr(new)
+        got = f"one array of shape {new.shape}" if trees.is_array(new) else got
+        raise ValueError(f"{start}, each of shape {param.shape}, got {got}.")
+    weights, mask = (getattr(x, "dtype", type(x).__name__) for x in new)
+    is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
+    kind = jnp.inexact if is_complex else jnp.floating
+    if isinstance(weights, str) or not jnp.issubdtype(weights, kind):
+        raise ValueError(
+            f"{start} with {kind.__name__} weights, as the parameter is {param.dtype}, got weights "
+            f"of {weights}: the parameter would lose a part of these."
+        )
+    if isinstance(mask, str) or not is_real(mask):
+        raise ValueError(f"{start} with a mask of real numbers, got a mask of {mask}.")
