@@ -116,5 +116,8 @@ def test_a_state_of_other_parameters_is_refused_by_its_paths(cut):
     masks, tx = {"w": jnp.ones((3, 4), jnp.uint8), "b": None}, optax.sgd(0.1, momentum=0.9)
     for other in ({"w": params["w"]}, params | {"c": params["b"]}):
         differing = sorted(params.keys() ^ other.keys())[0]
-        with pytest.raises(ValueError, match=f"opt_state .* params: '0/trace/{differing}' differ"):
+        paths = f"opt_state .* params: '0/trace/{differing}' differ"
+        if cut is sparsity.shrink:  # which cuts the state before any update
+            paths = f"No leaf of opt_state belongs .* '0/trace/{min(other)}' is an array"
+        with pytest.raises(ValueError, match=paths):
             cut(graph, params, masks, tx.init(other), tx)

@@ -142,7 +142,7 @@ def test_what_is_no_state_of_these_params_is_refused(pruned):
         shrink(graph, params, masks, tx)
     with refused(match="masks is None"):
         shrink(graph, params, None)
-    with refused(match=r"one of shape \(3,\).*state of other params"):
+    with refused(match=r"array of shape \(3,\).*state of other params"):
         shrink(graph, params, masks, tx.init({"other": jnp.ones(3)}))
     with refused(match=r"tx must be an optax.GradientTransformation"):
         shrink(graph, params, masks, tx.init(params), optax.adam)
