@@ -53,7 +53,7 @@ def _build_once(
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
 ) -> tuple[StoredModel, OwnerTree]:
-    """Returns `build`, where products may refuse a format that was not chosen."""
+    """Builds the model once; a product may still refuse an automatic format."""
     storages, positions = _make_storages(masked, formats)
     owners: dict[trees.KeyPath, Owner] = {}
 

@@ -60,7 +60,7 @@ def run_stored(
     observers: Mapping[Path, Observer] = _NO_OBSERVERS,
     record: Record = lambda *_: None,
 ) -> PyTree:
-    """Returns `Compact.apply`, with gradients of dense parameters for some observers.
+    """Runs the model as `Compact.apply` does; observers see gradients of dense parameters.
 
     Args:
       model: the model.

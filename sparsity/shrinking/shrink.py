@@ -97,7 +97,7 @@ def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.
 def _find_replicated(
     graph: Graph, params: Params, small_params: Params
 ) -> dict[tuple[Path, int], int]:
-    """Returns `Small.replicated`."""
+    """Returns the attribute `replicated` of a `Small`."""
     parameters, small = graph.parameters.match(params), trees.leaves_by_path(small_params)
     replicated = {}
     for key, leaf in trees.leaves_by_path(params).items():

@@ -71,7 +71,7 @@ class Updater(DataclassBase):
     prunes_at_once: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
-    _moves_masks: ClassVar[bool] = False  # whether updates never call `create_masks`
+    _moves_masks: ClassVar[bool] = False  # whether an override of `create_masks` would be idle
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:

@@ -83,7 +83,7 @@ class Storage(SliceLayout):
 
     @classmethod
     def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns `make` for a parameter without a chosen format; `None` if another is faster."""
+        """Calls `make` for a parameter without a chosen format; `None` if another is faster."""
         return cls.make(parameter)
 
     def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:

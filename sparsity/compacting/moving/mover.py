@@ -1,4 +1,4 @@
-"""Moves the masks of a compact model: one mask update of SET or RigL, slice by slice."""
+"""Moves the masks of a compact model: one mask update of SET, RigL or SRigL, slice by slice."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Mover:
           gradient: gradient of the dense part, sizes in the order of the storage.
         """
         # Before a loop XLA computes, and stores, all that its rounds share, such as the flat
-        # indices of entries. Out of a branch XLA takes nothing.
+        # indices of entries. XLA takes nothing out of a branch.
         always = jnp.min(part.positions, initial=0) >= 0
         moved: jax.Array = lax.cond(
             always, lambda: self._move(part, gradient), lambda: part.positions
