@@ -75,7 +75,7 @@ def _move(
     static_loss: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]],
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Moves masks as `move` does; a loss has the leaves `arrays`, and its structure and others are static."""
+    """Moves masks as `move` does; the structure of a loss is static, its leaves are `arrays`."""
     treedef, objects = static_loss
     if tx is not None:
         read_state(tx, params, opt_state)
