@@ -134,7 +134,7 @@ def parts_on_pages():
     for registry in (DISTRIBUTIONS, SCHEDULES, SCOPES):
         for kind in registry.values():
             yield "docs/choosing.md", f"`{kind.__name__}("
-    for name in patterns.parse._FORMS.keys() - {"unstructured"}:
+    for name in sorted(patterns.parse._FORMS.keys() - {"unstructured"}):
         yield "docs/choosing.md", f'`"{name}_'
     for name in STORAGES:
         yield "docs/howto/compact.md", f"| `{name}` |"
