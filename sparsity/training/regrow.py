@@ -13,7 +13,7 @@ from sparsity.core import owners, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.kernels import at_runtime
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import pack_masks, unpack, unpack_masks
+from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
@@ -81,7 +81,7 @@ def without_grown(params: Params, grown: PyTree) -> Params:
     def zero(_: trees.KeyPath, param: jax.Array, where: jax.Array | None) -> jax.Array:
         if where is None:
             return param
-        return jnp.where(_unpack_grown(where, param), jnp.zeros((), param.dtype), param)
+        return apply_mask(param, ~_unpack_grown(where, param))
 
     return trees.map_matched(zero, params, grown)
 
