@@ -10,6 +10,20 @@ import sparsity
 from sparsity.comparisons.updates import check_updates
 
 
+def compare(tx, params, size, model="small model"):
+    """Compares updates of vectors whose first entries stay with those of the masked vectors."""
+    return check_updates(
+        tx,
+        params,
+        tx.init(params),
+        mask=lambda path, array: array * (np.arange(array.size) < size),
+        cut=lambda tree: jax.tree.map(lambda x: x[:size], tree),
+        cut_state=lambda state: state,
+        model=model,
+        remedy="none",
+    )
+
+
 def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():
     # Not 0 for two entries, which remain of four; far from rounding.
     tx = optax.stateless(
@@ -17,16 +31,7 @@ def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():
     )
     params = {"w": jnp.ones(4)}
     with pytest.raises(ValueError, match=r"'update/w' has 0\.0001 in place of 0 at"):
-        check_updates(
-            tx,
-            params,
-            tx.init(params),
-            mask=lambda path, array: array * np.array([1, 1, 0, 0]),
-            cut=lambda tree: jax.tree.map(lambda x: x[:2], tree),
-            cut_state=lambda state: state,
-            model="small model",
-            remedy="none",
-        )
+        compare(tx, params, 2)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +43,7 @@ def test_updates_that_depend_on_zeros_among_gradients_of_one_sign_are_refused(re
     tx = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g * reduce(g), grads))
     params = {"w": jnp.ones(40)}
     with pytest.raises(ValueError, match="'update/w'"):
-        check_updates(
-            tx,
-            params,
-            tx.init(params),
-            mask=lambda path, array: array * (np.arange(40) < 20),
-            cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
-            cut_state=lambda state: state,
-            model="small model",
-            remedy="none",
-        )
+        compare(tx, params, 20)
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError])
@@ -62,16 +58,7 @@ def test_an_optimizer_that_fails_on_other_shapes_is_refused_with_what_it_says(er
     with pytest.raises(
         ValueError, match=r"train the tiny model .* or none\. It says: forty"
     ) as caught:
-        check_updates(
-            tx,
-            params,
-            tx.init(params),
-            mask=lambda path, array: array,
-            cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
-            cut_state=lambda state: state,
-            model="tiny model",
-            remedy="none",
-        )
+        compare(tx, params, 20, model="tiny model")
     assert isinstance(caught.value.__cause__, error)
 
 
@@ -85,16 +72,7 @@ def test_gradients_that_compare_have_both_signs_twice_and_then_one():
 
     tx = optax.GradientTransformation(lambda params: jnp.int32(0), update)
     params = {"w": jnp.ones(40)}
-    largest = check_updates(
-        tx,
-        params,
-        tx.init(params),
-        mask=lambda path, array: array * (np.arange(40) < 20),
-        cut=lambda tree: jax.tree.map(lambda x: x[:20], tree),
-        cut_state=lambda state: state,
-        model="small model",
-        remedy="none",
-    )
+    largest = compare(tx, params, 20)
     jax.effects_barrier()
     assert largest == 0
     # Updates of 0 are no comparison: the sixth is the first of others.
