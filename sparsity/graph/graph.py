@@ -148,7 +148,7 @@ class Graph:
         for number, group in enumerate(self.groups):
             for path, axis in group.members:
                 groups.setdefault(path, []).append((axis, number))
-        others = total
+        unread = total  # multiply-adds of products that read no parameter
         for leaf, dense, sparse in self._list_macs(masks):
             uses = [use for use in self.uses if use.path == leaf.path]
             kinds = dict.fromkeys(use.kind or use.primitive for use in uses)
@@ -157,10 +157,10 @@ class Graph:
             texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
             numbers = ", ".join(f"{axis}: {n}" for axis, n in sorted(groups.get(leaf.path, ())))
             add(leaf.name, (trees.shape_text(leaf.shape), *texts), dense, sparse, numbers)
-            others -= dense
+            unread -= dense
         table.add_section()
-        if others > 0:
-            add("products of activations", ("", "", ""), others, others, "")
+        if unread > 0:
+            add("products of activations", ("", "", ""), unread, unread, "")
         add("dots and convolutions", ("", "", ""), total, total if masked is None else masked, "")
         text = extras.as_text(table)
         if self.uncounted:

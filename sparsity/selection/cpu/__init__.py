@@ -32,23 +32,24 @@ def select_by_rows(
     Parameters have one recipe, or compete together. None is empty.
     """
     if len({Recipe.read(leaf) for leaf in leaves}) > 1:
-        leaves = _stored(leaves)
+        leaves = _store(leaves)
     if sorting.is_small(leaves, across_leaves=across_leaves):
         return sorting.select_by_sorting(leaves, k, across_leaves=across_leaves)
     masks, eligible, _ = threshold.select_by_thresholds(leaves, k, across_leaves=across_leaves)
     return masks, eligible
 
 
-def _stored(leaves: Sequence[Ranked]) -> list[Ranked]:
-    """Returns the parameters with their scores computed; all have masks of entries, or none has."""
+def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
+    """Computes the scores of parameters; all of them get masks of entries, or none does."""
     masks = [leaf.eligible(leaf.arrays) for leaf in leaves]
+    is_limited = any(mask is not None for mask in masks)
     one = lax.optimization_barrier(jnp.uint8(1))  # or XLA would count a mask of ones as it compiles
     stored = list[Ranked]()
     for leaf, mask in zip(leaves, masks, strict=True):
         where = None
         if mask is not None:
             where = mask.astype(jnp.uint8)
-        elif any(mask is not None for mask in masks):
+        elif is_limited:
             where = jnp.broadcast_to(one, leaf.scores.shape)
         scores = Scores.wrap(leaf.scores.compute())
         stored.append(Ranked(scores, where, leaf.batch_axes, last_axes=leaf.last_axes))
