@@ -62,7 +62,7 @@ def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
 def _to_bits(mask: jax.Array) -> jax.Array:
     # `jnp.packbits` sums in uint32, four bytes for each byte of the result. XLA:CPU adds across
     # devices, but knows no bitwise or there.
-    bits = (mask != 0).astype(jnp.uint8).reshape(mask.shape or (1,))
+    bits = mask.astype(bool).astype(jnp.uint8).reshape(mask.shape or (1,))
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 8)])
     places = np.arange(7, -1, -1, dtype=np.uint8)
     shifted = bits.reshape(*packed_shape(mask.shape), 8) << places[(None,) * bits.ndim]
@@ -154,7 +154,7 @@ def _are_kept_on_host(mask: np.ndarray) -> PyTree:
 @jax.jit
 def are_kept(mask: chex.Array) -> jax.Array:
     """Returns uint8 ones where a mask of any real dtype is not zero."""
-    return (mask != 0).astype(jnp.uint8)
+    return jnp.asarray(mask, bool).astype(jnp.uint8)
 
 
 def check_complete(
@@ -298,7 +298,7 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
 
 @host.instead(_apply_on_host)
 def _apply(param: chex.Array, mask: chex.Array) -> jax.Array:
-    return jnp.where(mask != 0, param, jnp.zeros((), param.dtype))
+    return jnp.where(mask.astype(bool), param, jnp.zeros((), param.dtype))
 
 
 @jax.custom_jvp

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from sparsity.core import sharding
 from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
+from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, find_mesh
 from sparsity.masks.sites import Site, TopkFn
@@ -176,7 +177,8 @@ def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
     """Returns the mask of the units, each of which is all ones or all zeros."""
     if site.pattern.is_elementwise:
         return mask
-    return (site.pattern.pool(mask, site.batch_axes) != 0).astype(jnp.uint8)
+    units: jax.Array = are_kept(site.pattern.pool(mask, site.batch_axes))
+    return units
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:

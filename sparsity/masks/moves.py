@@ -14,6 +14,7 @@ from jax import lax
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words, varying_zero
 from sparsity.core.trees import PyTree
+from sparsity.masks.bits import are_kept
 from sparsity.selection.kept_counts import Removed, num_kept_words
 from sparsity.selection.scores import Ranked
 from sparsity.selection.topk import select_best
@@ -62,7 +63,7 @@ def _moved_masks(
         n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)
         masks = [leaf.arrays[leaf.where_position or 0] for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
-        return [x if x.dtype == jnp.uint8 else (x != 0).astype(jnp.uint8) for x in masks], (n, n)
+        return [x if x.dtype == jnp.uint8 else are_kept(x) for x in masks], (n, n)
 
     def varying(branch: Callable[[], PyTree]) -> Callable[[], PyTree]:
         return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())

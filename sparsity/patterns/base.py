@@ -173,7 +173,7 @@ class SparsityType(DataclassBase):
                         f"topk_fn must return a mask of the shape of its scores, "
                         f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."
                     )
-                mask = (jnp.asarray(chosen) != 0).astype(jnp.uint8)
+                mask = jnp.asarray(chosen).astype(bool).astype(jnp.uint8)
             return self.expand(mask, scores.shape, batch_axes)
 
         return sharding.shard_like(scores, create, scores, sparsity)

@@ -84,7 +84,7 @@ def _grouped_mask(
     earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
     beaten = (other > entry) | ((other == entry) & earlier)
     if keep is not None:
-        entry_kept, other_kept = pairs(keep != 0, False)
+        entry_kept, other_kept = pairs(keep.astype(bool), False)
         beaten = (other_kept & ~entry_kept) | ((other_kept == entry_kept) & beaten)
     rank = jnp.sum(beaten, axis=axis + 2, dtype=jnp.int8 if m < 128 else jnp.int32)
     if is_traced(n):

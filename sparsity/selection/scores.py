@@ -162,6 +162,12 @@ def compute_array(scores: PyTree) -> PyTree:
     return scores.compute() if isinstance(scores, LazyScores) else scores
 
 
+def is_eligible(where: jax.Array, eligible_is_zero: bool) -> jax.Array:
+    """Returns a bool mask of the entries that `where`, of any dtype, makes eligible."""
+    mask = where.astype(bool)
+    return ~mask if eligible_is_zero else mask
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ranked:
@@ -232,8 +238,7 @@ class Ranked:
         """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
         if self.where_position is None:
             return None
-        where = arrays[self.where_position]
-        return where == 0 if self.eligible_is_zero else where != 0
+        return is_eligible(arrays[self.where_position], self.eligible_is_zero)
 
     def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Computes keys in the shape of the scores, by values of `self.arrays`."""

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +10,8 @@ import optax
 import pytest
 
 import sparsity
+from sparsity import selection
 from tests import helpers
-
-pytestmark = pytest.mark.slow
-
 
 _TYPES = {
     "unstructured": sparsity.Unstructured(),
@@ -53,7 +52,8 @@ def _cases():
     for row, name in enumerate(helpers.names_of(helpers.prunes)):
         kinds = _TYPES if helpers.takes_types(name) else ["unstructured"] * 2
         for column, kind in enumerate(kinds):
-            yield name, kind, (row + column) % 2 == 1
+            marks = () if kind == "unstructured" else pytest.mark.slow
+            yield pytest.param(name, kind, (row + column) % 2 == 1, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "kind", "packed"), [*_cases()])
@@ -73,6 +73,24 @@ def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind,
             jax.eval_shape(updater.instant_sparsify, params, params)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_bool_masks_select_without_implicit_promotion(jit):
+    scores = {"few": helpers.params(shape=(8, 12))["kernel"], "many": jnp.ones((2000, 300))}
+    where = jax.tree.map(lambda x: x > 0, scores)
+
+    def select(where):
+        one = {key: selection.topk_mask(x, 9, where=where[key]) for key, x in scores.items()}
+        nm = selection.nm_mask(scores["few"], 2, 4, keep=where["few"])
+        kept = jax.tree.map(sparsity.apply_mask, scores, where)
+        return one, selection.global_topk_mask(scores, 9, where=where), nm, kept
+
+    select = jax.jit(select) if jit else select
+    with _strict():
+        result = select(where)
+    chex.assert_trees_all_equal(result, select(jax.tree.map(jnp.uint8, where)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rigl", "set", "magnitude", "global_saliency", "magnitude_ste"])
 def test_a_run_compiles_once_and_stays_on_the_device(name):
     updater = helpers.make_updater(name, use_packed_masks=True, batch_axes=_axes(name))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from sparsity.selection.keys import eligible_keys
-from sparsity.selection.scores import Ranked
+from sparsity.selection.scores import Ranked, is_eligible
 
 
 class Recipe(NamedTuple):
@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
         """Returns the mask of the eligible entries; None: all are eligible."""
         if self.where is None:
             return None
-        return arrays[self.where] == 0 if self.eligible_is_zero else arrays[self.where] != 0
+        return is_eligible(arrays[self.where], self.eligible_is_zero)
 
     def keys(
         self,
