@@ -215,8 +215,8 @@ class Small:
             )
         if self.update_error is not None:
             notes.append(
-                "The optimizer continues as on the masked model: the updates that were compared "
-                f"differ by {self.update_error:.1g} of their largest entry at most."
+                "The optimizer continues as on the masked model: the compared updates differ by at "
+                f"most {self.update_error:.1g} of their largest entry."
             )
         elif self.opt_state is not None:
             notes.append(
