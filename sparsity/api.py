@@ -46,8 +46,22 @@ def all_algorithm_names() -> tuple[str, ...]:
 def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
     """Registers a class for the key `algorithm` of a configuration.
 
+    Args:
+      name: value of `algorithm`.
+      algorithm: a subclass of `BaseUpdater`; its fields become keys.
+
     Raises:
       ValueError: another class has the name, or the class is not a subclass of BaseUpdater.
+
+    Example:
+      >>> import dataclasses, sparsity
+      >>> @dataclasses.dataclass(kw_only=True)
+      ... class Smallest(sparsity.MagnitudePruning):
+      ...     scale: float = 1.0
+      >>> register_algorithm("smallest", Smallest)
+      >>> create_updater_from_config({"algorithm": "smallest", "sparsity": 0.5, "scale": 2.0}).scale
+      2.0
+      >>> del sparsity.ALGORITHM_REGISTRY["smallest"]
     """
     if not (isinstance(algorithm, type) and issubclass(algorithm, BaseUpdater)):
         raise ValueError(f"algorithm must be a subclass of BaseUpdater, got {algorithm!r}.")
@@ -64,6 +78,10 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
 
     Raises:
       ValueError: the name is taken by another class, or an instance takes the place of the class.
+
+    Example:
+      >>> import sparsity
+      >>> register_distribution("uniform", sparsity.Uniform)  # as the library does
     """
     check_function("distribution", distribution, "the fields of a distribution, such as its class")
     if dataclasses.is_dataclass(distribution) and not isinstance(distribution, type):
@@ -72,10 +90,19 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
 
 
 def register_schedule(name: str, schedule: type[Schedule]) -> None:
-    """Registers a class of schedules for the key `schedule_type`, as `register_distribution`.
+    """Registers a class of schedules for the key `schedule_type` of a configuration.
+
+    Args:
+      name: value of `schedule_type`.
+      schedule: a class with the methods of `Schedule`, and `config_keys` as in
+        `register_distribution`.
 
     Raises:
       ValueError: the name is taken by another class, or the class lacks a method of `Schedule`.
+
+    Example:
+      >>> import sparsity
+      >>> register_schedule("periodic", sparsity.PeriodicSchedule)  # as the library does
     """
     check_function("schedule", schedule, "the fields of a schedule, such as its class")
     method = find_missing_schedule_method(schedule)
@@ -87,10 +114,18 @@ def register_schedule(name: str, schedule: type[Schedule]) -> None:
 
 
 def register_scope(name: str, scope: type[Scope]) -> None:
-    """Registers a class of scopes by name; its dataclass fields are keys of a configuration.
+    """Registers a class of scopes for the key `scope` of a configuration.
+
+    Args:
+      name: value of `scope`.
+      scope: a dataclass with the methods of `Scope`; its fields become keys.
 
     Raises:
       ValueError: the name is taken by another class, or the class lacks a method of `Scope`.
+
+    Example:
+      >>> import sparsity
+      >>> register_scope("global", sparsity.Global)  # as the library does
     """
     if not (isinstance(scope, type) and dataclasses.is_dataclass(scope)):
         raise ValueError(
@@ -119,7 +154,7 @@ def _check_methods(role: str, kind: type, missing: str | None) -> None:
 
 
 def create_updater_from_config(config: Config) -> BaseUpdater:
-    """Makes an updater from a configuration; leaves the configuration unchanged.
+    """Returns the updater that a configuration describes; leaves the configuration unchanged.
 
     Args:
       config: an `ml_collections.ConfigDict` or `FrozenConfigDict`, or a dict, with the keys

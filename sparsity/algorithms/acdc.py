@@ -28,6 +28,8 @@ class ACDC(MagnitudePruning):
     zero, with a fresh optimizer state. The source keeps the momentum of the optimizer, which here
     has seen no gradient of pruned weights.
 
+    Source: Peste et al. 2021, "AC/DC", algorithm 1.
+
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> schedule = sparsity.PeriodicSchedule(2, update_start_step=2, update_end_step=6)

@@ -47,6 +47,9 @@ class ADMMPruning(MagnitudePruning):
         large, then z decides. While rho is small compared with the curvature of the loss, z keeps
         changing.
 
+    Source: Zhang et al. 2018, "A systematic DNN weight pruning framework", section 3; ELSA,
+    arXiv:2510.01650, for high sparsity.
+
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])

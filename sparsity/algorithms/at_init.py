@@ -53,6 +53,8 @@ class SnipPruning(SaliencyPruning):
     By default this is the first step, before any training, as in the source. Masks that already
     prune, such as those of `wrap_optax(tx, masks=masks)`, stay as well.
 
+    Source: Lee et al. 2018, "SNIP", equation 5.
+
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> params = {"a": jnp.ones((1, 2)), "b": jnp.ones((1, 2))}
@@ -100,6 +102,8 @@ def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> S
     Raises:
       ValueError: the loss is no real floating-point scalar, or there is no batch.
 
+    Source: Lee et al. 2018, "SNIP", equation 5.
+
     Example:
       >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x) ** 2
       >>> snip_scores(loss_fn, {"w": jnp.array([1.0, -2.0])}, [jnp.array([3.0, 1.0])])
@@ -128,6 +132,8 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
 
     Raises:
       ValueError: as in `snip_scores`.
+
+    Source: Wang et al. 2020, "Picking winning tickets before training" (GraSP), equation 8.
 
     Example:
       >>> loss_fn = lambda params, x: jnp.sum(params["w"] ** 2 * x)  # H = 2 x, g = 2 w x
@@ -165,6 +171,8 @@ def synflow_scores(
 
     Returns:
       A tree like `params`, `None` for leaves that are not floating.
+
+    Source: Tanaka et al. 2020, "Pruning neural networks without any data" (SynFlow), algorithm 1.
 
     Example:
       >>> fn = lambda params, x: x @ params["w"]

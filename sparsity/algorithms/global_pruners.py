@@ -60,6 +60,8 @@ class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
     The division lets layers of different scales compare. `use_normalization=False` ranks |weight|
     itself: the largest weights of the network stay, and a layer of small weights may vanish.
 
+    Source: Lee et al. 2023, "JaxPruner", for the division.
+
     Example:
       >>> import jax.numpy as jnp
       >>> params = {"large": jnp.array([[100.0, 400.0]]), "small": jnp.array([[1.0, 4.0]])}
@@ -75,6 +77,9 @@ class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
 @dataclasses.dataclass(kw_only=True)
 class GlobalSaliencyPruning(GlobalPruning, SaliencyPruning):
     """Ranks |weight * gradient| across all layers, divided as in `GlobalMagnitudePruning`.
+
+    Source: Molchanov et al. 2016, as for `SaliencyPruning`; Lee et al. 2023, "JaxPruner", for the
+    division.
 
     Example:
       >>> import jax.numpy as jnp, sparsity

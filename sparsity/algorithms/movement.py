@@ -31,6 +31,8 @@ class MovementPruning(BaseUpdater):
     the threshold depends on the rate of the separate Adam and on a penalty, so that no target would
     be met.
 
+    Source: Sanh et al. 2020, "Movement pruning", equation 2.
+
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> weights, grads = jnp.array([[2.0, 1.0]]), jnp.array([[1.0, -1.0]])

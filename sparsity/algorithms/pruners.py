@@ -20,9 +20,11 @@ __all__ = ["MagnitudePruning", "RandomPruning", "SaliencyPruning", "generate_ran
 
 @dataclasses.dataclass(kw_only=True)
 class MagnitudePruning(BaseUpdater):
-    """Keeps the weights of the largest magnitude.
+    """Keeps the weights of the largest magnitude of each layer.
 
-    The magnitude of a complex weight whose parts are subnormal counts as 0, as in `jax.numpy.abs`.
+    Other scopes rank all layers together, or whole channels. Weights that were pruned are 0 and
+    rank last, so that masks only lose weights along a ramp. The magnitude of a complex weight whose
+    parts are subnormal counts as 0, as in `jax.numpy.abs`.
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", with a `PolynomialSchedule`.
 

@@ -27,6 +27,9 @@ class SRSTE(StraightThrough, MagnitudePruning):
     Attributes:
       decay: decay of masked weights, at least 0; 2e-4 in the source.
 
+    Source: Zhou et al. 2021, "Learning N:M fine-grained structured sparse neural networks from
+    scratch", equation 9.
+
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])

@@ -60,6 +60,8 @@ class SRigL(RigL):
         removed. The source uses 0.3, and 0.95 for transformers. `None` removes no neuron, so that
         masks of a compact model can move.
 
+    Source: Lasby et al. 2024, "Dynamic sparse training with structured sparsity", algorithm 1.
+
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> half = sparsity.Uniform(0.5)

@@ -110,6 +110,9 @@ class StraightThrough(BaseUpdater):
 class SteMagnitudePruning(StraightThrough, MagnitudePruning):
     """Uses the weights of the largest magnitude in the forward pass and trains all weights.
 
+    Source: Bengio et al. 2013, "Estimating or propagating gradients through stochastic neurons";
+    Zhou et al. 2021, for pruning.
+
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])

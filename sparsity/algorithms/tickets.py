@@ -65,6 +65,9 @@ def lottery_ticket(
         rewind to are not finite, or `done` belongs to another model or rate. The message names leaf
         and round.
 
+    Source: Frankle & Carbin 2019, "The lottery ticket hypothesis", section 1; Frankle et al. 2020,
+    "Linear mode connectivity", algorithm 2, for rewinding to a step.
+
     Example:
       >>> params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
       >>> train_fn = lambda params, masks: jax.tree.map(lambda w: 5 * w - w**2, params)  # 4 6 6 4

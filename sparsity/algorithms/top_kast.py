@@ -42,6 +42,8 @@ class TopKast(StraightThrough, MagnitudePruning):
         lower target has B = A. `None` makes B twice as large as A.
       regularization: strength of the decay, at least 0; 1e-4 in the source.
 
+    Source: Jayakumar et al. 2020, "Top-KAST", sections 2.1 and 2.3.
+
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])

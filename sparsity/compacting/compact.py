@@ -424,6 +424,11 @@ def compact(
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
+    Returns:
+      A `Compact`: `params` is the tree of kept values, [*stack, k] in the format 'values' and
+      [*stack, groups, k, group] in 'grouped'; `apply` the model of these values; `opt_state` the
+      state of the plain optimizer.
+
     Raises:
       ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not
         floating, `tx` would train kept values otherwise, a format or a path is unknown, a mesh

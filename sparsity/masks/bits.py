@@ -70,14 +70,47 @@ def _to_bits(mask: jax.Array) -> jax.Array:
 
 
 def pack_masks(masks: Masks, params: Params) -> Masks:
-    """Packs the masks of `params` to bits; raises as `check_masks`."""
+    """Packs masks to bits, as `use_packed_masks=True` stores them.
+
+    Args:
+      masks: tree of masks [*axes, n], `None` for dense parameters.
+      params: tree of parameters with the shapes of the masks.
+
+    Returns:
+      Tree like `masks`, uint8[*axes, ceil(n / 8)]: eight masks in a byte along the last axis.
+
+    Raises:
+      ValueError: a mask does not fit its parameter; the message names the path.
+
+    Example:
+      >>> masks = {"w": jnp.array([[1, 0, 1]], jnp.uint8)}
+      >>> packed = pack_masks(masks, {"w": jnp.ones((1, 3))})
+      >>> packed["w"].tolist(), unpack_masks(packed, {"w": jnp.ones((1, 3))})["w"].tolist()
+      ([[160]], [[1, 0, 1]])
+    """
     check_masks(params, masks, are_packed=False)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
 
 
 def unpack_masks(masks: Masks, params: Params) -> Masks:
-    """Undoes `pack_masks`; raises as `check_masks`."""
+    """Unpacks the masks of a state with `use_packed_masks=True`; undoes `pack_masks`.
+
+    Args:
+      masks: tree of packed masks, `None` for dense parameters.
+      params: tree of parameters, which give the shapes.
+
+    Returns:
+      Tree like `masks`: uint8 masks (1 = keep) of the shapes of the parameters.
+
+    Raises:
+      ValueError: a packed mask does not fit its parameter; the message names the path.
+
+    Example:
+      >>> packed = {"w": jnp.array([[160]], jnp.uint8)}  # 10100000
+      >>> unpack_masks(packed, {"w": jnp.ones((1, 3))})["w"].tolist()
+      [[1, 0, 1]]
+    """
     check_masks(params, masks, are_packed=True)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)

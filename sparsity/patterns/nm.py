@@ -43,8 +43,8 @@ class NByM(SparsityType):
     Source: Mishra et al. 2021, "Accelerating Sparse Deep Neural Networks".
 
     Example:
-      >>> NByM(2, 4)
-      NByM(n=2, m=4, axis=-1)
+      >>> NByM(2, 4).select(jnp.array([[1.0, 4.0, 3.0, 2.0]]), 0.5)
+      Array([[0, 1, 1, 0]], dtype=uint8)
     """
 
     n: int

@@ -56,6 +56,18 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: Updater) 
 
     Returns:
       Text of several lines.
+
+    Raises:
+      ImportError: rich is missing, which the extra `summary` brings.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> params = {"w": jnp.array([[1.0, 0.0]])}
+      >>> updater = sparsity.StaticRandomSparse()
+      >>> masks = {"w": jnp.array([[1, 0]], jnp.uint8)}
+      >>> opt_state = updater.wrap_optax(optax.sgd(0.1), masks=masks).init(params)
+      >>> "0.5000" in sparsity_table(params, opt_state, updater)
+      True
     """
     table = extras.make_table(("path", "shape", "type"), ("target", "achieved", "mask bytes"))
     rows = layer_summary(params, opt_state, updater)

@@ -89,7 +89,21 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
 
 
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
-    """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
+    """Returns `opt_state` with its only `SparseState` replaced.
+
+    Args:
+      opt_state: any optimizer state that holds one `SparseState`.
+      sparse_state: the state that takes its place.
+
+    Raises:
+      ValueError: as `get_sparse_state`.
+
+    Example:
+      >>> opt_state = ("of clipping", SparseState(masks=None, count=3))
+      >>> sparse_state = get_sparse_state(opt_state)
+      >>> set_sparse_state(opt_state, sparse_state._replace(count=0))[1].count
+      0
+    """
     old = get_sparse_state(opt_state)
     check_kind("sparse_state", sparse_state, SparseState, "a SparseState")
     replaced: optax.OptState = trees.replace_node(opt_state, old, sparse_state)

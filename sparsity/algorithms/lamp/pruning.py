@@ -56,6 +56,8 @@ class LampPruning(BaseUpdater):
     threshold. `calculate_scores` sorts a leaf, and so does an update on other devices and on a
     mesh, which gathers a sharded leaf.
 
+    Source: Lee et al. 2021, "Layer-adaptive sparsity" (LAMP), equation 4.
+
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> params = {"large": jnp.array([[100.0, 400.0]]), "small": jnp.array([[1.0, 4.0]])}
