@@ -242,7 +242,7 @@ class Compact(StoredModel):
           rounds: number of measurements of each product, at least.
 
         Returns:
-          {path: {format: median seconds}} with the formats that a parameter can have: an argument
+          A dictionary from paths to formats to median seconds, of all possible formats: an argument
           of `report`.
         """
         return measure(self._in_all_formats(self.dense(params)), args, rounds)
@@ -425,9 +425,8 @@ def compact(
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
     Returns:
-      A `Compact`: `params` is the tree of kept values, [*stack, k] in the format 'values' and
-      [*stack, groups, k, group] in 'grouped'; `apply` the model of these values; `opt_state` the
-      state of the plain optimizer.
+      The model of kept values. Its `params` are the values, [*stack, k] in the format 'values' and
+      [*stack, groups, k, group] in 'grouped', its `opt_state` the state of the plain optimizer.
 
     Raises:
       ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not

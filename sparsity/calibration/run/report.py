@@ -120,7 +120,7 @@ class Report(dict[Path, LayerReport]):
           rates: the sparsities that each parameter is pruned at, above 0.
 
         Returns:
-          {path: {rate: error}}: the relative squared error of the model's outputs. Its
+          A dictionary from paths to rates to the relative squared error of the model's outputs. Its
           `distribution(params, sparsity)` distributes a sparsity with the smallest errors.
         """
         return measure(pruner, fn, params, batches, list(self), rates)

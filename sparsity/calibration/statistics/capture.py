@@ -57,10 +57,10 @@ def calibrate(
       progress: show a progress bar.
 
     Returns:
-      {path: Statistic}: sums in promote_types(dtype, float32) over all rows of all batches, with
-      leading axes for scanned layers and experts; sums run over all steps of a loop. Weights that
-      are read in a `while`, by slices, by `ragged_dot`, stacked with others, or within `shard_map`
-      have no entry; a pruner that needs one names the weight.
+      A dictionary from paths to `Statistic`, which holds sums in promote_types(dtype, float32) over
+      all rows of all batches, with leading axes for scanned layers and experts. Sums run over all
+      steps of a loop. Weights that are read in a `while`, by slices, by `ragged_dot`, stacked with
+      others, or within `shard_map` have no entry; a pruner that needs one names the weight.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
