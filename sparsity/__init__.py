@@ -1,4 +1,11 @@
-"""Pruning and sparse training for any optax optimizer."""
+"""Pruning and sparse training for any optax optimizer.
+
+Three lines of a training program change:
+
+  pruner = sparsity.create_updater_from_config({"algorithm": "magnitude", "sparsity": 0.9, ...})
+  tx = pruner.wrap_optax(tx)  # masks live in the state of the optimizer
+  params = pruner.post_gradient_update(params, opt_state)  # at the end of each step
+"""
 
 # The rooms: not in `__all__`, but reachable as `sparsity.masks` and so on.
 from sparsity import activations as activations
