@@ -240,9 +240,10 @@ def _verdict(name):
 
 def _rows():
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `"):
-            name, verdict = (cell.strip() for cell in line.strip("|").split("|"))
-            yield name.strip("`"), verdict
+        if line.startswith("| ") and line.endswith("` |"):
+            verdict, names = (cell.strip() for cell in line.strip("|").split("|"))
+            for name in names.split(", "):
+                yield name.strip("`"), verdict
 
 
 # Some of them are deprecated, or warn of their own defaults.
@@ -255,30 +256,40 @@ def test_inside_the_wrapper(name):
 
 
 def _page_shows_the_installed_optax():
-    return f"of optax {optax.__version__} " in PAGE.read_text(encoding="utf-8")
+    words = PAGE.read_text(encoding="utf-8").split()
+    return f"of optax {optax.__version__} " in " ".join(words)
 
 
-def _page():
-    rows = "\n".join(f"| `{name}` | {_verdict(name)} |" for name in sorted(_PUBLIC))
-    return _TEXT.format(version=optax.__version__, count=len(_PUBLIC), rows=rows)
+def _page(verdicts):
+    """Returns the text of the page for {name: verdict}: verdicts of few transformations first."""
+    names = {}
+    for name, verdict in sorted(verdicts.items()):
+        names.setdefault(verdict, []).append(f"`{name}`")
+    rows = [
+        f"| {verdict} | {', '.join(names[verdict])} |"
+        for verdict in sorted(names, key=lambda verdict: (len(names[verdict]), verdict))
+    ]
+    return _TEXT.format(version=optax.__version__, count=len(verdicts), rows="\n".join(rows))
 
 
 _TEXT = """# Optimizers
 
-This page covers all {count} public transformations of optax {version} and of its `contrib`.
-Inside `wrap_optax`, under RigL, SET and magnitude pruning, each that the table does not
-except keeps exactly the target number of weights, puts every pruned weight at exactly 0.0 (weight
-decay included), and keeps the structure, shapes and dtypes of its state. Around the wrapper,
-`chain`, `named_chain`, `masked`, `partition`, `multi_transform`, `freeze`, `MultiSteps`,
-`inject_hyperparams` and `apply_if_finite` do the same.
+Nearly every optax transformation may be wrapped. This page lists all {count} public ones
+of optax {version} and of its `contrib`, exceptions first.
 
-A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State of
-another shape than the parameter's (factored moments, histories, one number for a tensor) cannot be
-divided by weights: it stays unchanged, and the table names it. Updaters that regrow weights refuse
-an optimizer of your own that keeps arrays of a parameter's shape outside of trees like the
-parameters, such as in a list.
+Inside `wrap_optax`, under RigL, SET and magnitude pruning, all but the exceptions keep exactly
+the target number of weights, put every pruned weight at exactly 0.0 (weight decay included), and
+keep the structure, shapes and dtypes of their state. Around the wrapper, `chain`, `named_chain`,
+`masked`, `partition`, `multi_transform`, `freeze`, `MultiSteps`, `inject_hyperparams` and
+`apply_if_finite` do the same.
 
-| transformation | what becomes of its state when weights regrow |
+A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State
+of another shape than the parameter's (factored moments, histories, one number for a tensor)
+cannot be divided by weights: such state stays unchanged, and the table names it. Updaters that
+regrow weights refuse an optimizer of your own that keeps arrays of a parameter's shape outside of
+trees like the parameters, such as in a list.
+
+| state when weights regrow | transformations |
 | --- | --- |
 {rows}
 
@@ -386,8 +397,9 @@ def test_around_the_wrapper(algorithm, around):
 def test_the_page_lists_the_installed_optax():
     if not _page_shows_the_installed_optax():
         pytest.skip("docs/optimizers.md shows another release of optax")
-    assert sorted(_PUBLIC) == [name for name, _ in _rows()]
+    assert sorted(_PUBLIC) == sorted(name for name, _ in _rows())
+    assert PAGE.read_text(encoding="utf-8") == _page(dict(_rows()))
 
 
 if __name__ == "__main__":
-    print(_page(), end="")
+    print(_page({name: _verdict(name) for name in _PUBLIC}), end="")

@@ -1,6 +1,7 @@
 """The notebooks, run top to bottom as a reader runs them, and their cell that installs."""
 
 import os
+import re
 import shutil
 import sys
 
@@ -120,6 +121,12 @@ def kinds(notebook):
     return [tuple(o.get("name", o["output_type"]) for o in cell.outputs) for cell in cells]
 
 
+def heads_of_tables(notebook):
+    """Returns the words above the rules of the tables that are shown, cell by cell."""
+    texts = [[text_of(o) for o in cell.outputs] for cell in code_cells(notebook)]
+    return [[m.split() for m in re.findall(r"(.*)\n *─+\n", "".join(text))] for text in texts]
+
+
 def run_install_cell(path, magics):
     """Runs the first code cell here; returns its names. `magics` collects its calls of IPython."""
 
@@ -157,6 +164,7 @@ def test_a_notebook_runs_and_shows_what_is_stored(path, execute_in_turn):
         cell.source = cell.source.replace(long, short)
     (execute_alone if path.stem in SETS_DEVICES else execute_in_turn)(fresh)
     assert kinds(fresh) == kinds(stored)
+    assert heads_of_tables(fresh) == heads_of_tables(stored)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
