@@ -171,8 +171,8 @@ class PolynomialSchedule(PeriodicSchedule):
     Attributes:
       update_end_step: the step that reaches the target exactly; required here.
       power: exponent; 3 in the source, 1 gives a linear ramp.
-      initial_sparsity: sparsity at the start step; a leaf whose target is lower starts at its
-        target.
+      initial_sparsity: sparsity at the start step; a parameter whose target is lower starts at
+        its target.
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", equation 1.
 

@@ -207,7 +207,7 @@ def prune_at_init(
 
     Args:
       name: name of the scores.
-      params: tree of parameters; leaves with one axis stay dense.
+      params: tree of parameters; those with one axis stay dense.
       sparsity: fraction of the weights to remove, in [0, 1].
       loss_fn: argument of 'snip' and 'grasp'.
       fn: argument of 'synflow'.
@@ -217,11 +217,11 @@ def prune_at_init(
         and scores again; pruned weights never return.
 
     Returns:
-      (pruned params, masks), the masks `None` for leaves that stay dense.
+      (pruned params, masks), the masks `None` for parameters that stay dense.
 
     Raises:
-      ValueError: the name is not known, a function or data is missing, or the scores of a leaf are
-        not finite or all equal. The message names the leaf.
+      ValueError: the name is not known, a function or data is missing, or the scores of a parameter
+        are not finite or all equal. The message names the parameter.
 
     Example:
       >>> import optax, sparsity

@@ -86,7 +86,7 @@ class SaliencyPruning(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class RandomPruning(BaseUpdater):
-    """Keeps a random subset, which `rng_seed` and the path of the leaf determine.
+    """Keeps a random subset, which `rng_seed` and the path of the parameter determine.
 
     Masks are nested as the sparsity rises: a pruned weight stays pruned.
 

@@ -239,7 +239,7 @@ class DropAndGrow(SparseTraining):
 class SET(DropAndGrow):
     """Drops the active weights of the lowest magnitude and grows as many random ones.
 
-    The initial masks are random. The number of active weights of a leaf never changes. Regrown
+    The initial masks are random. The number of active weights of a parameter never changes. Regrown
     weights start at zero with a fresh optimizer state. A step that moves the mask trains nothing,
     unless `skip_gradients=False`. Use a `PeriodicSchedule`.
 

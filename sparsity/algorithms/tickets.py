@@ -58,7 +58,7 @@ def lottery_ticket(
     Returns:
       List of `rounds` + 1 tickets (start, masks, trained), the first one dense. A start has the
       bits of `rewind_params` where its masks keep weights, and zeros elsewhere; masks are `None`
-      for leaves that stay dense.
+      for parameters that stay dense.
 
     Raises:
       ValueError: an argument is out of range, parameters differ in structure, weights to rank or to

@@ -38,8 +38,8 @@ class TopKast(StraightThrough, MagnitudePruning):
     neither momentum nor weight decay moves them, and their moments see gradients of zero.
 
     Attributes:
-      backward_sparsity: fraction of the weights outside of B, at most the target; a leaf with a
-        lower target has B = A. `None` makes B twice as large as A.
+      backward_sparsity: fraction of the weights outside of B, at most the target; a parameter
+        with a lower target has B = A. `None` makes B twice as large as A.
       regularization: strength of the decay, at least 0; 1e-4 in the source.
 
     Source: Jayakumar et al. 2020, "Top-KAST", sections 2.1 and 2.3.

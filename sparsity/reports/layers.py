@@ -45,9 +45,9 @@ class LayerSummary(NamedTuple):
 
 
 def sparsity_table(params: Params, opt_state: optax.OptState, updater: Updater) -> str:
-    """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
+    """Returns a table of all parameters: path, shape, pattern, target, achieved, bytes of the mask.
 
-    The last row sums up the leaves with a target.
+    Target and achieved are sparsities. The last row sums up the parameters with a target.
 
     Args:
       params: tree of parameters as the model uses them (masked for straight-through methods).

@@ -22,7 +22,7 @@ Summary: TypeAlias = dict[str, float]
 
 
 def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) -> Summary:
-    """Returns the fraction of zeros of every leaf and of the whole tree.
+    """Returns the fraction of zeros of every leaf and of the complete tree.
 
     Args:
       param_tree: tree of parameters or masks, or an optimizer state with masks.
@@ -108,8 +108,8 @@ def active_masks(params: Params, opt_state: optax.OptState) -> Masks:
       opt_state: optimizer state with one SparseState.
 
     Returns:
-      Tree like `params`: uint8, never packed, 1 = in use; `None` for a dense leaf. Without a stored
-      mask the non-zero weights are in use.
+      Tree like `params`: uint8, never packed, 1 = in use; `None` for a dense parameter. Without a
+      stored mask the non-zero weights are in use.
 
     Example:
       >>> state = SparseState(target_sparsities={"a": jnp.float32(0.5)})

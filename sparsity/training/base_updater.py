@@ -45,12 +45,12 @@ class BaseUpdater(Updater):
       skip_gradients: leave weights and optimizer state as they are in steps that update masks.
       is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
       sparsity_type: pattern of the weights that are kept or removed together: an instance such as
-        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a leaf that stays dense
-        whatever the distribution selects.
+        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a parameter that stays
+        dense whatever the distribution selects.
       sparsity_distribution_fn: function from params to a tree of target sparsities; `None`, and
         the default without a sparsity, leave all parameters dense.
-      scope: decides what competes: `Layerwise()` (the weights of each leaf), `Global()` (the
-        weights of all leaves) or `Coupled(graph)` (whole channels).
+      scope: decides what competes: `Layerwise()` (the weights of each parameter), `Global()`
+        (those of all parameters) or `Coupled(graph)` (whole channels).
       rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
       use_packed_masks: store one bit a weight instead of a byte.
       topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest

@@ -21,10 +21,10 @@ class SparseState(NamedTuple):
     """State of a wrapped optimizer.
 
     Attributes:
-      masks: tree like the params; uint8 masks (1 = keep), `None` for dense leaves. With
+      masks: tree like the params; uint8 masks (1 = keep), `None` for dense parameters. With
         `use_packed_masks` masks are bits, eight in a byte along the last axis.
       inner_state: state of the inner optimizer.
-      target_sparsities: tree like the params of float32 scalars, `None` for dense leaves.
+      target_sparsities: tree like the params of float32 scalars, `None` for dense parameters.
       count: int32 scalar, number of updates so far.
       algorithm_state: tree of arrays that the algorithm accumulates; `None` for most algorithms.
 

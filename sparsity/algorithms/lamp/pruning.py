@@ -49,12 +49,12 @@ class LampScores(LazyScores):
 class LampPruning(BaseUpdater):
     """Keeps the weights with the largest squares, relative to the larger weights of their layer.
 
-    The score of a weight is its square over the sum of the squares that rank no lower in its leaf,
+    The score of a weight is its square over the sum of the squares that rank no lower in its layer,
     including the square itself. Of equal magnitudes the one with the lower index ranks higher. The
-    largest weight of a leaf scores 1, so that no layer vanishes while at least as many weights are
+    largest weight of a layer scores 1, so that no layer vanishes while at least as many weights are
     kept as there are layers. On hosts an update searches the masks and sorts only weights near the
-    threshold. `calculate_scores` sorts a leaf, and so does an update on other devices and on a
-    mesh, which gathers a sharded leaf.
+    threshold. `calculate_scores` sorts a layer, and so does an update on other devices and on a
+    mesh, which gathers a sharded layer.
 
     Source: Lee et al. 2021, "Layer-adaptive sparsity" (LAMP), equation 4.
 
