@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+from sphinx.domains.python import PyObject
 from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
@@ -62,8 +63,11 @@ def escape_markup(app, what, name, obj, options, lines):
 
 
 def show_fields(app, what, name, obj, options, signature, result):
-    """The signature of a dataclass: its fields; of an algorithm those that are not the base's."""
-    if obj is sparsity.SparsityType:  # the base of patterns has none
+    """The signature of a dataclass: its fields; of an algorithm those that are not the base's.
+
+    A class that users do not make ("Made by `trace`."), and the base of patterns, show none.
+    """
+    if obj is sparsity.SparsityType or (what == "class" and "Made by `" in (obj.__doc__ or "")):
         return "", None
     if what != "class" or not dataclasses.is_dataclass(obj):
         return None
@@ -84,6 +88,12 @@ def check_public_names(app, env):
     for name in sparsity.__all__:
         if f"sparsity.{name}" not in documented:
             _log.warning("sparsity.%s is on no page of docs/api", name)
+
+
+# Docstrings list attributes; the site says so.
+for field in PyObject.doc_field_types:
+    if field.name == "variable":
+        field.label = "Attributes"
 
 
 def setup(app):

@@ -36,10 +36,10 @@ from sparsity.masks.bits import check_masks
 class Delta:
     """The changes from a base model to a fine-tuned one: positions and values of changed entries.
 
-    `Delta.between` makes one, `apply` puts it into the base, bit for bit. Parameters are known by
-    their paths, joined by '/', so that a delta fits the base in any container and in any checkpoint
-    format. Everything happens on the host, outside jit, one parameter at a time. Leaves that are no
-    numeric arrays, such as random keys and text, have no part in a delta.
+    Made by `Delta.between`. `apply` puts the changes into the base, bit for bit. Parameters are
+    known by their paths, joined by '/', so that a delta fits the base in any container and in any
+    checkpoint format. Everything happens on the host, outside jit, one parameter at a time. Leaves
+    that are no numeric arrays, such as random keys and text, have no part in a delta.
 
     Attributes:
       base: shape, dtype and fingerprint of each array of the base, by path.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LayerSummary(NamedTuple):
-    """A row of `sparsity_table`.
+    """A row of `sparsity_table`. Made by `layer_summary`.
 
     Attributes:
       path: path of the leaf, joined by '/'.

@@ -27,7 +27,7 @@ _WEIGHTS = 6  # arrays of the size of a layer: dense, scores, pruned, refitted, 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes of a one-shot run, which `oneshot(..., estimate=True)` returns.
+    """Bytes of a one-shot run. Made by `oneshot(..., estimate=True)`.
 
     They leave out what XLA takes to compile.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """Results of pruning a parameter.
+    """Results of pruning a parameter. Made by `sparsity.oneshot`.
 
     Attributes:
       sparsity: fraction of its weights that its mask removes.
@@ -54,7 +54,7 @@ class LayerReport:
 
 
 class Report(dict[Path, LayerReport]):
-    """Results {path: LayerReport} of the pruned parameters, in the order of pruning.
+    """Results {path: LayerReport} of the pruned parameters, in order. Made by `sparsity.oneshot`.
 
     Attributes:
       outputs: errors of the model's outputs, `None` if they were not measured.

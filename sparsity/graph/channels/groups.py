@@ -19,7 +19,9 @@ ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChannelGroup:
-    """Channels whose entries are removed together; removing one computes what masking it computes.
+    """Channels whose entries are removed together. Made by `sparsity.trace`.
+
+    The model without a channel computes what the model with the channel masked computes.
 
     Attributes:
       name: the parameter and the axis that make the channels.
@@ -41,7 +43,7 @@ class ChannelGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """An axis of a parameter that cannot lose entries, and why.
+    """An axis of a parameter that cannot lose entries, and why. Made by `sparsity.trace`.
 
     Attributes:
       path: path of the parameter.

@@ -25,7 +25,7 @@ from sparsity.programs.walk import Flow
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Use:
-    """A product or a lookup that reads a parameter.
+    """A product or a lookup that reads a parameter. Made by `sparsity.trace`.
 
     Attributes:
       path: path of the parameter.
