@@ -31,7 +31,7 @@ def load(module: str, extra: str) -> types.ModuleType:
       'json.decoder'
       >>> load("no_package.of_this.name", "config")
       Traceback (most recent call last):
-      ImportError: This needs no_package: pip install 'jax-sparsity[config]'
+      ImportError: This needs no_package: pip install 'jax-sparsity[config]' (in a checkout: ...
     """
     try:
         return importlib.import_module(module)
@@ -40,7 +40,8 @@ def load(module: str, extra: str) -> types.ModuleType:
         if not error.name or not f"{module}.".startswith(f"{error.name}."):
             raise
         package = module.partition(".")[0]
-        message = f"This needs {package}: pip install 'jax-sparsity[{extra}]'"
+        command = f"pip install 'jax-sparsity[{extra}]' (in a checkout: '.[{extra}]')"
+        message = f"This needs {package}: {command}"
         raise ImportError(message, name=error.name) from error
 
 

@@ -41,7 +41,8 @@ def test_a_module_within_a_package_is_imported(write):
 def test_a_missing_package_is_an_error_that_names_it_and_its_extra(module, extra):
     with pytest.raises(ImportError) as caught:
         extras.load(module, extra)
-    assert str(caught.value) == f"This needs parcel: pip install 'jax-sparsity[{extra}]'"
+    command = f"pip install 'jax-sparsity[{extra}]' (in a checkout: '.[{extra}]')"
+    assert str(caught.value) == f"This needs parcel: {command}"
     assert caught.value.name == "parcel"
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
