@@ -43,7 +43,7 @@ def lottery_ticket(
 
     Of the n weights of all matrices and kernels, round r keeps the round(n * (1 - rate)^r) weights
     that are largest after training: one ranking of |weight|, not normalized, ties to the lower
-    index. Pruned weights never return.
+    index. Pruned weights never return. Sources: Frankle & Carbin 2019; Frankle et al. 2020.
 
     Args:
       train_fn: `train_fn(params, masks)` returns trained parameters with pruned weights at zero, as
@@ -64,9 +64,6 @@ def lottery_ticket(
       ValueError: an argument is out of range, parameters differ in structure, weights to rank or to
         rewind to are not finite, or `done` belongs to another model or rate. The message names leaf
         and round.
-
-    Source: Frankle & Carbin 2019, "The lottery ticket hypothesis", section 1; Frankle et al. 2020,
-    "Linear mode connectivity", algorithm 2, for rewinding to a step.
 
     Example:
       >>> params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}

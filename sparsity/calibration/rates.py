@@ -58,14 +58,13 @@ def owl(
     threshold: float = 5.0,
     spread: float = 0.08,
 ) -> Rates:
-    """Returns a distribution that removes less from layers with many outliers.
+    """Returns a `sparsity_distribution_fn` that removes less from layers with many outliers.
 
     The outliers of a layer are its scores |weight| x norm of the input above `threshold` times the
-    mean score. The sparsity of a layer falls with its share of outliers: the layers with the
-    smallest and the largest share are 2 x `spread` apart, and the mean over all weights is
-    `sparsity`. The paper counts outliers by blocks of a transformer, and centres without sizes;
-    here each parameter is a layer. The slices of a stack have one sparsity, that of their mean
-    share.
+    mean score. The sparsity of a layer falls with its share of outliers: the smallest and the
+    largest share are 2 x `spread` apart, and the mean over all weights is `sparsity`. The paper
+    counts outliers by blocks of a transformer, and centres without sizes; here each parameter is a
+    layer. The slices of a stack have one sparsity, that of their mean share.
 
     Args:
       statistics: `{path: Statistic}`; parameters without one stay dense.
@@ -74,9 +73,6 @@ def owl(
       filter_fn: `filter_fn(path, param) -> bool` selects among the parameters with a statistic.
       threshold: M of the paper.
       spread: lambda of the paper.
-
-    Returns:
-      A `sparsity_distribution_fn`.
 
     Raises:
       ValueError: a statistic has no parameter or does not fit it, nothing is selected, or a

@@ -406,8 +406,8 @@ def compact(
 ) -> Compact:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    Any optimizer that works entry by entry trains the values: `tx.init(model.params)`, and
-    `model.apply` in the loss. The optimizer needs no wrapper.
+    Returns a `Compact`. Any optimizer that works entry by entry trains its `params`, without a
+    wrapper: `tx.init(model.params)`, and `model.apply` in the loss.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
@@ -423,10 +423,6 @@ def compact(
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
-
-    Returns:
-      The model of kept values. Its `params` are the values, [*stack, k] in the format 'values' and
-      [*stack, groups, k, group] in 'grouped', its `opt_state` the state of the plain optimizer.
 
     Raises:
       ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not
