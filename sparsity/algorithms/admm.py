@@ -9,6 +9,7 @@ at high sparsity ELSA, arXiv:2510.01650.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -63,9 +64,10 @@ class ADMMPruning(MagnitudePruning):
     rho: float | optax.Schedule | None = None
 
     schedule_type: ClassVar[str] = "periodic"
+    unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.rho is not None and not callable(self.rho):
             check_number("rho", self.rho, 0)
             if self.rho == 0:

@@ -67,8 +67,8 @@ class SnipPruning(SaliencyPruning):
 
     schedule_type: ClassVar[str] = "one_shot"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if isinstance(self.scheduler, PolynomialSchedule):
             raise ValueError(
                 f"{type(self).__name__} prunes once, got scheduler = {self.scheduler!r}. Give it "

@@ -39,8 +39,8 @@ class SRSTE(StraightThrough, MagnitudePruning):
 
     decay: float = 2e-4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_number("decay", self.decay, 0)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:

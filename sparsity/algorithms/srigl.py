@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import chex
@@ -34,7 +35,7 @@ from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import sums
-from sparsity.core.trees import Masks, Params, Sparsities
+from sparsity.core.trees import Masks, Params, ScoreTree, Sparsities
 from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
@@ -70,12 +71,12 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
-    _moves_masks: ClassVar[bool] = True
+    unused_hooks: ClassVar[Mapping[str, str]] = RigL.unused_hooks
 
     min_salient: float | None = 0.3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.min_salient is not None:
             check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, SparsityType):
@@ -136,9 +137,14 @@ class SRigL(RigL):
         rule = super().slice_rule() if self.min_salient is None else None
         return None if rule is None else rule._replace(move_matrix=move_fan_in)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        drop_scores, grow_scores, fraction = self._score_move(sparse_state, inputs)
-
+    def _move_masks(
+        self,
+        sparse_state: SparseState,
+        inputs: Inputs,
+        drop_scores: ScoreTree,
+        grow_scores: ScoreTree,
+        fraction: chex.Numeric,
+    ) -> Masks:
         def move(
             path: trees.KeyPath,
             drop: jax.Array | Scores,

@@ -8,6 +8,7 @@ Sparse Neural Networks From Scratch".
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import chex
@@ -43,10 +44,22 @@ class StraightThrough(BaseUpdater):
     store_masks: bool = False
 
     keeps_dense_weights: ClassVar[bool] = True
+    unused_hooks: ClassVar[Mapping[str, str]] = {"apply_masks": "pre_forward_update"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_bool("store_masks", self.store_masks)
+        unused = [
+            hook
+            for hook in ("get_initial_masks", "new_masks")
+            if not self.store_masks and is_overridden(self, hook, StraightThrough)
+        ]
+        if unused:
+            raise ValueError(
+                f"{type(self).__name__} overrides {unused[0]}, which makes masks for the state. "
+                "Without store_masks the forward pass makes them: set store_masks=True, or "
+                "override calculate_scores or create_masks."
+            )
         if self.is_sparse_updates and not self.store_masks:
             raise ValueError(
                 f"is_sparse_updates=True needs masks in the state, and {type(self).__name__} "
@@ -81,7 +94,7 @@ class StraightThrough(BaseUpdater):
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         state = super().init_state(params, sites=sites)
-        if self.store_masks or is_overridden(self, "get_initial_masks"):
+        if self.store_masks:
             return state
         return state._replace(masks=jax.tree.map(lambda _: None, params))
 

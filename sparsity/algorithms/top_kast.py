@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import ClassVar
 
 import chex
@@ -60,9 +61,10 @@ class TopKast(StraightThrough, MagnitudePruning):
     regularization: float = 1e-4
 
     schedule_type: ClassVar[str] = "periodic"
+    unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.is_sparse_updates:
             raise ValueError(
                 "is_sparse_updates=True would put the weights between the two masks of "

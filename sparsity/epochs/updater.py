@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import operator
+from collections.abc import Mapping
 from typing import ClassVar, TypeAlias
 
 import chex
@@ -150,6 +151,7 @@ class EpochStrategy(BaseUpdater):
     sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
     scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
     topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
+    unused_hooks: ClassVar[Mapping[str, str]] = {"create_masks": "calculate_scores or new_masks"}
     regrows: ClassVar[bool | None] = False  # optimizer states stay, as with `pruning_apply`
 
     def __post_init__(self) -> None:
@@ -162,6 +164,17 @@ class EpochStrategy(BaseUpdater):
             _GLOBAL.check(Unstructured(), self.batch_axes, None)
         self.scheduler = AtSteps(steps)
         super().__post_init__()
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        fields = {x.name: x.default for x in dataclasses.fields(EpochStrategy) if not x.init}
+        fields["scheduler"] = AtSteps(self._update_steps())
+        is_changed = any(getattr(self, name) != value for name, value in fields.items())
+        if is_changed or self._entries != strategies.parse(self.strategy):
+            raise ValueError(
+                f"{type(self).__name__} determines {', '.join(fields)} from its strategy when it "
+                "is made. Do not assign fields: dataclasses.replace(updater, strategy=...)."
+            )
 
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None

@@ -42,8 +42,8 @@ def check_names(cls: type, names: Iterable[str]) -> None:
             raise TypeError(f"{cls.__name__} has no argument {name!r}. {suggest(name, fields)}")
 
 
-def check_fields(updater: Updater) -> None:
-    """Raises a ValueError that names an invalid field and its value."""
+def check_common_fields(updater: Updater) -> None:
+    """Raises a ValueError that names an invalid field of `Updater` and its value."""
     kind = updater.sparsity_type
     if not isinstance(kind, SparsityType) and (not callable(kind) or isinstance(kind, type)):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, cast
 
 import chex
@@ -44,7 +44,14 @@ INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
     "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
     "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
     "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
-    "_moves_masks": (False, ("new_masks", "update_state")),
+}
+
+# Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
+_CALLERS: Mapping[str, tuple[str, ...]] = {
+    "calculate_scores": ("get_initial_masks", "new_masks", "update_state"),
+    "create_masks": ("new_masks", "update_state"),
+    "new_masks": ("update_state",),
+    "apply_masks": ("pre_forward_update", "post_gradient_update"),
 }
 
 
@@ -71,12 +78,17 @@ class Updater(DataclassBase):
     prunes_at_once: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
-    _moves_masks: ClassVar[bool] = False  # whether an override of `create_masks` would be idle
+    unused_hooks: ClassVar[Mapping[str, str]] = {}
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:
-        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides."""
+        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides.
+
+        Raises:
+          TypeError: the class overrides one of `unused_hooks`.
+        """
         super().__init_subclass__()
+        check_overrides(cls)
         parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
         new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
         stated = {name for base in new for name in vars(base)}
@@ -330,10 +342,29 @@ class Updater(DataclassBase):
         return self.apply_masks(params, state.masks)
 
 
-def is_overridden(updater: Updater, name: str) -> bool:
-    """Returns whether an updater overrides a hook of `Updater`."""
+def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) -> bool:
+    """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
-    return getattr(hook, "__func__", hook) is not getattr(Updater, name)
+    return getattr(hook, "__func__", hook) is not getattr(base, name)
+
+
+def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
+    """Raises a TypeError for an override that a base class never calls, and names another hook.
+
+    Args:
+      cls: class of an updater.
+      assigned: names of attributes of the updater, which override those of its class.
+    """
+    overrides = {*assigned}
+    for base in cls.__mro__:
+        unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
+        for hook in sorted(overrides & unused.keys()):
+            if overrides.isdisjoint(_CALLERS.get(hook, ())):
+                raise TypeError(
+                    f"{cls.__name__} overrides {hook}, which {base.__name__} never calls: override "
+                    f"{unused[hook]}."
+                )
+        overrides |= vars(base).keys()
 
 
 def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:
