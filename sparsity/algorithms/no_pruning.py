@@ -68,7 +68,8 @@ class NoPruning(BaseUpdater):
 
         def init(params: Params) -> SparseState:
             if is_placeholder(params):
-                return SparseState(0, inner.init(params), None, jnp.zeros([], jnp.int32))
+                count = jnp.zeros([], jnp.int32)
+                return SparseState(masks=0, inner_state=inner.init(params), count=count)
             return self.init_state(params)._replace(inner_state=inner.init(params))
 
         def update(

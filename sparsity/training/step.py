@@ -87,9 +87,13 @@ class Step(abc.ABC):
         updater = self.updater
         if is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
-            algorithm_state = updater.init_algorithm_state(params, params)
-            inner_state = self.placeholder(params)
-            return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), algorithm_state)
+            return SparseState(
+                masks=0,
+                inner_state=self.placeholder(params),
+                target_sparsities=0,
+                count=jnp.zeros([], jnp.int32),
+                algorithm_state=updater.init_algorithm_state(params, params),
+            )
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
@@ -98,6 +102,7 @@ class Step(abc.ABC):
         elif is_overridden(updater, "get_initial_masks"):
             targets = state.target_sparsities
             check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
+        # Again: an override of init_state, or a user, may pass masks of any real dtype.
         state = store_first(state, params, self.packed, "initial masks")
         masks = self.as_hooks_see(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None

@@ -194,14 +194,21 @@ class Updater(DataclassBase):
             the leaf.
         """
         sites = sites or self.sites(jax.tree.map(_as_weights, scores))
-        if () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores):
-            targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
-            if jax.tree.leaves(targets):  # otherwise the scope refuses the sparsity
-                sparsities = trees.map_matched(
-                    lambda path, target: target if sites[path].has_override else sparsities, targets
-                )
+        if _is_one_for_all(sparsities, scores):
+            sparsities = self._repeat_sparsity(sparsities, scores, sites)
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
+
+    def _repeat_sparsity(
+        self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites
+    ) -> Sparsities:
+        """Returns a tree of one sparsity for all leaves that have a target; overrides stay."""
+        targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
+        if not jax.tree.leaves(targets):
+            return sparsity  # the scope refuses it
+        return trees.map_matched(
+            lambda path, target: target if sites[path].has_override else sparsity, targets
+        )
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
@@ -365,6 +372,11 @@ def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
                     f"{unused[hook]}."
                 )
         overrides |= vars(base).keys()
+
+
+def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:
+    """Returns whether a sparsity is a single number, and the scores are a tree of arrays."""
+    return () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores)
 
 
 def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:
