@@ -164,14 +164,9 @@ def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTre
     """Returns the initial parameters and the masks of round r, from the ticket before."""
     _, masks, trained = ticket
     _check_finite(f"what train_fn returned in round {r - 1}", trained, masks)
-    masks = _pruned(masks, trained, rate, r)
-    return apply_masks(origin, masks), masks
-
-
-def _pruned(masks: Masks, trained: PyTree, rate: float, r: int) -> Masks:
-    """Returns the masks of round r, within the masks of the round before."""
     magnitudes = jax.tree.map(jnp.abs, trees.prunable(trained))
-    return highest_within(masks, magnitudes, _num_kept(masks, rate, r))
+    masks = highest_within(masks, magnitudes, _num_kept(masks, rate, r))
+    return apply_masks(origin, masks), masks
 
 
 def _num_kept(masks: Masks, rate: float, r: int) -> int:

@@ -15,7 +15,7 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.trees import Params, PyTree
-from sparsity.masks import apply_masks, create_mask, read_masks
+from sparsity.masks import apply_masks, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
 from sparsity.training.state import SparseState
@@ -135,4 +135,4 @@ def _mask(scores: chex.Array, sparsity: chex.Numeric, sparsity_type: SparsityTyp
     if not trees.is_array(scores):
         raise ValueError(f"scores must be an array, got scores = {scores!r}.")
     sparsity_type.check(scores.shape, 0, "scores")
-    return create_mask(scores, sparsity, sparsity_type)
+    return sparsity_type.select(scores, sparsity)

@@ -162,19 +162,16 @@ def _entry(epoch: int, entry: object) -> Entry:
     return Entry(epoch, False, rules)
 
 
-def read(strategy: object, params: Params, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
-    """Returns the stages of a strategy for the parameters, by epoch; checks the complete strategy.
+def resolve(
+    entries: Mapping[int, Entry], params: Params, batch_axes: BatchAxes = 0
+) -> dict[int, Stage]:
+    """Returns the stages of a strategy for the parameters, by epoch; checks all names of layers.
 
     Args:
-      strategy: a strategy, or the result of `parse`.
+      entries: result of `parse`.
       params: tree of parameters.
       batch_axes: number of leading axes that index separate matrices, or a function.
     """
-    entries: dict[int, Entry] = (
-        strategy
-        if isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
-        else parse(strategy)
-    )
     stages = {}
     for epoch, entry in entries.items():
         entry.check_names(params)

@@ -76,7 +76,7 @@ def pruning(
       (True, {'bias': None, 'kernel': Array([[1, 1, 0, 0]], dtype=uint8)})
     """
     params = getattr(state, "params", state)
-    stages = strategies.read(prune_strategy, params)
+    stages = strategies.resolve(strategies.parse(prune_strategy), params)
     try:
         number = operator.index(epoch)
     except TypeError:  # of tracers, too, and of arrays that are no integers
@@ -253,7 +253,7 @@ class EpochStrategy(BaseUpdater):
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
     def _stages(self, params: Params) -> list[strategies.Stage]:
-        return list(strategies.read(self._entries, params, self.batch_axes).values())
+        return list(strategies.resolve(self._entries, params, self.batch_axes).values())
 
 
 @dataclasses.dataclass(frozen=True)

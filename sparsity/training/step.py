@@ -37,7 +37,7 @@ from sparsity.training.step_checks import (
     check_is_tree,
     check_masked,
     check_state,
-    same_structure,
+    take_algorithm_state,
     take_gradients,
     take_masks,
     take_user_masks,
@@ -151,7 +151,7 @@ class Step(abc.ABC):
         plain, inputs = self.as_hooks_see(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
-        algorithm_state = same_structure(new.algorithm_state, state.algorithm_state)
+        algorithm_state = take_algorithm_state(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=algorithm_state)
 
     def maybe_update_masks(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:

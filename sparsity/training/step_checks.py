@@ -164,7 +164,7 @@ def check_algorithm_state(updater: Updater, state: SparseState, inputs: Inputs) 
         )
 
 
-def same_structure(new: PyTree, old: PyTree) -> PyTree:
+def take_algorithm_state(new: PyTree, old: PyTree) -> PyTree:
     """Returns the new `algorithm_state`; raises a ValueError if its structure differs."""
     structures = [jax.tree.structure(tree) for tree in (old, new)]
     if len({*structures}) > 1:
