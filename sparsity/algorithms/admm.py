@@ -25,7 +25,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -140,7 +140,7 @@ class ADMMPruning(MagnitudePruning):
     def _project(self, weights: Params, targets: Sparsities, sites: Sites) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
         scores = self.calculate_scores(weights)
-        support = call_hook(self.create_masks, scores, targets, extra={}, named={"sites": sites})
+        support = self._call_create_masks(scores, targets, sites)
         return trees.map_matched(_masked, weights, support), support
 
 

@@ -230,8 +230,9 @@ def prune_at_init(
     check_int("rounds", rounds, 1)
     sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     _check_sources(name, sources)
-    function, data = (sources[key] for key in _NEEDS[name])
-    score = functools.partial(_SCORES[name], function)
+    scores_fn, needs = _SCORES[name]
+    function, data = (sources[key] for key in needs)
+    score = functools.partial(scores_fn, function)
     scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
     if name == "synflow":
@@ -285,23 +286,20 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
     return global_topk_mask(ranked, kept, where=masks)
 
 
-_SCORES: dict[str, Callable[..., PyTree]] = {
-    "snip": snip_scores,
-    "grasp": grasp_scores,
-    "synflow": synflow_scores,
-}
-_NEEDS = {
-    "snip": ("loss_fn", "batches"),
-    "grasp": ("loss_fn", "batches"),
-    "synflow": ("fn", "inputs"),
+# Functions by name, each with the arguments of `prune_at_init` that it takes beside the parameters.
+_SCORES: dict[str, tuple[Callable[..., PyTree], tuple[str, str]]] = {
+    "snip": (snip_scores, ("loss_fn", "batches")),
+    "grasp": (grasp_scores, ("loss_fn", "batches")),
+    "synflow": (synflow_scores, ("fn", "inputs")),
 }
 
 
 def _check_sources(name: str, sources: Mapping[str, object]) -> None:
     """Raises a ValueError for unknown scores, or for a missing function or missing data."""
-    if not isinstance(name, str) or name not in _NEEDS:
-        raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
-    function, data = needs = _NEEDS[name]
+    if not isinstance(name, str) or name not in _SCORES:
+        raise ValueError(f"name: {name!r} is not known. {suggest(name, _SCORES)}")
+    _, needs = _SCORES[name]
+    function, data = needs
     if missing := [key for key in needs if sources[key] is None]:
         raise ValueError(
             f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "

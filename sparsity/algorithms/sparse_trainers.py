@@ -93,8 +93,7 @@ class SparseTraining(BaseUpdater):
         takes_arrays = is_overridden(self, "create_masks")
         draw = generate_random_scores if takes_arrays else make_draw(params)
         scores = draw(params, self.rng_seed)
-        inputs = Inputs(params, None, sites or self.sites(params), {})
-        return inputs.call(self.create_masks, scores, target_sparsities)
+        return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
 
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg

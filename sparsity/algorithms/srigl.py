@@ -40,6 +40,7 @@ from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
+from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import Inputs, SliceRule
 from sparsity.training.state import SparseState
@@ -99,7 +100,9 @@ class SRigL(RigL):
             site = sites[path]
             _check_pattern(site.pattern, f" for {site.name!r}")
             shape = leaves[path].shape[site.batch_axes :] or (1,)
-            if not is_traced(target) and 0 < _budget(math.prod(shape), target) < shape[-1]:
+            if not is_traced(target) and (
+                0 < num_kept_int(math.prod(shape), float(target)) < shape[-1]
+            ):
                 raise ValueError(
                     f"SRigL keeps a weight of every neuron at least, but a sparsity of {target} "
                     f"leaves {site.name!r} of shape {leaves[path].shape} fewer than its "
@@ -130,8 +133,7 @@ class SRigL(RigL):
             return None
         size = math.prod(shape[site.batch_axes :])
         neurons = (shape[site.batch_axes :] or (1,))[-1]
-        fan_in: int = min(size // neurons, _budget(size, target) // neurons)
-        return neurons * fan_in
+        return neurons * min(size // neurons, num_kept_int(size, float(target)) // neurons)
 
     def slice_rule(self) -> SliceRule | None:
         rule = super().slice_rule() if self.min_salient is None else None
@@ -198,7 +200,7 @@ def constant_fan_in(
     shape = mask.shape[batch_axes:]
     neurons, inputs = shape[-1], math.prod(shape[:-1])
     inner = tuple(range(batch_axes, mask.ndim - 1))
-    budget = jnp.asarray(_budget(neurons * inputs, sparsity))
+    budget = jnp.asarray(num_kept(neurons * inputs, sparsity))
 
     def by_neuron(mask: jax.Array) -> jax.Array:
         # Two operands: XLA:CPU takes four times as long for a sum of one.
@@ -244,7 +246,7 @@ def move_fan_in(
       uint8[inputs, neurons].
     """
     inputs, neurons = grow_scores.shape
-    fan_in = min(inputs, _budget(inputs * neurons, sparsity) // neurons)
+    fan_in = min(inputs, num_kept_int(inputs * neurons, sparsity) // neurons)
     is_active = positions < inputs * neurons
     k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
     kept = topk_mask(drop_scores, k, where=is_active)
@@ -333,15 +335,10 @@ def _neurons_that_stay(
 def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
     """Returns the mask of the highest scores of each neuron, with the largest fan-in in budget."""
     rows = jnp.moveaxis(scores, -1, batch_axes)
-    budget = _budget(math.prod(rows.shape[batch_axes:]), sparsity)
+    budget: Any = num_kept(math.prod(rows.shape[batch_axes:]), sparsity)  # traced or not
     fan_in = budget // max(rows.shape[batch_axes], 1)
     mask = topk_mask(rows, fan_in, batch_axes=batch_axes + 1)
     return jnp.moveaxis(mask, batch_axes, -1)
-
-
-def _budget(size: int, sparsity: chex.Numeric) -> Any:
-    """Returns the number of weights that a layer keeps; int32 if the sparsity is traced."""
-    return num_kept(size, sparsity)
 
 
 def _check_pattern(pattern: SparsityType, where: str = "") -> None:

@@ -23,7 +23,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
-from sparsity.training.hooks import ExtraArg, HookArgs, call_hook
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -78,7 +78,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
         scores = self.calculate_scores(params)
-        return self._create(scores, target_sparsities, sites or self.sites(params))
+        return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
 
     def init_algorithm_state(
         self, params: Params, masks: Masks, *, sites: Sites | None = None
@@ -106,7 +106,7 @@ class TopKast(StraightThrough, MagnitudePruning):
     ) -> SparseState:
         sites = sites or self.sites(params)
         scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
-        masks = self._create(scores, targets, sites)
+        masks = self._call_create_masks(scores, targets, sites)
         backward = self._backward(scores, masks, targets, sites)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
@@ -151,17 +151,7 @@ class TopKast(StraightThrough, MagnitudePruning):
             scores,
             masks,
         )
-        return self._create(first, sparsities, sites, targets)
-
-    def _create(
-        self,
-        scores: ScoreTree,
-        sparsities: Sparsities,
-        sites: Sites,
-        targets: Sparsities | None = None,
-    ) -> PyTree:
-        optional: HookArgs = {"sites": sites, "target_sparsities": targets}
-        return call_hook(self.create_masks, scores, sparsities, extra={}, named=optional)
+        return self._call_create_masks(first, sparsities, sites, targets)
 
 
 # Both are compiled, as eager calls would send their constants to the device.

@@ -33,7 +33,7 @@ from sparsity.masks.affordable import MaskBudget
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule
+from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -198,6 +198,17 @@ class Updater(DataclassBase):
             sparsities = self._repeat_sparsity(sparsities, scores, sites)
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
+
+    def _call_create_masks(
+        self,
+        scores: ScoreTree,
+        sparsities: Sparsities,
+        sites: Sites,
+        target_sparsities: Sparsities | None = None,
+    ) -> Masks:
+        """Calls `create_masks` with its arguments by name, but none of the training loop."""
+        named: HookArgs = {"sites": sites, "target_sparsities": target_sparsities}
+        return call_hook(self.create_masks, scores, sparsities, extra={}, named=named)
 
     def _repeat_sparsity(
         self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites
