@@ -54,7 +54,7 @@ class BaseUpdater(Updater):
       rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
       use_packed_masks: store one bit a weight instead of a byte.
       topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
-        scores, and is called for each slice.
+        scores, and is called for each slice; `SET` and `RigL` select their first masks by it.
       is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
         without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
         last transformation: scaling or clipping goes inside. `None` means on, unless the class

@@ -192,7 +192,7 @@ class Step(abc.ABC):
             new, grown = self.restart(old_bits, new, inputs)
         return new._replace(masks=self.as_stored(new.masks, params)), Change(True, grown)
 
-    def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
+    def modify_gradients(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
 
         Args:

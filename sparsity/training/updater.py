@@ -48,8 +48,8 @@ INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
 
 # Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
 _CALLERS: Mapping[str, tuple[str, ...]] = {
-    "calculate_scores": ("get_initial_masks", "new_masks", "update_state"),
-    "create_masks": ("new_masks", "update_state"),
+    "calculate_scores": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
+    "create_masks": ("new_masks", "update_state", "instant_sparsify"),
     "new_masks": ("update_state",),
     "apply_masks": ("pre_forward_update", "post_gradient_update"),
 }

@@ -124,3 +124,9 @@ def test_an_override_changes_the_results_or_is_an_error_that_names_another_hook(
     _, is_used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     idle = [hook for hook, used in zip(effective, is_used[1:], strict=True) if not used]
     assert not idle
+
+
+@pytest.mark.parametrize("caller", ["get_initial_masks", "new_masks", "update_state"])
+def test_scores_of_a_class_that_moves_masks_may_be_overridden_with_a_hook_that_calls_them(caller):
+    hooks = {hook: _override(hook, {}) for hook in ("calculate_scores", caller)}
+    type("Derived", (sparsity.RigL,), hooks | STATED)(**HALF)
