@@ -81,7 +81,7 @@ class ADMMPruning(MagnitudePruning):
         sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         masked = adapt_scope(self.scope).masked(params, targets)
-        start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
+        start = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
         z, _ = self._project(start, targets, sites)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
 
@@ -95,7 +95,7 @@ class ADMMPruning(MagnitudePruning):
         **extra_args: ExtraArg,
     ) -> SparseState:
         sites = sites or self.sites(params)
-        moved = trees.map_matched(_sum, params, _read_memory(sparse_state)["u"])
+        moved = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
         z, support = self._project(moved, sparse_state.target_sparsities, sites)
         u = jax.tree.map(jnp.subtract, moved, z)
         end = find_last_update(self.scheduler)
@@ -108,7 +108,7 @@ class ADMMPruning(MagnitudePruning):
         return sparse_state._replace(masks=masks, algorithm_state={"z": z, "u": u})
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        rho = self._penalty(sparse_state.count)
+        rho = self._compute_penalty(sparse_state.count)
 
         def pull(
             _: trees.KeyPath,
@@ -125,7 +125,7 @@ class ADMMPruning(MagnitudePruning):
         memory = _read_memory(sparse_state)
         return trees.map_matched(pull, grads, params, memory["z"], memory["u"])
 
-    def _penalty(self, step: jax.Array) -> jax.Array:
+    def _compute_penalty(self, step: jax.Array) -> jax.Array:
         """Returns rho until the end step, then 0."""
         end = find_last_update(self.scheduler)
         rho: ArrayLike | optax.Schedule | None = self.rho
@@ -141,7 +141,7 @@ class ADMMPruning(MagnitudePruning):
         """Returns the nearest sparse weights and their support."""
         scores = self.calculate_scores(weights)
         support = self._call_create_masks(scores, targets, sites)
-        return trees.map_matched(_masked, weights, support), support
+        return trees.map_matched(_mask_weights, weights, support), support
 
 
 def _read_memory(state: SparseState) -> dict[str, PyTree]:
@@ -157,16 +157,16 @@ def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
             check_number(f"rho({step})", np.asarray(jax.device_get(rho))[()], 0)
 
 
-def _wide(param: jax.Array) -> jax.Array:
+def _widen(param: jax.Array) -> jax.Array:
     return param.astype(promote(param.dtype, jnp.float32))
 
 
-def _masked(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:
+def _mask_weights(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else _apply(weights, mask)
 
 
 _apply = jax.jit(apply_mask)  # an eager call would send its zero to the device
 
 
-def _sum(_: trees.KeyPath, param: jax.Array, u: jax.Array | None) -> jax.Array | None:
+def _add_dual(_: trees.KeyPath, param: jax.Array, u: jax.Array | None) -> jax.Array | None:
     return None if u is None else param.astype(u.dtype) + u

@@ -106,7 +106,7 @@ def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> S
       {'w': Array([6., 4.], dtype=float32)}
     """
     weights = trees.prunable(params)
-    grads = _mean(_gradient(loss_fn, params), [weights], batches)
+    grads = _average_over(_make_gradient(loss_fn, params), [weights], batches)
     return jax.tree.map(lambda w, g: jnp.abs(w * g), weights, grads)
 
 
@@ -137,15 +137,15 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
     check_iterable("batches", batches)
     batches = list(batches)
     weights = trees.prunable(params)
-    gradient = _gradient(loss_fn, params)
+    gradient = _make_gradient(loss_fn, params)
     # jax conjugates gradients by complex weights.
-    direction = jax.tree.map(jnp.conj, _mean(gradient, [weights], batches))
+    direction = jax.tree.map(jnp.conj, _average_over(gradient, [weights], batches))
 
     def product(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
         slope = functools.partial(gradient, batch=batch)
         return jax.jvp(slope, (weights,), (direction,))[1]
 
-    curved = _mean(product, [weights, direction], batches)
+    curved = _average_over(product, [weights, direction], batches)
     return jax.tree.map(lambda w, h: jnp.real(w * h), weights, curved)
 
 
@@ -177,7 +177,7 @@ def synflow_scores(
     sizes = jax.tree.map(jnp.abs, trees.prunable(params))
 
     def flow(sizes: PyTree, inputs: PyTree) -> jax.Array:
-        outputs = fn(_with_leaves(params, sizes), inputs)
+        outputs = fn(_replace_weights(params, sizes), inputs)
         return sum((jnp.sum(x) for x in jax.tree.leaves(outputs)), jnp.zeros(()))
 
     slopes = jax.grad(flow)(sizes, ones)
@@ -236,19 +236,19 @@ def prune_at_init(
     scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
     if name == "synflow":
-        masks = _in_rounds(score, params, inputs, sparsity, rounds)
+        masks = _prune_in_rounds(score, params, inputs, sparsity, rounds)
     else:
-        masks = _masks(scores, sparsity)
+        masks = _select_globally(scores, sparsity)
     return apply_masks(params, masks), masks
 
 
-def _masks(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
+def _select_globally(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all selected leaves together."""
     scope, sites = Global(use_normalization=False), Sites(scores, Unstructured())
     return LeafScope(scope, sites).select_tree(scores, Uniform(sparsity)(scores))
 
 
-def _in_rounds(
+def _prune_in_rounds(
     score: Callable[..., PyTree], params: Params, inputs: PyTree, sparsity: float, rounds: int
 ) -> PyTree:
     """Returns the masks after rounds that score the kept weights again and prune more."""
@@ -261,7 +261,7 @@ def _in_rounds(
     total = sum(mask.size for mask in jax.tree.leaves(masks))
 
     def prune(masks: Masks, sparsity: jax.Array) -> tuple[PyTree, None]:
-        scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
+        scores = score(_replace_weights(params, apply_masks(weights, masks)), inputs)
         return highest_within(masks, scores, num_kept(total, sparsity)), None
 
     sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
@@ -328,25 +328,27 @@ def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
     trees.map_matched(check, scores, targets)
 
 
-def _gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
+def _make_gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
     """Returns the gradient of the loss as a function of the floating leaves and a batch."""
 
     check_function("loss_fn", loss_fn, "(params, batch)")
 
     def loss(weights: Params, batch: PyTree) -> jax.Array:
-        value = loss_fn(_with_leaves(params, weights), batch)
+        value = loss_fn(_replace_weights(params, weights), batch)
         check_loss("loss_fn", value)
         return value
 
     return jax.grad(loss)
 
 
-def _with_leaves(params: Params, weights: Params) -> Params:
+def _replace_weights(params: Params, weights: Params) -> Params:
     """Returns the parameters with their floating leaves replaced."""
     return trees.map_matched(lambda _, old, new: old if new is None else new, params, weights)
 
 
-def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]) -> PyTree:
+def _average_over(
+    fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]
+) -> PyTree:
     """Returns the mean of fn(*args, batch) over the batches, summed in at least float32."""
 
     @jax.jit

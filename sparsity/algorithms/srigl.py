@@ -121,7 +121,7 @@ class SRigL(RigL):
         ) -> jax.Array | None:
             if target is None:
                 return None
-            start = functools.partial(_random_fan_in, sites[path].batch_axes)
+            start = functools.partial(_draw_fan_in, sites[path].batch_axes)
             return sharding.place_like(score, sharding.shard_like(score, start, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
@@ -210,7 +210,7 @@ def constant_fan_in(
     k = jnp.asarray(num_kept(active, drop_fraction))
     kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
     grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
-    stays = _neurons_that_stay(by_neuron(kept | grown), inputs, budget, min_salient)
+    stays = _select_neurons(by_neuron(kept | grown), inputs, budget, min_salient)
     fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
 
     where = mask * jnp.expand_dims(stays, inner).astype(jnp.uint8)
@@ -220,7 +220,7 @@ def constant_fan_in(
         lambda: kept,
     )
     most = jnp.where(stays, fan_in[..., None], 0)
-    return _filled(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
+    return _fill_neurons(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
 
 
 def move_fan_in(
@@ -302,7 +302,7 @@ def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: 
     return jnp.zeros(len(slots), jnp.uint8).at[order].set(slots < limits[neuron])
 
 
-def _filled(
+def _fill_neurons(
     kept: jax.Array,
     counts: jax.Array,
     most: jax.Array,
@@ -318,7 +318,7 @@ def _filled(
     return kept | topk(grow_scores, jnp.maximum(most - counts, 0), where=1 - kept)
 
 
-def _neurons_that_stay(
+def _select_neurons(
     counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float | None
 ) -> jax.Array:
     """Returns the neurons that stay, bool[*batch, neurons], by their numbers of salient weights."""
@@ -332,7 +332,7 @@ def _neurons_that_stay(
     return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
 
 
-def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
+def _draw_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
     """Returns the mask of the highest scores of each neuron, with the largest fan-in in budget."""
     rows = jnp.moveaxis(scores, -1, batch_axes)
     budget: Any = num_kept(math.prod(rows.shape[batch_axes:]), sparsity)  # traced or not

@@ -68,9 +68,9 @@ class StraightThrough(BaseUpdater):
 
     def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
-        return self._mask(params, get_sparse_state(opt_state), self.use_packed_masks)
+        return self._mask_weights(params, get_sparse_state(opt_state), self.use_packed_masks)
 
-    def _mask(self, params: Params, state: SparseState, is_packed: bool) -> Params:
+    def _mask_weights(self, params: Params, state: SparseState, is_packed: bool) -> Params:
         """Returns masked parameters; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:
@@ -80,14 +80,14 @@ class StraightThrough(BaseUpdater):
         else:
             weights = jax.lax.stop_gradient(trees.prunable(params))
             masks = super().new_masks(state, Inputs(weights, None, self.sites(params), {}))
-            masks = jax.tree.map(lambda mask: self._started(mask, state.count), masks)
+            masks = jax.tree.map(lambda mask: self._delay_mask(mask, state.count), masks)
 
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
 
         return trees.map_matched(apply, params, masks)
 
-    def _started(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
+    def _delay_mask(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
         """Returns the mask from the first update on, ones before."""
         start = find_first_update(self.scheduler)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask

@@ -86,7 +86,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         _check_backward(self.backward_sparsity, targets)
-        backward = self._backward(self.calculate_scores(params), masks, targets, sites)
+        backward = self._select_backward(self.calculate_scores(params), masks, targets, sites)
         # A user may pass a mask for a leaf without a target.
         return trees.map_matched(
             lambda _, param, mask, chosen: mask if chosen is None else chosen,
@@ -107,11 +107,11 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites = sites or self.sites(params)
         scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
         masks = self._call_create_masks(scores, targets, sites)
-        backward = self._backward(scores, masks, targets, sites)
+        backward = self._select_backward(scores, masks, targets, sites)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        explored = functools.partial(_explored, self.regularization)
+        explored = functools.partial(_explore, self.regularization)
 
         def explore(
             _: trees.KeyPath, grad: jax.Array, param: jax.Array, mask: PyTree, *leaves: PyTree
@@ -137,7 +137,7 @@ class TopKast(StraightThrough, MagnitudePruning):
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
-    def _backward(
+    def _select_backward(
         self, scores: ScoreTree, masks: Masks, targets: Sparsities, sites: Sites
     ) -> PyTree:
         """Returns the masks of B: of A, and of the largest weights outside of A."""
@@ -146,7 +146,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         sparsities = jax.tree.map(backward_sparsity, targets)
         first = trees.map_matched(
             lambda _, score, mask: (
-                score if mask is None else shard_like(score, _raised, score, mask)
+                score if mask is None else shard_like(score, _raise_scores, score, mask)
             ),
             scores,
             masks,
@@ -156,7 +156,7 @@ class TopKast(StraightThrough, MagnitudePruning):
 
 # Both are compiled, as eager calls would send their constants to the device.
 @jax.jit
-def _raised(score: jax.Array, mask: jax.Array) -> jax.Array:
+def _raise_scores(score: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns scores that rank the weights of A above all others."""
     return jnp.where(mask > 0, jnp.inf, score)
 
@@ -166,7 +166,7 @@ def _backward_sparsity(sparsity: float | None, target: jax.Array) -> jax.Array:
     return jnp.maximum(2 * target - 1, 0) if sparsity is None else jnp.minimum(sparsity, target)
 
 
-def _explored(
+def _explore(
     decay: float,
     grad: jax.Array,
     param: jax.Array,

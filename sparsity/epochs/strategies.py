@@ -64,7 +64,7 @@ class Entry(NamedTuple):
         if isinstance(self.rules, Rule):
             return self.rules if param.ndim - batch_axes > 1 else None
         prefixes = (names[:end] for end in range(len(names), 0, -1))
-        forms = (form for prefix in prefixes for form in _forms(prefix))
+        forms = (form for prefix in prefixes for form in _list_keys(prefix))
         return next((self.rules[form] for form in forms if form in self.rules), None)
 
     def check_names(self, params: Params) -> None:
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
         owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
         for key in self.rules:
-            named = [prefix for prefix in prefixes if key in _forms(prefix)]
+            named = [prefix for prefix in prefixes if key in _list_keys(prefix)]
             where = f"{key!r} in the strategy of epoch {self.epoch}"
             if not named:
                 layers = ["/".join(path) for path in paths]
@@ -100,7 +100,7 @@ class Stage(NamedTuple):
     sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
-def _forms(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
+def _list_keys(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
     """Returns the keys that name a layer."""
     return names, "/".join(names), "-".join(names)
 
@@ -114,10 +114,10 @@ def parse(strategy: object) -> dict[int, Entry]:
         )
     for epoch in strategy:
         check_int("an epoch of a strategy", epoch, 0)
-    return {int(epoch): _entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
+    return {int(epoch): _parse_entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
 
 
-def _entry(epoch: int, entry: object) -> Entry:
+def _parse_entry(epoch: int, entry: object) -> Entry:
     where = f"in the strategy of epoch {epoch}"
     if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
         raise ValueError(

@@ -85,9 +85,9 @@ def pruning(
         raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
     if number not in stages:
         return False, mask_key
-    masked = apply_masks(params, _read(mask_key, params))
+    masked = apply_masks(params, _read_mask_key(mask_key, params))
     scores = jax.tree.map(jnp.abs, trees.prunable(masked))
-    return True, _masks(stages[number], scores, mask_key)
+    return True, _apply_stage(stages[number], scores, mask_key)
 
 
 def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
@@ -109,7 +109,7 @@ def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
       Array([0., 4.], dtype=float32)
     """
     params = getattr(state, "params", state)
-    params = apply_masks(params, _read(mask_key, params))
+    params = apply_masks(params, _read_mask_key(mask_key, params))
     if not hasattr(state, "params"):
         return params, mask_key
     for name in ("replace", "_replace"):  # TrainState, NamedTuple
@@ -186,7 +186,7 @@ class EpochStrategy(BaseUpdater):
 
         def last(params: Params) -> PyTree:
             sparsities: dict[trees.KeyPath, chex.Numeric] = {}
-            for stage in self._stages(params):
+            for stage in self._resolve_stages(params):
                 sparsities |= stage.sparsities
             return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
@@ -208,7 +208,7 @@ class EpochStrategy(BaseUpdater):
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         weights, grads = inputs.masked_weights, inputs.grads
         scores = inputs.call(self.calculate_scores, weights, sparse_state=sparse_state, grads=grads)
-        stages = self._stages(weights)
+        stages = self._resolve_stages(weights)
         paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
         table = [[stage.sparsities.get(path, 0.0) for path in paths] for stage in stages]
         # Epochs that differ only in their sparsities share one branch, compiled once.
@@ -218,7 +218,7 @@ class EpochStrategy(BaseUpdater):
         def create(key: _BranchKey, sparsities: jax.Array) -> PyTree:
             is_global, layers = key
             by_path = dict(zip(paths, sparsities, strict=True))
-            return _masks(
+            return _apply_stage(
                 strategies.Stage(is_global, dict(layers), by_path), scores, sparse_state.masks
             )
 
@@ -242,17 +242,17 @@ class EpochStrategy(BaseUpdater):
           (pruned params, masks).
         """
         inputs, masks = Inputs(params, grads, self.sites(params), extra_args), None
-        for stage in self._stages(params):
+        for stage in self._resolve_stages(params):
             masked = apply_masks(inputs.weights, masks)
             scores = inputs.call(self.calculate_scores, masked, grads=grads)
-            masks = _masks(stage, scores, masks)
+            masks = _apply_stage(stage, scores, masks)
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
     def _update_steps(self) -> tuple[int, ...]:
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
-    def _stages(self, params: Params) -> list[strategies.Stage]:
+    def _resolve_stages(self, params: Params) -> list[strategies.Stage]:
         return list(strategies.resolve(self._entries, params, self.batch_axes).values())
 
 
@@ -275,7 +275,7 @@ class AtSteps(BaseSchedule):
         return (self.steps[0], self.steps[-1]) if self.steps else None
 
 
-def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
+def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
     """Returns the masks after a stage: new masks for its layers, old masks for all others."""
     named = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
@@ -287,5 +287,5 @@ def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
     )
 
 
-def _read(masks: Masks, params: Params) -> PyTree:
+def _read_mask_key(masks: Masks, params: Params) -> PyTree:
     return read_masks(masks, params, may_be_packed=False, role="masks of mask_key")
