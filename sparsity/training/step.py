@@ -190,7 +190,9 @@ class Step(abc.ABC):
         grown = None
         if regrows:
             new, grown = self.restart(old_bits, new, inputs)
-        return new._replace(masks=self.as_stored(new.masks, params)), Change(True, grown)
+        if self.packed:
+            new = new._replace(masks=pack_masks(new.masks, params))
+        return new, Change(True, grown)
 
     def modify_gradients(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
@@ -230,10 +232,6 @@ class Step(abc.ABC):
         if self.packed:
             state = state._replace(masks=unpack_masks(state.masks, inputs.params))
         return state, inputs._replace(masks=state.masks if self.keeps_zeros else None)
-
-    def as_stored(self, masks: Masks, params: Params) -> PyTree:
-        """Returns plain masks as the state holds them."""
-        return pack_masks(masks, params) if self.packed else masks
 
     # Methods that depend on the state of the inner optimizer.
 
