@@ -130,3 +130,13 @@ def test_an_override_changes_the_results_or_is_an_error_that_names_another_hook(
 def test_scores_of_a_class_that_moves_masks_may_be_overridden_with_a_hook_that_calls_them(caller):
     hooks = {hook: _override(hook, {}) for hook in ("calculate_scores", caller)}
     type("Derived", (sparsity.RigL,), hooks | STATED)(**HALF)
+
+
+@pytest.mark.parametrize(
+    ("cls", "hook"), [(sparsity.RigL, "get_drop_scores"), (sparsity.SET, "get_grow_scores")]
+)
+def test_a_compact_model_asks_a_hook_that_was_assigned_to_an_updater(cls, hook):
+    updater = cls()
+    assert updater.slice_rule() is not None
+    setattr(updater, hook, lambda sparse_state, params, grads: params)
+    assert updater.slice_rule() is None  # masks move by the hooks, with complete parameters
