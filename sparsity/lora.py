@@ -55,7 +55,7 @@ def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeri
         a, b = (factors.pop((*path, SequenceKey(i)), None) for i in range(2))
         if a is None and b is None:
             return apply_mask(param, mask)
-        _check(trees.path_string(path), param, a, b)
+        _check_adapter(trees.path_string(path), param, a, b)
         return sharding.shard_like(param, _merge, param, a, b, mask, scale)
 
     merged = trees.map_matched(merge, params, read_masks(masks, params, may_be_packed=True))
@@ -73,7 +73,7 @@ def _merge(
 ) -> jax.Array:
     dtype = jnp.promote_types(jnp.result_type(param, a, b), jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
-    batch = _batch_axes(param, a, b)
+    batch = _count_batch_axes(param, a, b)
     axes = tuple(range(batch))
     contracted = ((a.ndim - 1,), (batch,)), (axes, axes)
     product = jax.lax.dot_general(a, b, contracted, precision=jax.lax.Precision.HIGHEST)
@@ -81,16 +81,16 @@ def _merge(
     return apply_mask(merged.astype(param.dtype), mask)
 
 
-def _batch_axes(param: jax.Array, a: jax.Array, b: jax.Array) -> int:
+def _count_batch_axes(param: jax.Array, a: jax.Array, b: jax.Array) -> int:
     """Returns the number of leading axes that W, A and B share."""
     return jnp.ndim(a) + jnp.ndim(b) - 2 - jnp.ndim(param)
 
 
-def _check(name: str, param: jax.Array, a: jax.Array | None, b: jax.Array | None) -> None:
+def _check_adapter(name: str, param: jax.Array, a: jax.Array | None, b: jax.Array | None) -> None:
     """Raises a ValueError that names the weight unless A and B fit."""
     shapes = [None if factor is None else jnp.shape(factor) for factor in (a, b)]
     if a is not None and b is not None:
-        batch = _batch_axes(param, a, b)
+        batch = _count_batch_axes(param, a, b)
         is_complex = jnp.iscomplexobj(a) or jnp.iscomplexobj(b)
         if not trees.is_prunable(param) or (is_complex and not jnp.iscomplexobj(param)):
             raise ValueError(

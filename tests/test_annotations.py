@@ -202,4 +202,4 @@ def test_any_is_found_wherever_it_is_written(tmp_path, monkeypatch):
 def test_the_aliases_are_there_and_their_users_are_walked():
     assert all(names_any(*alias.rpartition(".")[::2]) is False for alias in ALIASES)
     walked = {own.__qualname__ for name in MODULES for own in public_definitions(sys.modules[name])}
-    assert {"BaseUpdater", "create_mask", "apply_mask_straight_through", "DropAndGrow"} <= walked
+    assert {"BaseUpdater", "read_masks", "apply_mask_straight_through", "DropAndGrow"} <= walked

@@ -9,6 +9,7 @@ at high sparsity ELSA, arXiv:2510.01650.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -24,7 +25,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -66,9 +67,10 @@ class ADMMPruning(MagnitudePruning):
     rho: float | optax.Schedule | None = None
 
     schedule_type: ClassVar[str] = "periodic"
+    unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.rho is not None and not callable(self.rho):
             check_number("rho", self.rho, 0)
             if self.rho == 0:
@@ -82,7 +84,7 @@ class ADMMPruning(MagnitudePruning):
         sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         masked = adapt_scope(self.scope).masked(params, targets)
-        start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
+        start = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
         z, _ = self._project(start, targets, sites)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
 
@@ -96,7 +98,7 @@ class ADMMPruning(MagnitudePruning):
         **extra_args: ExtraArg,
     ) -> SparseState:
         sites = sites or self.sites(params)
-        moved = trees.map_matched(_sum, params, _read_memory(sparse_state)["u"])
+        moved = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
         z, support = self._project(moved, sparse_state.target_sparsities, sites)
         u = jax.tree.map(jnp.subtract, moved, z)
         end = find_last_update(self.scheduler)
@@ -109,7 +111,7 @@ class ADMMPruning(MagnitudePruning):
         return sparse_state._replace(masks=masks, algorithm_state={"z": z, "u": u})
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        rho = self._penalty(sparse_state.count)
+        rho = self._compute_penalty(sparse_state.count)
 
         def pull(
             _: trees.KeyPath,
@@ -126,7 +128,7 @@ class ADMMPruning(MagnitudePruning):
         memory = _read_memory(sparse_state)
         return trees.map_matched(pull, grads, params, memory["z"], memory["u"])
 
-    def _penalty(self, step: jax.Array) -> jax.Array:
+    def _compute_penalty(self, step: jax.Array) -> jax.Array:
         """Returns rho until the end step, then 0."""
         end = find_last_update(self.scheduler)
         rho: ArrayLike | optax.Schedule | None = self.rho
@@ -141,8 +143,8 @@ class ADMMPruning(MagnitudePruning):
     def _project(self, weights: Params, targets: Sparsities, sites: Sites) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
         scores = self.calculate_scores(weights)
-        support = call_hook(self.create_masks, scores, targets, extra={}, named={"sites": sites})
-        return trees.map_matched(_masked, weights, support), support
+        support = self._call_create_masks(scores, targets, sites)
+        return trees.map_matched(_mask_weights, weights, support), support
 
 
 def _read_memory(state: SparseState) -> dict[str, PyTree]:
@@ -158,16 +160,16 @@ def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
             check_number(f"rho({step})", np.asarray(jax.device_get(rho))[()], 0)
 
 
-def _wide(param: jax.Array) -> jax.Array:
+def _widen(param: jax.Array) -> jax.Array:
     return param.astype(promote(param.dtype, jnp.float32))
 
 
-def _masked(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:
+def _mask_weights(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else _apply(weights, mask)
 
 
 _apply = jax.jit(apply_mask)  # an eager call would send its zero to the device
 
 
-def _sum(_: trees.KeyPath, param: jax.Array, u: jax.Array | None) -> jax.Array | None:
+def _add_dual(_: trees.KeyPath, param: jax.Array, u: jax.Array | None) -> jax.Array | None:
     return None if u is None else param.astype(u.dtype) + u

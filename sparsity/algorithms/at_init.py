@@ -69,8 +69,8 @@ class SnipPruning(SaliencyPruning):
 
     schedule_type: ClassVar[str] = "one_shot"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if isinstance(self.scheduler, PolynomialSchedule):
             raise ValueError(
                 f"{type(self).__name__} prunes once, got scheduler = {self.scheduler!r}. Give it "
@@ -110,7 +110,7 @@ def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> S
       {'w': Array([6., 4.], dtype=float32)}
     """
     weights = trees.prunable(params)
-    grads = _mean(_gradient(loss_fn, params), [weights], batches)
+    grads = _average_over(_make_gradient(loss_fn, params), [weights], batches)
     return jax.tree.map(lambda w, g: jnp.abs(w * g), weights, grads)
 
 
@@ -143,15 +143,15 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
     check_iterable("batches", batches)
     batches = list(batches)
     weights = trees.prunable(params)
-    gradient = _gradient(loss_fn, params)
+    gradient = _make_gradient(loss_fn, params)
     # jax conjugates gradients by complex weights.
-    direction = jax.tree.map(jnp.conj, _mean(gradient, [weights], batches))
+    direction = jax.tree.map(jnp.conj, _average_over(gradient, [weights], batches))
 
     def product(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
         slope = functools.partial(gradient, batch=batch)
         return jax.jvp(slope, (weights,), (direction,))[1]
 
-    curved = _mean(product, [weights, direction], batches)
+    curved = _average_over(product, [weights, direction], batches)
     return jax.tree.map(lambda w, h: jnp.real(w * h), weights, curved)
 
 
@@ -185,7 +185,7 @@ def synflow_scores(
     sizes = jax.tree.map(jnp.abs, trees.prunable(params))
 
     def flow(sizes: PyTree, inputs: PyTree) -> jax.Array:
-        outputs = fn(_with_leaves(params, sizes), inputs)
+        outputs = fn(_replace_weights(params, sizes), inputs)
         return sum((jnp.sum(x) for x in jax.tree.leaves(outputs)), jnp.zeros(()))
 
     slopes = jax.grad(flow)(sizes, ones)
@@ -238,24 +238,25 @@ def prune_at_init(
     check_int("rounds", rounds, 1)
     sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     _check_sources(name, sources)
-    function, data = (sources[key] for key in _NEEDS[name])
-    score = functools.partial(_SCORES[name], function)
+    scores_fn, needs = _SCORES[name]
+    function, data = (sources[key] for key in needs)
+    score = functools.partial(scores_fn, function)
     scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
     if name == "synflow":
-        masks = _in_rounds(score, params, inputs, sparsity, rounds)
+        masks = _prune_in_rounds(score, params, inputs, sparsity, rounds)
     else:
-        masks = _masks(scores, sparsity)
+        masks = _select_globally(scores, sparsity)
     return apply_masks(params, masks), masks
 
 
-def _masks(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
+def _select_globally(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all selected leaves together."""
     scope, sites = Global(use_normalization=False), Sites(scores, Unstructured())
     return LeafScope(scope, sites).select_tree(scores, Uniform(sparsity)(scores))
 
 
-def _in_rounds(
+def _prune_in_rounds(
     score: Callable[..., PyTree], params: Params, inputs: PyTree, sparsity: float, rounds: int
 ) -> PyTree:
     """Returns the masks after rounds that score the kept weights again and prune more."""
@@ -268,7 +269,7 @@ def _in_rounds(
     total = sum(mask.size for mask in jax.tree.leaves(masks))
 
     def prune(masks: Masks, sparsity: jax.Array) -> tuple[PyTree, None]:
-        scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
+        scores = score(_replace_weights(params, apply_masks(weights, masks)), inputs)
         return highest_within(masks, scores, num_kept(total, sparsity)), None
 
     sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
@@ -293,23 +294,20 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
     return global_topk_mask(ranked, kept, where=masks)
 
 
-_SCORES: dict[str, Callable[..., PyTree]] = {
-    "snip": snip_scores,
-    "grasp": grasp_scores,
-    "synflow": synflow_scores,
-}
-_NEEDS = {
-    "snip": ("loss_fn", "batches"),
-    "grasp": ("loss_fn", "batches"),
-    "synflow": ("fn", "inputs"),
+# Functions by name, each with the arguments of `prune_at_init` that it takes beside the parameters.
+_SCORES: dict[str, tuple[Callable[..., PyTree], tuple[str, str]]] = {
+    "snip": (snip_scores, ("loss_fn", "batches")),
+    "grasp": (grasp_scores, ("loss_fn", "batches")),
+    "synflow": (synflow_scores, ("fn", "inputs")),
 }
 
 
 def _check_sources(name: str, sources: Mapping[str, object]) -> None:
     """Raises a ValueError for unknown scores, or for a missing function or missing data."""
-    if not isinstance(name, str) or name not in _NEEDS:
-        raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
-    function, data = needs = _NEEDS[name]
+    if not isinstance(name, str) or name not in _SCORES:
+        raise ValueError(f"name: {name!r} is not known. {suggest(name, _SCORES)}")
+    _, needs = _SCORES[name]
+    function, data = needs
     if missing := [key for key in needs if sources[key] is None]:
         raise ValueError(
             f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
@@ -338,25 +336,27 @@ def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
     trees.map_matched(check, scores, targets)
 
 
-def _gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
+def _make_gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
     """Returns the gradient of the loss as a function of the floating leaves and a batch."""
 
     check_function("loss_fn", loss_fn, "(params, batch)")
 
     def loss(weights: Params, batch: PyTree) -> jax.Array:
-        value = loss_fn(_with_leaves(params, weights), batch)
+        value = loss_fn(_replace_weights(params, weights), batch)
         check_loss("loss_fn", value)
         return value
 
     return jax.grad(loss)
 
 
-def _with_leaves(params: Params, weights: Params) -> Params:
+def _replace_weights(params: Params, weights: Params) -> Params:
     """Returns the parameters with their floating leaves replaced."""
     return trees.map_matched(lambda _, old, new: old if new is None else new, params, weights)
 
 
-def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]) -> PyTree:
+def _average_over(
+    fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]
+) -> PyTree:
     """Returns the mean of fn(*args, batch) over the batches, summed in at least float32."""
 
     @jax.jit

@@ -42,6 +42,16 @@ class GlobalPruning(BaseUpdater):
     def __post_init__(self) -> None:
         self.scope = Global(self.use_normalization, self.normalization_eps)
         super().__post_init__()
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.scope != Global(self.use_normalization, self.normalization_eps):
+            raise ValueError(
+                f"{type(self).__name__} makes its scope from use_normalization and "
+                f"normalization_eps, got scope = {self.scope!r} with use_normalization = "
+                f"{self.use_normalization} and normalization_eps = {self.normalization_eps}. Use "
+                "dataclasses.replace(updater, use_normalization=...)."
+            )
         if self.sparsity_distribution_fn is not uniform:
             raise ValueError(
                 f"{type(self).__name__} ranks all leaves together and takes no "

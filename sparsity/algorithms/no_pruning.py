@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -29,6 +30,18 @@ class NoPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool | None] = False
+    unused_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "calculate_scores",
+            "create_masks",
+            "new_masks",
+            "update_state",
+            "init_algorithm_state",
+            "accumulate",
+            "modify_gradients",
+        ),
+        "the hook in a subclass of BaseUpdater",
+    )
 
     sparsity_distribution_fn: Distribution | None = None
 
@@ -47,6 +60,7 @@ class NoPruning(BaseUpdater):
         self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with a SparseState around its state; `params` are optional."""
+        self.check_fields()
         if masks is not None:
             raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
         check_optimizer("inner", inner)
@@ -54,7 +68,8 @@ class NoPruning(BaseUpdater):
 
         def init(params: Params) -> SparseState:
             if is_placeholder(params):
-                return SparseState(0, inner.init(params), None, jnp.zeros([], jnp.int32))
+                count = jnp.zeros([], jnp.int32)
+                return SparseState(masks=0, inner_state=inner.init(params), count=count)
             return self.init_state(params)._replace(inner_state=inner.init(params))
 
         def update(

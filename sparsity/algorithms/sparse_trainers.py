@@ -93,8 +93,7 @@ class SparseTraining(BaseUpdater):
         takes_arrays = is_overridden(self, "create_masks")
         draw = generate_random_scores if takes_arrays else make_draw(params)
         scores = draw(params, self.rng_seed)
-        inputs = Inputs(params, None, sites or self.sites(params), {})
-        return inputs.call(self.create_masks, scores, target_sparsities)
+        return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
 
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
@@ -120,6 +119,7 @@ class StaticRandomSparse(SparseTraining):
 
     regrows: ClassVar[bool | None] = False
     keeps_count: ClassVar[bool | None] = True
+    unused_hooks: ClassVar[Mapping[str, str]] = {"calculate_scores": "get_initial_masks"}
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         return sparse_state.masks
@@ -143,20 +143,15 @@ class DropAndGrow(SparseTraining):
 
     regrows: ClassVar[bool | None] = True
     keeps_count: ClassVar[bool | None] = True
-    _moves_masks: ClassVar[bool] = True
+    unused_hooks: ClassVar[Mapping[str, str]] = {
+        "calculate_scores": "get_drop_scores or get_grow_scores",
+        "create_masks": "new_masks, or get_initial_masks for the first masks",
+    }
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
     schedule_type: ClassVar[str] = "periodic"
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if cls._moves_masks and cls.create_masks is not DropAndGrow.create_masks:
-            raise TypeError(
-                f"{cls.__name__} overrides create_masks, but updates move masks and never call it: "
-                "override new_masks. get_initial_masks makes the first masks."
-            )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if not callable(self.drop_fraction_fn):
             raise ValueError(
                 "drop_fraction_fn must be a function of the step, for example "
@@ -178,12 +173,11 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params, sites=sites)
 
     def slice_rule(self) -> SliceRule | None:
-        is_standard = (  # else an overridden hook takes complete trees
-            self._moves_masks
-            and type(self).get_drop_scores is DropAndGrow.get_drop_scores
-            and keeps_targets(self.scope)
+        # An override of these hooks takes complete trees.
+        takes_trees = is_overridden(self, "update_state") or any(
+            is_overridden(self, hook, DropAndGrow) for hook in ("new_masks", "get_drop_scores")
         )
-        if not is_standard or not self._grows_by_slice():
+        if takes_trees or not keeps_targets(self.scope) or not self._grows_by_slice():
             return None
         return SliceRule(self.get_grow_scores, self._drop_fraction)
 
@@ -192,13 +186,6 @@ class DropAndGrow(SparseTraining):
         return is_elementwise(self.get_grow_scores)
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        scope = adapt_scope(self.scope, inputs.sites)
-        return scope.move_tree(sparse_state.masks, *self._score_move(sparse_state, inputs))
-
-    def _score_move(
-        self, sparse_state: SparseState, inputs: Inputs
-    ) -> tuple[ScoreTree, ScoreTree, chex.Numeric]:
-        """Returns drop scores and grow scores, arrays or lazy, and the fraction to replace."""
         draw = make_draw(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> ScoreTree:
@@ -213,7 +200,28 @@ class DropAndGrow(SparseTraining):
             # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
             fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
-        return scores(self.get_drop_scores), scores(self.get_grow_scores), fraction
+        drop_scores, grow_scores = scores(self.get_drop_scores), scores(self.get_grow_scores)
+        return self._move_masks(sparse_state, inputs, drop_scores, grow_scores, fraction)
+
+    def _move_masks(
+        self,
+        sparse_state: SparseState,
+        inputs: Inputs,
+        drop_scores: ScoreTree,
+        grow_scores: ScoreTree,
+        fraction: chex.Numeric,
+    ) -> Masks:
+        """Returns the masks with a fraction of their active weights replaced.
+
+        Args:
+          sparse_state: the current state.
+          inputs: inputs of the step.
+          drop_scores: tree of arrays or lazy scores; active weights with the highest are kept.
+          grow_scores: tree of arrays or lazy scores; of all others those with the highest grow.
+          fraction: fraction of the active weights to replace, in [0, 1].
+        """
+        scope = adapt_scope(self.scope, inputs.sites)
+        return scope.move_tree(sparse_state.masks, drop_scores, grow_scores, fraction)
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
         """Returns the fraction of active weights to replace at a step."""
@@ -275,7 +283,7 @@ class SET(DropAndGrow):
         return draw(params, self.rng_seed, sparse_state.count + 1)
 
     def _grows_by_slice(self) -> bool:
-        is_random = type(self).get_grow_scores is SET.get_grow_scores
+        is_random = not is_overridden(self, "get_grow_scores", SET)
         return is_random or super()._grows_by_slice()
 
 

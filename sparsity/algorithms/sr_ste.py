@@ -42,12 +42,12 @@ class SRSTE(StraightThrough, MagnitudePruning):
 
     decay: float = 2e-4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_number("decay", self.decay, 0)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        pruned = self._mask(params, sparse_state, is_packed=False)
+        pruned = self._mask_weights(params, sparse_state, is_packed=False)
 
         def add(_: trees.KeyPath, grad: PyTree, param: PyTree, used: PyTree) -> PyTree:
             if used is param:  # a leaf without a mask

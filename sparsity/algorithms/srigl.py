@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import chex
@@ -34,11 +35,12 @@ from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import sums
-from sparsity.core.trees import Masks, Params, Sparsities
+from sparsity.core.trees import Masks, Params, ScoreTree, Sparsities
 from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
+from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import Inputs, SliceRule
 from sparsity.training.state import SparseState
@@ -72,12 +74,12 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
-    _moves_masks: ClassVar[bool] = True
+    unused_hooks: ClassVar[Mapping[str, str]] = RigL.unused_hooks
 
     min_salient: float | None = 0.3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.min_salient is not None:
             check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, SparsityType):
@@ -100,7 +102,9 @@ class SRigL(RigL):
             site = sites[path]
             _check_pattern(site.pattern, f" for {site.name!r}")
             shape = leaves[path].shape[site.batch_axes :] or (1,)
-            if not is_traced(target) and 0 < _budget(math.prod(shape), target) < shape[-1]:
+            if not is_traced(target) and (
+                0 < num_kept_int(math.prod(shape), float(target)) < shape[-1]
+            ):
                 raise ValueError(
                     f"SRigL keeps a weight of every neuron at least, but a sparsity of {target} "
                     f"leaves {site.name!r} of shape {leaves[path].shape} fewer than its "
@@ -119,7 +123,7 @@ class SRigL(RigL):
         ) -> jax.Array | None:
             if target is None:
                 return None
-            start = functools.partial(_random_fan_in, sites[path].batch_axes)
+            start = functools.partial(_draw_fan_in, sites[path].batch_axes)
             return sharding.place_like(score, sharding.shard_like(score, start, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
@@ -131,16 +135,20 @@ class SRigL(RigL):
             return None
         size = math.prod(shape[site.batch_axes :])
         neurons = (shape[site.batch_axes :] or (1,))[-1]
-        fan_in: int = min(size // neurons, _budget(size, target) // neurons)
-        return neurons * fan_in
+        return neurons * min(size // neurons, num_kept_int(size, float(target)) // neurons)
 
     def slice_rule(self) -> SliceRule | None:
         rule = super().slice_rule() if self.min_salient is None else None
         return None if rule is None else rule._replace(move_matrix=move_fan_in)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        drop_scores, grow_scores, fraction = self._score_move(sparse_state, inputs)
-
+    def _move_masks(
+        self,
+        sparse_state: SparseState,
+        inputs: Inputs,
+        drop_scores: ScoreTree,
+        grow_scores: ScoreTree,
+        fraction: chex.Numeric,
+    ) -> Masks:
         def move(
             path: trees.KeyPath,
             drop: jax.Array | Scores,
@@ -194,7 +202,7 @@ def constant_fan_in(
     shape = mask.shape[batch_axes:]
     neurons, inputs = shape[-1], math.prod(shape[:-1])
     inner = tuple(range(batch_axes, mask.ndim - 1))
-    budget = jnp.asarray(_budget(neurons * inputs, sparsity))
+    budget = jnp.asarray(num_kept(neurons * inputs, sparsity))
 
     def by_neuron(mask: jax.Array) -> jax.Array:
         # Two operands: XLA:CPU takes four times as long for a sum of one.
@@ -204,7 +212,7 @@ def constant_fan_in(
     k = jnp.asarray(num_kept(active, drop_fraction))
     kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
     grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
-    stays = _neurons_that_stay(by_neuron(kept | grown), inputs, budget, min_salient)
+    stays = _select_neurons(by_neuron(kept | grown), inputs, budget, min_salient)
     fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
 
     where = mask * jnp.expand_dims(stays, inner).astype(jnp.uint8)
@@ -214,7 +222,7 @@ def constant_fan_in(
         lambda: kept,
     )
     most = jnp.where(stays, fan_in[..., None], 0)
-    return _filled(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
+    return _fill_neurons(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
 
 
 def move_fan_in(
@@ -240,7 +248,7 @@ def move_fan_in(
       uint8[inputs, neurons].
     """
     inputs, neurons = grow_scores.shape
-    fan_in = min(inputs, _budget(inputs * neurons, sparsity) // neurons)
+    fan_in = min(inputs, num_kept_int(inputs * neurons, sparsity) // neurons)
     is_active = positions < inputs * neurons
     k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
     kept = topk_mask(drop_scores, k, where=is_active)
@@ -296,7 +304,7 @@ def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: 
     return jnp.zeros(len(slots), jnp.uint8).at[order].set(slots < limits[neuron])
 
 
-def _filled(
+def _fill_neurons(
     kept: jax.Array,
     counts: jax.Array,
     most: jax.Array,
@@ -312,7 +320,7 @@ def _filled(
     return kept | topk(grow_scores, jnp.maximum(most - counts, 0), where=1 - kept)
 
 
-def _neurons_that_stay(
+def _select_neurons(
     counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float | None
 ) -> jax.Array:
     """Returns the neurons that stay, bool[*batch, neurons], by their numbers of salient weights."""
@@ -326,18 +334,13 @@ def _neurons_that_stay(
     return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
 
 
-def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
+def _draw_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
     """Returns the mask of the highest scores of each neuron, with the largest fan-in in budget."""
     rows = jnp.moveaxis(scores, -1, batch_axes)
-    budget = _budget(math.prod(rows.shape[batch_axes:]), sparsity)
+    budget: Any = num_kept(math.prod(rows.shape[batch_axes:]), sparsity)  # traced or not
     fan_in = budget // max(rows.shape[batch_axes], 1)
     mask = topk_mask(rows, fan_in, batch_axes=batch_axes + 1)
     return jnp.moveaxis(mask, batch_axes, -1)
-
-
-def _budget(size: int, sparsity: chex.Numeric) -> Any:
-    """Returns the number of weights that a layer keeps; int32 if the sparsity is traced."""
-    return num_kept(size, sparsity)
 
 
 def _check_pattern(pattern: SparsityType, where: str = "") -> None:

@@ -8,6 +8,7 @@ Sparse Neural Networks From Scratch".
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import chex
@@ -43,10 +44,22 @@ class StraightThrough(BaseUpdater):
     store_masks: bool = False
 
     keeps_dense_weights: ClassVar[bool] = True
+    unused_hooks: ClassVar[Mapping[str, str]] = {"apply_masks": "pre_forward_update"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_bool("store_masks", self.store_masks)
+        unused = [
+            hook
+            for hook in ("get_initial_masks", "new_masks")
+            if not self.store_masks and is_overridden(self, hook, StraightThrough)
+        ]
+        if unused:
+            raise ValueError(
+                f"{type(self).__name__} overrides {unused[0]}, which makes masks for the state. "
+                "Without store_masks the forward pass makes them: set store_masks=True, or "
+                "override calculate_scores or create_masks."
+            )
         if self.is_sparse_updates and not self.store_masks:
             raise ValueError(
                 f"is_sparse_updates=True needs masks in the state, and {type(self).__name__} "
@@ -55,9 +68,9 @@ class StraightThrough(BaseUpdater):
 
     def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
-        return self._mask(params, get_sparse_state(opt_state), self.use_packed_masks)
+        return self._mask_weights(params, get_sparse_state(opt_state), self.use_packed_masks)
 
-    def _mask(self, params: Params, state: SparseState, is_packed: bool) -> Params:
+    def _mask_weights(self, params: Params, state: SparseState, is_packed: bool) -> Params:
         """Returns masked parameters; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:
@@ -67,21 +80,21 @@ class StraightThrough(BaseUpdater):
         else:
             weights = jax.lax.stop_gradient(trees.prunable(params))
             masks = super().new_masks(state, Inputs(weights, None, self.sites(params), {}))
-            masks = jax.tree.map(lambda mask: self._started(mask, state.count), masks)
+            masks = jax.tree.map(lambda mask: self._delay_mask(mask, state.count), masks)
 
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
 
         return trees.map_matched(apply, params, masks)
 
-    def _started(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
+    def _delay_mask(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
         """Returns the mask from the first update on, ones before."""
         start = find_first_update(self.scheduler)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         state = super().init_state(params, sites=sites)
-        if self.store_masks or is_overridden(self, "get_initial_masks"):
+        if self.store_masks:
             return state
         return state._replace(masks=jax.tree.map(lambda _: None, params))
 

@@ -74,7 +74,7 @@ def lottery_ticket(
       >>> tickets = lottery_ticket(train_fn, params, rounds=3, rate=0.5, done=tickets)
     """
     _check_arguments(train_fn, rounds, rate, done)
-    ones = trees.map_matched(_ones, params, Uniform(rate)(params))
+    ones = trees.map_matched(_make_ones, params, Uniform(rate)(params))
     origin = params if rewind_params is None else rewind_params
     _check_like("rewind_params must have the leaves of params,", origin, params)
     for role, tree in (("params", params), ("rewind_params", origin)):
@@ -83,7 +83,7 @@ def lottery_ticket(
     for r, ticket in enumerate(tickets):
         _check_done(r, ticket, params, ones, rate)
     for r in range(len(tickets), rounds + 1):
-        start, masks = _rewound(tickets[-1], origin, rate, r) if r else (params, ones)
+        start, masks = _rewind(tickets[-1], origin, rate, r) if r else (params, ones)
         # Copies, because train_fn may donate its arguments.
         trained = train_fn(*jax.tree.map(_copy, (start, masks)))
         _check_like("train_fn must return the parameters that it got,", trained, params)
@@ -152,7 +152,7 @@ def _check_done(r: int, ticket: Ticket, params: Params, ones: PyTree, rate: floa
         )
 
 
-def _ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) -> jax.Array | None:
+def _make_ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) -> jax.Array | None:
     return None if target is None else jnp.ones_like(param, jnp.uint8)
 
 
@@ -160,18 +160,13 @@ def _copy(leaf: PyTree) -> PyTree:
     return jnp.copy(leaf) if trees.is_array(leaf) else leaf
 
 
-def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTree, PyTree]:
+def _rewind(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTree, PyTree]:
     """Returns the initial parameters and the masks of round r, from the ticket before."""
     _, masks, trained = ticket
     _check_finite(f"what train_fn returned in round {r - 1}", trained, masks)
-    masks = _pruned(masks, trained, rate, r)
-    return apply_masks(origin, masks), masks
-
-
-def _pruned(masks: Masks, trained: PyTree, rate: float, r: int) -> Masks:
-    """Returns the masks of round r, within the masks of the round before."""
     magnitudes = jax.tree.map(jnp.abs, trees.prunable(trained))
-    return highest_within(masks, magnitudes, _num_kept(masks, rate, r))
+    masks = highest_within(masks, magnitudes, _num_kept(masks, rate, r))
+    return apply_masks(origin, masks), masks
 
 
 def _num_kept(masks: Masks, rate: float, r: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import ClassVar
 
 import chex
@@ -22,7 +23,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
-from sparsity.training.hooks import ExtraArg, HookArgs, call_hook
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -62,9 +63,10 @@ class TopKast(StraightThrough, MagnitudePruning):
     regularization: float = 1e-4
 
     schedule_type: ClassVar[str] = "periodic"
+    unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.is_sparse_updates:
             raise ValueError(
                 "is_sparse_updates=True would put the weights between the two masks of "
@@ -78,7 +80,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
         scores = self.calculate_scores(params)
-        return self._create(scores, target_sparsities, sites or self.sites(params))
+        return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
 
     def init_algorithm_state(
         self, params: Params, masks: Masks, *, sites: Sites | None = None
@@ -86,7 +88,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         _check_backward(self.backward_sparsity, targets)
-        backward = self._backward(self.calculate_scores(params), masks, targets, sites)
+        backward = self._select_backward(self.calculate_scores(params), masks, targets, sites)
         # A user may pass a mask for a leaf without a target.
         return trees.map_matched(
             lambda _, param, mask, chosen: mask if chosen is None else chosen,
@@ -106,12 +108,12 @@ class TopKast(StraightThrough, MagnitudePruning):
     ) -> SparseState:
         sites = sites or self.sites(params)
         scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
-        masks = self._create(scores, targets, sites)
-        backward = self._backward(scores, masks, targets, sites)
+        masks = self._call_create_masks(scores, targets, sites)
+        backward = self._select_backward(scores, masks, targets, sites)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        explored = functools.partial(_explored, self.regularization)
+        explored = functools.partial(_explore, self.regularization)
 
         def explore(
             _: trees.KeyPath, grad: jax.Array, param: jax.Array, mask: PyTree, *leaves: PyTree
@@ -137,7 +139,7 @@ class TopKast(StraightThrough, MagnitudePruning):
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
-    def _backward(
+    def _select_backward(
         self, scores: ScoreTree, masks: Masks, targets: Sparsities, sites: Sites
     ) -> PyTree:
         """Returns the masks of B: of A, and of the largest weights outside of A."""
@@ -146,27 +148,17 @@ class TopKast(StraightThrough, MagnitudePruning):
         sparsities = jax.tree.map(backward_sparsity, targets)
         first = trees.map_matched(
             lambda _, score, mask: (
-                score if mask is None else shard_like(score, _raised, score, mask)
+                score if mask is None else shard_like(score, _raise_scores, score, mask)
             ),
             scores,
             masks,
         )
-        return self._create(first, sparsities, sites, targets)
-
-    def _create(
-        self,
-        scores: ScoreTree,
-        sparsities: Sparsities,
-        sites: Sites,
-        targets: Sparsities | None = None,
-    ) -> PyTree:
-        optional: HookArgs = {"sites": sites, "target_sparsities": targets}
-        return call_hook(self.create_masks, scores, sparsities, extra={}, named=optional)
+        return self._call_create_masks(first, sparsities, sites, targets)
 
 
 # Both are compiled, as eager calls would send their constants to the device.
 @jax.jit
-def _raised(score: jax.Array, mask: jax.Array) -> jax.Array:
+def _raise_scores(score: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns scores that rank the weights of A above all others."""
     return jnp.where(mask > 0, jnp.inf, score)
 
@@ -176,7 +168,7 @@ def _backward_sparsity(sparsity: float | None, target: jax.Array) -> jax.Array:
     return jnp.maximum(2 * target - 1, 0) if sparsity is None else jnp.minimum(sparsity, target)
 
 
-def _explored(
+def _explore(
     decay: float,
     grad: jax.Array,
     param: jax.Array,

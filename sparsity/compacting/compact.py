@@ -152,7 +152,7 @@ class Compact(StoredModel):
 
         Args:
           pruner: SET, RigL, or another updater that keeps the number of entries of each slice.
-            Its schedule is not asked whether a step updates masks.
+            Its schedule is not asked, and its hooks get no arguments of a training loop.
           params: parameters like `self.params`.
           opt_state: state of the optimizer of `params`.
           count: number of steps so far, for drop fractions and random numbers.

@@ -15,7 +15,7 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.trees import Params, PyTree
-from sparsity.masks import apply_masks, create_mask, read_masks
+from sparsity.masks import apply_masks, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
 from sparsity.training.state import SparseState
@@ -103,12 +103,12 @@ def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numer
             "sparsity_type must be an instance such as Unstructured(), NByM(2, 4) or "
             f"Block((4, 4)), got {sparsity_type!r}."
         )
-    return functools.partial(_mask, sparsity_type=kind)
+    return functools.partial(_select_mask, sparsity_type=kind)
 
 
 def topk_mask_calculator(scores: chex.Array, sparsity: chex.Numeric) -> jax.Array:
     """Returns the mask of the highest scores."""
-    return _mask(scores, sparsity, Unstructured())
+    return _select_mask(scores, sparsity, Unstructured())
 
 
 def topk_n_by_m_mask_calculator(scores: chex.Array, sparsity_type: NByM) -> jax.Array:
@@ -117,7 +117,7 @@ def topk_n_by_m_mask_calculator(scores: chex.Array, sparsity_type: NByM) -> jax.
         raise ValueError(
             f"sparsity_type must be an NByM such as NByM(2, 4), got {sparsity_type!r}."
         )
-    return _mask(scores, 1.0, sparsity_type)
+    return _select_mask(scores, 1.0, sparsity_type)
 
 
 def topk_block_mask_calculator(
@@ -128,11 +128,13 @@ def topk_block_mask_calculator(
     use_avg_pooling: bool,
 ) -> jax.Array:
     """Returns the mask of the highest blocks of the last two axes."""
-    return _mask(scores, sparsity, Block((block_height, block_width), use_avg_pooling))
+    return _select_mask(scores, sparsity, Block((block_height, block_width), use_avg_pooling))
 
 
-def _mask(scores: chex.Array, sparsity: chex.Numeric, sparsity_type: SparsityType) -> jax.Array:
+def _select_mask(
+    scores: chex.Array, sparsity: chex.Numeric, sparsity_type: SparsityType
+) -> jax.Array:
     if not trees.is_array(scores):
         raise ValueError(f"scores must be an array, got scores = {scores!r}.")
     sparsity_type.check(scores.shape, 0, "scores")
-    return create_mask(scores, sparsity, sparsity_type)
+    return sparsity_type.select(scores, sparsity)

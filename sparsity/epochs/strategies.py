@@ -64,7 +64,7 @@ class Entry(NamedTuple):
         if isinstance(self.rules, Rule):
             return self.rules if param.ndim - batch_axes > 1 else None
         prefixes = (names[:end] for end in range(len(names), 0, -1))
-        forms = (form for prefix in prefixes for form in _forms(prefix))
+        forms = (form for prefix in prefixes for form in _list_keys(prefix))
         return next((self.rules[form] for form in forms if form in self.rules), None)
 
     def check_names(self, params: Params) -> None:
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
         owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
         for key in self.rules:
-            named = [prefix for prefix in prefixes if key in _forms(prefix)]
+            named = [prefix for prefix in prefixes if key in _list_keys(prefix)]
             where = f"{key!r} in the strategy of epoch {self.epoch}"
             if not named:
                 layers = ["/".join(path) for path in paths]
@@ -100,7 +100,7 @@ class Stage(NamedTuple):
     sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
-def _forms(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
+def _list_keys(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
     """Returns the keys that name a layer."""
     return names, "/".join(names), "-".join(names)
 
@@ -114,10 +114,10 @@ def parse(strategy: object) -> dict[int, Entry]:
         )
     for epoch in strategy:
         check_int("an epoch of a strategy", epoch, 0)
-    return {int(epoch): _entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
+    return {int(epoch): _parse_entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
 
 
-def _entry(epoch: int, entry: object) -> Entry:
+def _parse_entry(epoch: int, entry: object) -> Entry:
     where = f"in the strategy of epoch {epoch}"
     if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
         raise ValueError(
@@ -162,19 +162,16 @@ def _entry(epoch: int, entry: object) -> Entry:
     return Entry(epoch, False, rules)
 
 
-def read(strategy: object, params: Params, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
-    """Returns the stages of a strategy for the parameters, by epoch; checks the complete strategy.
+def resolve(
+    entries: Mapping[int, Entry], params: Params, batch_axes: BatchAxes = 0
+) -> dict[int, Stage]:
+    """Returns the stages of a strategy for the parameters, by epoch; checks all names of layers.
 
     Args:
-      strategy: a strategy, or the result of `parse`.
+      entries: result of `parse`.
       params: tree of parameters.
       batch_axes: number of leading axes that index separate matrices, or a function.
     """
-    entries: dict[int, Entry] = (
-        strategy
-        if isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
-        else parse(strategy)
-    )
     stages = {}
     for epoch, entry in entries.items():
         entry.check_names(params)

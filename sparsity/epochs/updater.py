@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import operator
+from collections.abc import Mapping
 from typing import ClassVar, TypeAlias
 
 import chex
@@ -75,7 +76,7 @@ def pruning(
       (True, {'bias': None, 'kernel': Array([[1, 1, 0, 0]], dtype=uint8)})
     """
     params = getattr(state, "params", state)
-    stages = strategies.read(prune_strategy, params)
+    stages = strategies.resolve(strategies.parse(prune_strategy), params)
     try:
         number = operator.index(epoch)
     except TypeError:  # of tracers, too, and of arrays that are no integers
@@ -84,9 +85,9 @@ def pruning(
         raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
     if number not in stages:
         return False, mask_key
-    masked = apply_masks(params, _read(mask_key, params))
+    masked = apply_masks(params, _read_mask_key(mask_key, params))
     scores = jax.tree.map(jnp.abs, trees.prunable(masked))
-    return True, _masks(stages[number], scores, mask_key)
+    return True, _apply_stage(stages[number], scores, mask_key)
 
 
 def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
@@ -108,7 +109,7 @@ def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
       Array([0., 4.], dtype=float32)
     """
     params = getattr(state, "params", state)
-    params = apply_masks(params, _read(mask_key, params))
+    params = apply_masks(params, _read_mask_key(mask_key, params))
     if not hasattr(state, "params"):
         return params, mask_key
     for name in ("replace", "_replace"):  # TrainState, NamedTuple
@@ -150,6 +151,7 @@ class EpochStrategy(BaseUpdater):
     sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
     scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
     topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
+    unused_hooks: ClassVar[Mapping[str, str]] = {"create_masks": "calculate_scores or new_masks"}
     regrows: ClassVar[bool | None] = False  # optimizer states stay, as with `pruning_apply`
 
     def __post_init__(self) -> None:
@@ -163,6 +165,17 @@ class EpochStrategy(BaseUpdater):
         self.scheduler = AtSteps(steps)
         super().__post_init__()
 
+    def check_fields(self) -> None:
+        super().check_fields()
+        fields = {x.name: x.default for x in dataclasses.fields(EpochStrategy) if not x.init}
+        fields["scheduler"] = AtSteps(self._update_steps())
+        is_changed = any(getattr(self, name) != value for name, value in fields.items())
+        if is_changed or self._entries != strategies.parse(self.strategy):
+            raise ValueError(
+                f"{type(self).__name__} determines {', '.join(fields)} from its strategy when it "
+                "is made. Do not assign fields: dataclasses.replace(updater, strategy=...)."
+            )
+
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:
@@ -173,7 +186,7 @@ class EpochStrategy(BaseUpdater):
 
         def last(params: Params) -> PyTree:
             sparsities: dict[trees.KeyPath, chex.Numeric] = {}
-            for stage in self._stages(params):
+            for stage in self._resolve_stages(params):
                 sparsities |= stage.sparsities
             return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
@@ -195,7 +208,7 @@ class EpochStrategy(BaseUpdater):
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         weights, grads = inputs.masked_weights, inputs.grads
         scores = inputs.call(self.calculate_scores, weights, sparse_state=sparse_state, grads=grads)
-        stages = self._stages(weights)
+        stages = self._resolve_stages(weights)
         paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
         table = [[stage.sparsities.get(path, 0.0) for path in paths] for stage in stages]
         # Epochs that differ only in their sparsities share one branch, compiled once.
@@ -205,7 +218,7 @@ class EpochStrategy(BaseUpdater):
         def create(key: _BranchKey, sparsities: jax.Array) -> PyTree:
             is_global, layers = key
             by_path = dict(zip(paths, sparsities, strict=True))
-            return _masks(
+            return _apply_stage(
                 strategies.Stage(is_global, dict(layers), by_path), scores, sparse_state.masks
             )
 
@@ -229,18 +242,18 @@ class EpochStrategy(BaseUpdater):
           (pruned params, masks).
         """
         inputs, masks = Inputs(params, grads, self.sites(params), extra_args), None
-        for stage in self._stages(params):
+        for stage in self._resolve_stages(params):
             masked = apply_masks(inputs.weights, masks)
             scores = inputs.call(self.calculate_scores, masked, grads=grads)
-            masks = _masks(stage, scores, masks)
+            masks = _apply_stage(stage, scores, masks)
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
     def _update_steps(self) -> tuple[int, ...]:
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
-    def _stages(self, params: Params) -> list[strategies.Stage]:
-        return list(strategies.read(self._entries, params, self.batch_axes).values())
+    def _resolve_stages(self, params: Params) -> list[strategies.Stage]:
+        return list(strategies.resolve(self._entries, params, self.batch_axes).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +275,7 @@ class AtSteps(BaseSchedule):
         return (self.steps[0], self.steps[-1]) if self.steps else None
 
 
-def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
+def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
     """Returns the masks after a stage: new masks for its layers, old masks for all others."""
     named = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
@@ -274,5 +287,5 @@ def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
     )
 
 
-def _read(masks: Masks, params: Params) -> PyTree:
+def _read_mask_key(masks: Masks, params: Params) -> PyTree:
     return read_masks(masks, params, may_be_packed=False, role="masks of mask_key")

@@ -19,7 +19,6 @@ from sparsity.masks.bits import (
     unpack,
     unpack_masks,
 )
-from sparsity.masks.create import create_mask
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
 from sparsity.masks.lazy import (
@@ -50,7 +49,6 @@ from sparsity.masks.sites import (
     leading_axes,
 )
 from sparsity.masks.targets import (
-    call_distribution,
     check_user_mask,
     compute_targets,
     read_overrides,
@@ -80,12 +78,10 @@ __all__ = [
     "are_kept",
     "are_ones",
     "are_packed",
-    "call_distribution",
     "check_complete",
     "check_masks",
     "check_user_mask",
     "compute_targets",
-    "create_mask",
     "defer_scores",
     "elementwise",
     "find_missing_scope_method",

@@ -60,7 +60,7 @@ class Layerwise(DataclassBase):
 
         if topk_fn is not None:
             return [one(leaf) for leaf in leaves]
-        return _by_kind(leaves, _select_ranked, one)
+        return _search_by_kind(leaves, _select_ranked, one)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
@@ -70,7 +70,7 @@ class Layerwise(DataclassBase):
             scores = leaf.drop_scores, leaf.grow_scores
             return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
 
-        return _by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
+        return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 
 def keeps_targets(scope: object) -> bool:
@@ -81,7 +81,7 @@ def keeps_targets(scope: object) -> bool:
     return cls.select is Layerwise.select and cls.move is Layerwise.move
 
 
-def _by_kind(
+def _search_by_kind(
     leaves: Sequence[AnyLeaf],
     search: Callable[[Sequence[AnyLeaf]], list[jax.Array]],
     one: Callable[[AnyLeaf], jax.Array],
@@ -111,7 +111,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
     def select(
         scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
     ) -> list[jax.Array]:
-        units = [_units(*x) for x in zip(sites, scores, strict=True)]
+        units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
         sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
         leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
         if any(map(is_traced, sparsities)):
@@ -124,7 +124,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
             counts = counts[leaf_index]
             k = jax.device_put((counts & 0, counts))  # explicitly, as a transfer guard may demand
         masks = topk_masks(units, k)
-        return [_entries(*x) for x in zip(sites, masks, scores, strict=True)]
+        return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
 
     scores = [leaf.lazy_scores for leaf in leaves]
     return _shard(sites, select, scores, [leaf.sparsity for leaf in leaves])
@@ -141,12 +141,12 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingLeaf]) -> l
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
         active = [
-            _units(site, scores).restrict_to(_unit_mask(site, mask))
+            _pool_scores(site, scores).restrict_to(_pool_mask(site, mask))
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
-        growing = [_units(*x) for x in zip(sites, grow, strict=True)]
+        growing = [_pool_scores(*x) for x in zip(sites, grow, strict=True)]
         moved = move_units(active, growing, fraction)
-        return [_entries(*x) for x in zip(sites, moved, masks, strict=True)]
+        return [_expand_mask(*x) for x in zip(sites, moved, masks, strict=True)]
 
     masks = [leaf.mask for leaf in leaves]
     drop = [leaf.lazy_drop_scores for leaf in leaves]
@@ -164,7 +164,7 @@ def _shard(
     return sharding.shard_like(args[0], fn, *args)
 
 
-def _units(site: Site, scores: jax.Array | LazyScores) -> Ranked:
+def _pool_scores(site: Site, scores: jax.Array | LazyScores) -> Ranked:
     """Returns the scores of the units of a parameter."""
     pattern = site.pattern
     if pattern.is_elementwise:
@@ -173,7 +173,7 @@ def _units(site: Site, scores: jax.Array | LazyScores) -> Ranked:
     return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
 
 
-def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
+def _pool_mask(site: Site, mask: jax.Array) -> jax.Array:
     """Returns the mask of the units, each of which is all ones or all zeros."""
     if site.pattern.is_elementwise:
         return mask
@@ -181,7 +181,7 @@ def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
     return units
 
 
-def _entries(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:
+def _expand_mask(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:
     """Returns the mask of the entries of a parameter from the mask of its units."""
     pattern = site.pattern
     if pattern.is_elementwise:

@@ -76,18 +76,20 @@ def make_draw(stored: PyTree) -> Draw:
     def draw(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
             return generate_random_scores(params, rng_seed, step)
-        words = _hash_words_of_leaves(trees.leaves_by_path(params), rng_seed, step)
+        words = _hash_leaves(trees.leaves_by_path(params), rng_seed, step)
 
         def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
             shape_only = (likes[path],)
-            return Scores(_drawn, shape_only, words[path], uses_index=True, uses_arrays=False)
+            return Scores(
+                _draw_entries, shape_only, words[path], uses_index=True, uses_arrays=False
+            )
 
         return trees.map_matched(lazy, params)
 
     return draw
 
 
-def _hash_words_of_leaves(
+def _hash_leaves(
     leaves: Mapping[trees.KeyPath, jax.Array], rng_seed: Seed, step: chex.Numeric
 ) -> dict[trees.KeyPath, tuple[jax.Array, jax.Array]]:
     """Returns the two words of each parameter for `hash_entries`; one program hashes them all.
@@ -107,7 +109,7 @@ def _hash_words_of_leaves(
     return dict(zip(leaves, pairs, strict=True))
 
 
-def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) -> jax.Array:
+def _draw_entries(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) -> jax.Array:
     return hash_entries(index, state, offset)
 
 

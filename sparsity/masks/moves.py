@@ -41,13 +41,13 @@ def move_units(
     Returns:
       uint8 masks, each with the shape and sharding of its parameter.
     """
-    move = functools.partial(_moved_masks, across_leaves=across_leaves)
+    move = functools.partial(_move_units, across_leaves=across_leaves)
     likes = [leaf.scores.arrays[0] for leaf in drop]
     return sharding.shard_like(likes, move, drop, grow, fraction)
 
 
 @functools.partial(jax.jit, static_argnames="across_leaves")
-def _moved_masks(
+def _move_units(
     drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, across_leaves: bool
 ) -> list[jax.Array]:
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives

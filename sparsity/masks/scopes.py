@@ -191,7 +191,7 @@ class LeafScope(TreeScope):
       scope: decides which weights compete.
       sites: the sites of the parameters.
       targets: sparsities at the end of a ramp, for N:M; by default the sparsities of a call.
-      topk_fn: as in `create_mask`.
+      topk_fn: replaces the selection, as in `SparsityType.select`.
     """
 
     scope: Scope

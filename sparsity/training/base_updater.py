@@ -21,7 +21,7 @@ from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import (
-    check_fields,
+    check_common_fields,
     check_names,
     hash_of_fields,
     have_equal_fields,
@@ -29,7 +29,7 @@ from sparsity.training.field_checks import (
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater import INFERRED, Updater, is_overridden
+from sparsity.training.updater import INFERRED, Updater, check_overrides, is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class BaseUpdater(Updater):
       rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
       use_packed_masks: store one bit a weight instead of a byte.
       topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
-        scores, and is called for each slice.
+        scores, and is called for each slice; `SET` and `RigL` select their first masks by it.
       is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
         without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
         last transformation: scaling or clipping goes inside. `None` means on, unless the class
@@ -76,6 +76,9 @@ class BaseUpdater(Updater):
         gives. `None`: at most that number. False: any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
         classes that train sparse from the start.
+      unused_hooks: class attribute: hooks that the class never calls, each with the hook to
+        override in its place. An override of such a hook is an error, unless the subclass also
+        overrides a hook that may call it.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
       config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
@@ -109,7 +112,7 @@ class BaseUpdater(Updater):
     def __post_init__(self) -> None:
         if self.rng_seed is None:
             self.rng_seed = DEFAULT_SEED
-        check_fields(self)
+        self.check_fields()
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and have_equal_fields(self, other)
@@ -137,6 +140,18 @@ class BaseUpdater(Updater):
         """
         return dict(options)
 
+    def check_fields(self) -> None:
+        """Raises a ValueError that names an invalid field and its value.
+
+        The constructor, `wrap_optax` and `instant_sparsify` call this method, so that assigned
+        fields are checked, too. A class with fields of its own extends it.
+
+        Raises:
+          TypeError: an assigned attribute overrides one of `unused_hooks`.
+        """
+        check_overrides(type(self), vars(self))
+        check_common_fields(self)
+
     # Entry points.
 
     def instant_sparsify(
@@ -157,6 +172,7 @@ class BaseUpdater(Updater):
           ValueError: the algorithm lacks gradients, a parameter to prune has none of its shape, or
             parameters are shapes without values.
         """
+        self.check_fields()
         remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
         check_values("params", params, remedy, may_be_traced=True)
         inputs = Inputs(params, grads, self.sites(params), extra_args)
@@ -213,6 +229,7 @@ class BaseUpdater(Updater):
           Array([[ 0. , -3.5],
                  [ 1.5,  0. ]], dtype=float32)
         """
+        self.check_fields()
         if "keeps_dense_weights" in self._inferred and self.is_sparse_updates is None:
             _, hooks = INFERRED["keeps_dense_weights"]
             cls = next(x for x in type(self).__mro__ if not vars(x).keys().isdisjoint(hooks))

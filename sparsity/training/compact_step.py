@@ -109,7 +109,7 @@ class CompactStep(Step):
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
         plain, inputs = self.as_hooks_see(state, inputs)
-        params, updates = inputs.params, self.modify(inputs, plain)
+        params, updates = inputs.params, self.modify_gradients(inputs, plain)
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
         values, updates = gather(params, kept), gather(updates, kept)

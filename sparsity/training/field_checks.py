@@ -42,8 +42,8 @@ def check_names(cls: type, names: Iterable[str]) -> None:
             raise TypeError(f"{cls.__name__} has no argument {name!r}. {suggest(name, fields)}")
 
 
-def check_fields(updater: Updater) -> None:
-    """Raises a ValueError that names an invalid field and its value."""
+def check_common_fields(updater: Updater) -> None:
+    """Raises a ValueError that names an invalid field of `Updater` and its value."""
     kind = updater.sparsity_type
     if not isinstance(kind, SparsityType) and (not callable(kind) or isinstance(kind, type)):
         raise ValueError(
@@ -93,7 +93,7 @@ def have_equal_fields(lhs: DataclassInstance, rhs: object) -> bool:
     A traced seed equals itself only, and so does a function that holds arrays.
     """
     return all(
-        _equal(getattr(lhs, field.name), getattr(rhs, field.name))
+        _are_equal(getattr(lhs, field.name), getattr(rhs, field.name))
         for field in dataclasses.fields(lhs)
     )
 
@@ -116,7 +116,7 @@ def _hash(value: object) -> int:
         return hash(type(value))
 
 
-def _equal(lhs: object, rhs: object) -> bool:
+def _are_equal(lhs: object, rhs: object) -> bool:
     if lhs is rhs:
         return True
     if isinstance(lhs, functools.partial) and isinstance(rhs, functools.partial):

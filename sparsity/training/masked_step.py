@@ -67,7 +67,7 @@ class MaskedStep(Step):
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
         plain, inputs = self.as_hooks_see(state, inputs)
-        params, updates = inputs.params, self.modify(inputs, plain)
+        params, updates = inputs.params, self.modify_gradients(inputs, plain)
         if self.updater.is_sparse_gradients:
             updates = mask_updates(updates, plain.masks, "gradients")
         seen = without_grown(params, change.grown) if self.keeps_zeros else params

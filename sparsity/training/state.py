@@ -38,7 +38,7 @@ class SparseState(NamedTuple):
     masks: Masks = None
     inner_state: PyTree = None
     target_sparsities: Sparsities = None
-    count: PyTree = None
+    count: PyTree = None  # no array type: `tuple.count` is a method, which mypy lets only Any hide
     algorithm_state: PyTree = None
 
 

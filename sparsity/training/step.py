@@ -37,7 +37,7 @@ from sparsity.training.step_checks import (
     check_is_tree,
     check_masked,
     check_state,
-    same_structure,
+    take_algorithm_state,
     take_gradients,
     take_masks,
     take_user_masks,
@@ -87,9 +87,13 @@ class Step(abc.ABC):
         updater = self.updater
         if is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
-            algorithm_state = updater.init_algorithm_state(params, params)
-            inner_state = self.placeholder(params)
-            return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), algorithm_state)
+            return SparseState(
+                masks=0,
+                inner_state=self.placeholder(params),
+                target_sparsities=0,
+                count=jnp.zeros([], jnp.int32),
+                algorithm_state=updater.init_algorithm_state(params, params),
+            )
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
@@ -98,6 +102,7 @@ class Step(abc.ABC):
         elif is_overridden(updater, "get_initial_masks"):
             targets = state.target_sparsities
             check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
+        # Again: an override of init_state, or a user, may pass masks of any real dtype.
         state = store_first(state, params, self.packed, "initial masks")
         masks = self.as_hooks_see(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
@@ -146,7 +151,7 @@ class Step(abc.ABC):
         plain, inputs = self.as_hooks_see(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
-        algorithm_state = same_structure(new.algorithm_state, state.algorithm_state)
+        algorithm_state = take_algorithm_state(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=algorithm_state)
 
     def maybe_update_masks(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
@@ -185,9 +190,11 @@ class Step(abc.ABC):
         grown = None
         if regrows:
             new, grown = self.restart(old_bits, new, inputs)
-        return new._replace(masks=self.as_stored(new.masks, params)), Change(True, grown)
+        if self.packed:
+            new = new._replace(masks=pack_masks(new.masks, params))
+        return new, Change(True, grown)
 
-    def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
+    def modify_gradients(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
 
         Args:
@@ -225,10 +232,6 @@ class Step(abc.ABC):
         if self.packed:
             state = state._replace(masks=unpack_masks(state.masks, inputs.params))
         return state, inputs._replace(masks=state.masks if self.keeps_zeros else None)
-
-    def as_stored(self, masks: Masks, params: Params) -> PyTree:
-        """Returns plain masks as the state holds them."""
-        return pack_masks(masks, params) if self.packed else masks
 
     # Methods that depend on the state of the inner optimizer.
 

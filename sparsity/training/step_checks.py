@@ -164,7 +164,7 @@ def check_algorithm_state(updater: Updater, state: SparseState, inputs: Inputs) 
         )
 
 
-def same_structure(new: PyTree, old: PyTree) -> PyTree:
+def take_algorithm_state(new: PyTree, old: PyTree) -> PyTree:
     """Returns the new `algorithm_state`; raises a ValueError if its structure differs."""
     structures = [jax.tree.structure(tree) for tree in (old, new)]
     if len({*structures}) > 1:
@@ -190,7 +190,9 @@ def warn_of_idle(
     steps = update_range(updater.scheduler)
     prunes = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
     leaves = jax.tree.leaves(masks)
-    dense = all(starts_dense if is_traced(mask) else _is_all_ones(mask) for mask in leaves)
+    dense = all(
+        starts_dense if is_traced(mask) else np.all(jax.device_get(mask)) for mask in leaves
+    )
     if steps is None and prunes and leaves and dense:
         warnings.warn(
             f"{type(updater).__name__} has target sparsities, but all masks are ones and "
@@ -230,7 +232,3 @@ def _has_matrices(updater: Updater, params: Params) -> bool:
         param.ndim - leading_axes(updater.batch_axes, trees.path_names(path), param) > 1
         for path, param in weights.items()
     )
-
-
-def _is_all_ones(mask: jax.Array) -> bool:
-    return bool(np.all(jax.device_get(mask)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, cast
 
 import chex
@@ -33,7 +33,7 @@ from sparsity.masks.affordable import MaskBudget
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule
+from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -44,7 +44,14 @@ INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
     "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
     "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
     "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
-    "_moves_masks": (False, ("new_masks", "update_state")),
+}
+
+# Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
+_CALLERS: Mapping[str, tuple[str, ...]] = {
+    "calculate_scores": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
+    "create_masks": ("new_masks", "update_state", "instant_sparsify"),
+    "new_masks": ("update_state",),
+    "apply_masks": ("pre_forward_update", "post_gradient_update"),
 }
 
 
@@ -71,12 +78,17 @@ class Updater(DataclassBase):
     prunes_at_once: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
-    _moves_masks: ClassVar[bool] = False  # whether an override of `create_masks` would be idle
+    unused_hooks: ClassVar[Mapping[str, str]] = {}
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:
-        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides."""
+        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides.
+
+        Raises:
+          TypeError: the class overrides one of `unused_hooks`.
+        """
         super().__init_subclass__()
+        check_overrides(cls)
         parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
         new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
         stated = {name for base in new for name in vars(base)}
@@ -182,14 +194,32 @@ class Updater(DataclassBase):
             the leaf.
         """
         sites = sites or self.sites(jax.tree.map(_as_weights, scores))
-        if () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores):
-            targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
-            if jax.tree.leaves(targets):  # otherwise the scope refuses the sparsity
-                sparsities = trees.map_matched(
-                    lambda path, target: target if sites[path].has_override else sparsities, targets
-                )
+        if _is_one_for_all(sparsities, scores):
+            sparsities = self._repeat_sparsity(sparsities, scores, sites)
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
+
+    def _call_create_masks(
+        self,
+        scores: ScoreTree,
+        sparsities: Sparsities,
+        sites: Sites,
+        target_sparsities: Sparsities | None = None,
+    ) -> Masks:
+        """Calls `create_masks` with its arguments by name, but none of the training loop."""
+        named: HookArgs = {"sites": sites, "target_sparsities": target_sparsities}
+        return call_hook(self.create_masks, scores, sparsities, extra={}, named=named)
+
+    def _repeat_sparsity(
+        self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites
+    ) -> Sparsities:
+        """Returns a tree of one sparsity for all leaves that have a target; overrides stay."""
+        targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
+        if not jax.tree.leaves(targets):
+            return sparsity  # the scope refuses it
+        return trees.map_matched(
+            lambda path, target: target if sites[path].has_override else sparsity, targets
+        )
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
@@ -330,10 +360,34 @@ class Updater(DataclassBase):
         return self.apply_masks(params, state.masks)
 
 
-def is_overridden(updater: Updater, name: str) -> bool:
-    """Returns whether an updater overrides a hook of `Updater`."""
+def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) -> bool:
+    """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
-    return getattr(hook, "__func__", hook) is not getattr(Updater, name)
+    return getattr(hook, "__func__", hook) is not getattr(base, name)
+
+
+def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
+    """Raises a TypeError for an override that a base class never calls, and names another hook.
+
+    Args:
+      cls: class of an updater.
+      assigned: names of attributes of the updater, which override those of its class.
+    """
+    overrides = {*assigned}
+    for base in cls.__mro__:
+        unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
+        for hook in sorted(overrides & unused.keys()):
+            if overrides.isdisjoint(_CALLERS.get(hook, ())):
+                raise TypeError(
+                    f"{cls.__name__} overrides {hook}, which {base.__name__} never calls: override "
+                    f"{unused[hook]}."
+                )
+        overrides |= vars(base).keys()
+
+
+def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:
+    """Returns whether a sparsity is a single number, and the scores are a tree of arrays."""
+    return () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores)
 
 
 def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
 
-from sparsity import masks
 from sparsity.sparsity_types import Block, Channel, NByM, Unstructured
 from tests.masks.mask_oracles import draw, expected_slice
 
@@ -35,7 +34,7 @@ ALL_TYPES = [Unstructured(), NByM(1, 3), Block((3, 3), use_avg_pooling=False), C
     ],
 )
 def test_exactly_k_entries_are_kept(sparsity, kept):
-    mask = masks.create_mask(draw(40), sparsity, Unstructured())
+    mask = Unstructured().select(draw(40), sparsity)
     assert (mask.shape, mask.dtype) == ((40,), jnp.uint8)
     assert int(mask.sum()) == kept
 
@@ -48,7 +47,7 @@ def test_exactly_k_entries_are_kept(sparsity, kept):
     sparsity=st.floats(0, 1, width=32),
 )
 def test_ties_go_to_the_lowest_index_and_nan_is_lowest(scores, sparsity):
-    mask = masks.create_mask(scores, sparsity, Unstructured())
+    mask = Unstructured().select(scores, sparsity)
     np.testing.assert_array_equal(mask, expected_slice(scores, sparsity, Unstructured()))
 
 
@@ -59,7 +58,7 @@ def test_a_traced_sparsity_gives_the_same_mask(sparsity):
     np.testing.assert_array_equal(mask, expected_slice(draw(40), sparsity, Unstructured()))
 
 
-TRACED = jax.jit(lambda scores, sparsity: masks.create_mask(scores, sparsity, Unstructured()))
+TRACED = jax.jit(Unstructured().select)
 
 
 @pytest.mark.parametrize(
@@ -76,26 +75,26 @@ def test_scores_of_other_dtypes_are_ordered(dtype, low, high):
     scores[[7, 20]] = low, high - 1
     scores = scores.astype(dtype)
     for sparsity in (0.975, 0.5, 0.025):
-        mask = masks.create_mask(scores, sparsity, Unstructured())
+        mask = Unstructured().select(scores, sparsity)
         expected = expected_slice(scores.astype(np.float64), sparsity, Unstructured())
         np.testing.assert_array_equal(mask, expected)
 
 
 def test_a_scalar_is_always_kept():
-    mask = masks.create_mask(np.float32(-3.0), 1.0, Unstructured())
+    mask = Unstructured().select(np.float32(-3.0), 1.0)
     assert (mask.shape, int(mask)) == ((), 1)
 
 
 @pytest.mark.parametrize("kind", ALL_TYPES[:3], ids=repr)
 def test_empty_arrays_get_empty_masks(kind):
-    assert masks.create_mask(np.zeros((0, 6), np.float32), 0.5, kind).shape == (0, 6)
+    assert kind.select(np.zeros((0, 6), np.float32), 0.5).shape == (0, 6)
 
 
 @pytest.mark.parametrize("kind", ALL_TYPES, ids=repr)
 @pytest.mark.parametrize("sparsity", [1.5, -0.1, NAN, 80])
 def test_a_sparsity_outside_zero_to_one_is_an_error(kind, sparsity):
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        masks.create_mask(draw(6), sparsity, kind)
+        kind.select(draw(6), sparsity)
 
 
 # A selection of the user's own.
@@ -124,16 +123,14 @@ def keep_first(scores, sparsity):
     ],
 )
 def test_topk_fn_is_called_for_the_units_of_each_slice(shape, kind, batch_axes, expected):
-    mask = masks.create_mask(
-        np.zeros(shape, np.float32), 0.5, kind, batch_axes=batch_axes, topk_fn=keep_first
-    )
+    mask = kind.select(np.zeros(shape, np.float32), 0.5, batch_axes=batch_axes, topk_fn=keep_first)
     assert mask.dtype == jnp.uint8
     np.testing.assert_array_equal(mask, expected)
 
 
 def test_a_topk_fn_that_would_not_be_called_is_refused():
     with pytest.raises(ValueError, match=r"NByM\(.*\) ranks .* needs topk_fn = None, got topk_fn"):
-        masks.create_mask(np.ones(4, np.float32), 0.5, NByM(2, 4), topk_fn=keep_first)
+        NByM(2, 4).select(np.ones(4, np.float32), 0.5, topk_fn=keep_first)
 
 
 @pytest.mark.parametrize("kept", [1, 3, 256, 0.3, -1.0])
@@ -141,27 +138,19 @@ def test_units_are_kept_where_the_mask_of_topk_fn_is_not_zero(kept):
     def keep_last(scores, sparsity):
         return jnp.where(scores == 2, kept, kept * 0)
 
-    mask = masks.create_mask(np.float32([1, 0, 2]), 0.5, Unstructured(), topk_fn=keep_last)
+    mask = Unstructured().select(np.float32([1, 0, 2]), 0.5, topk_fn=keep_last)
     assert mask.tolist() == [0, 0, 1]
-
-
-@pytest.mark.parametrize("kind", [None, "2:4", Unstructured])
-def test_a_pattern_of_another_kind_is_refused_by_name(kind):
-    with pytest.raises(
-        ValueError, match=r"^sparsity_type must be a pattern .*got sparsity_type = "
-    ):
-        masks.create_mask(np.ones(4, np.float32), 0.5, kind)
 
 
 @pytest.mark.parametrize("target", ["x", NAN, 2.0, -0.1])
 def test_a_target_that_is_no_fraction_is_refused(target):
     with pytest.raises(ValueError, match=r"^target must be in \[0, 1\]"):
-        masks.create_mask(np.ones(4, np.float32), 0.5, NByM(2, 4), target=target)
+        NByM(2, 4).select(np.ones(4, np.float32), 0.5, target=target)
 
 
 def test_topk_fn_gets_the_sparsity():
     above = lambda scores, sparsity: scores > sparsity  # noqa: E731
     scores = np.array([[0.1, 0.6], [0.9, 0.2]], np.float32)
     for batch_axes in (0, 1):
-        mask = masks.create_mask(scores, 0.5, Unstructured(), batch_axes=batch_axes, topk_fn=above)
+        mask = Unstructured().select(scores, 0.5, batch_axes=batch_axes, topk_fn=above)
         np.testing.assert_array_equal(mask, [[0, 1], [1, 0]])

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity import masks
 from sparsity.patterns import nm
 from sparsity.sparsity_types import NByM
 from tests.masks.mask_oracles import by_slice, draw, expected_slice
@@ -33,7 +32,7 @@ GROUPS = [
 def test_n_of_every_m_are_kept(shape, kind, batch_axes):
     scores = np.random.default_rng(1).integers(-3, 3, shape).astype(np.float32)
     scores.flat[2] = NAN
-    mask = masks.create_mask(scores, 0.5, kind, batch_axes=batch_axes)
+    mask = kind.select(scores, 0.5, batch_axes=batch_axes)
     expected = by_slice(expected_slice, batch_axes, [scores], 0.5, kind)
     assert mask.dtype == jnp.uint8
     np.testing.assert_array_equal(mask, expected)
@@ -41,8 +40,8 @@ def test_n_of_every_m_are_kept(shape, kind, batch_axes):
 
 @pytest.mark.parametrize(("sparsity", "kept"), [(0.0, 8), (1e-6, 4), (0.1, 4), (0.9, 4), (1.0, 4)])
 def test_any_sparsity_above_zero_selects_n_of_m(sparsity, kept):
-    assert int(masks.create_mask(draw(8), sparsity, NByM(2, 4)).sum()) == kept
-    traced = jax.jit(lambda s: masks.create_mask(draw(8), s, NByM(2, 4)))(sparsity)
+    assert int(NByM(2, 4).select(draw(8), sparsity).sum()) == kept
+    traced = jax.jit(lambda s: NByM(2, 4).select(draw(8), s))(sparsity)
     assert int(traced.sum()) == kept
 
 
@@ -54,7 +53,7 @@ def test_a_ramp_ends_at_exactly_n_of_m(m, monkeypatch):
     for n in range(m + 1):
         target = 1 - n / m if n < m else 0.5
         for sparsity in (np.float32(target), jnp.float32(target), target):
-            asked = masks.create_mask(draw(m), sparsity, NByM(n, m), target=jnp.float32(target))
+            asked = NByM(n, m).select(draw(m), sparsity, target=jnp.float32(target))
             assert asked == (n, m)
 
 
@@ -62,7 +61,7 @@ def test_a_ramp_ends_at_exactly_n_of_m(m, monkeypatch):
 @pytest.mark.parametrize("target", [0.1, 0.7, 1.0, 1e-3])
 def test_a_ramp_ends_at_exactly_n_of_m_whatever_the_target(target):
     for n in (0, 1, 5, 12, 15):
-        assert int(masks.create_mask(draw(16), target, NByM(n, 16), target=target).sum()) == n
+        assert int(NByM(n, 16).select(draw(16), target, target=target).sum()) == n
 
 
 @pytest.mark.slow
@@ -75,14 +74,14 @@ def test_a_ramp_keeps_what_its_formula_says(n, m):
         exact = m * (1 - reached * (1 - Fraction(n, m)))
         if 0 < abs(exact - round(exact)) < Fraction(1, 100_000):
             continue  # float32 may round it either way
-        mask = masks.create_mask(scores, sparsity, NByM(n, m), target=target)
+        mask = NByM(n, m).select(scores, sparsity, target=target)
         assert int(mask.sum()) == max(n, math.ceil(exact))
 
 
 def test_a_ramp_has_the_counts_worked_by_hand():
     # 2:4 on the way to 0.5: none removed, then one from half of the way, two at its end.
     counts = {0.0: 4, 0.1: 4, 0.2499: 4, 0.25: 3, 0.49: 3, 0.5: 2}
-    make = lambda s, t: masks.create_mask(np.arange(4.0), s, NByM(2, 4), target=t)  # noqa: E731
+    make = lambda s, t: NByM(2, 4).select(np.arange(4.0), s, target=t)  # noqa: E731
     compiled = jax.jit(make)
     for sparsity, count in counts.items():
         assert int(make(sparsity, 0.5).sum()) == count
@@ -90,13 +89,13 @@ def test_a_ramp_has_the_counts_worked_by_hand():
 
 
 def test_a_ramp_towards_zero_stays_dense():
-    assert int(masks.create_mask(draw(8), 0.0, NByM(2, 4), target=jnp.float32(0)).sum()) == 8
+    assert int(NByM(2, 4).select(draw(8), 0.0, target=jnp.float32(0)).sum()) == 8
 
 
 @pytest.mark.slow
 def test_a_ramp_is_nested():
     scores, kept = draw((5, 16)), np.ones((5, 16))
     for sparsity in np.linspace(0, 0.75, 13):
-        mask = np.asarray(masks.create_mask(scores, sparsity, NByM(4, 16), target=0.75))
+        mask = np.asarray(NByM(4, 16).select(scores, sparsity, target=0.75))
         assert np.all(mask <= kept)
         kept = mask

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity import masks
 from sparsity.sparsity_types import Block, Channel, Unstructured
 from tests.masks.mask_oracles import by_slice, draw, expected_slice
 
@@ -33,7 +32,7 @@ UNITS = [
 @pytest.mark.parametrize(("shape", "kind", "batch_axes"), UNITS, ids=str)
 def test_units_are_kept_or_removed_as_a_whole(shape, kind, batch_axes):
     scores = draw(shape)
-    create = jax.jit(lambda *args: masks.create_mask(*args, kind, batch_axes=batch_axes))
+    create = jax.jit(lambda *args: kind.select(*args, batch_axes=batch_axes))
     for sparsity in (0.0, 0.3, 0.5, 0.8, 1.0):
         mask = create(scores, sparsity)
         expected = by_slice(expected_slice, batch_axes, [scores], sparsity, kind)
@@ -44,7 +43,7 @@ def test_units_are_kept_or_removed_as_a_whole(shape, kind, batch_axes):
 @pytest.mark.slow
 def test_blocks_lie_on_the_last_two_axes_of_a_convolution():
     scores = draw((3, 3, 64, 64))
-    mask = np.asarray(masks.create_mask(scores, 0.9, Block((16, 16))))
+    mask = np.asarray(Block((16, 16)).select(scores, 0.9))
     np.testing.assert_array_equal(mask, expected_slice(scores, 0.9, Block((16, 16))))
     # 3 * 3 * 4 * 4 = 144 blocks; a tenth of them is 14.4.
     assert mask.sum() == 14 * 16 * 16
@@ -55,16 +54,16 @@ def test_ragged_blocks_have_the_mask_worked_by_hand():
     # Blocks of 2 x 2 in 3 x 3: means 1 | 3 over 4 | 2; the two best are kept.
     scores = np.array([[1, 1, 3], [1, 1, 3], [4, 4, 2]], np.float32)
     expected = [[0, 0, 1], [0, 0, 1], [1, 1, 0]]
-    np.testing.assert_array_equal(masks.create_mask(scores, 0.5, Block((2, 2))), expected)
+    np.testing.assert_array_equal(Block((2, 2)).select(scores, 0.5), expected)
 
 
 def test_the_mean_of_a_block_is_of_its_own_entries_and_its_maximum_too():
     # Of the ragged edge (two blocks of -1) nothing but its own entries may count, not a padding.
     scores = np.array([[-2, -2, -1], [-2, -2, -1], [-3, 9, -9]], np.float32)
-    mean = masks.create_mask(scores, 0.75, Block((2, 2)))  # means -2, -1, 3, -9
+    mean = Block((2, 2)).select(scores, 0.75)  # means -2, -1, 3, -9
     np.testing.assert_array_equal(mean, [[0, 0, 0], [0, 0, 0], [1, 1, 0]])
     scores[2] = -9
-    most = masks.create_mask(scores, 0.75, Block((2, 2), use_avg_pooling=False))
+    most = Block((2, 2), use_avg_pooling=False).select(scores, 0.75)
     np.testing.assert_array_equal(most, [[0, 0, 1], [0, 0, 1], [0, 0, 0]])
 
 
@@ -72,22 +71,22 @@ def test_the_mean_of_a_block_is_of_its_own_entries_and_its_maximum_too():
 def test_channel_sums_of_float16_scores_do_not_overflow():
     # Sums 110000, 120000, 130000 and three of 2: as float16 the first three would all be infinite.
     scores = np.array([[60000, 60000, 65000, 1, 1, 1], [50000, 60000, 65000, 1, 1, 1]], np.float16)
-    mask = masks.create_mask(scores, 5 / 6, Channel())
+    mask = Channel().select(scores, 5 / 6)
     np.testing.assert_array_equal(mask, [[0, 0, 1, 0, 0, 0]] * 2)
-    mask = masks.create_mask(scores, 4 / 6, Channel())
+    mask = Channel().select(scores, 4 / 6)
     np.testing.assert_array_equal(mask, [[0, 1, 1, 0, 0, 0]] * 2)
 
 
 def test_channel_sums_of_bfloat16_scores_keep_small_terms():
     # 256 + 1 is 256 in bfloat16.
     scores = np.array([[256, 256, 256, 0, 0, 0], [0, 1, 0, 0, 0, 0]]).astype(jnp.bfloat16)
-    mask = masks.create_mask(scores, 5 / 6, Channel())
+    mask = Channel().select(scores, 5 / 6)
     np.testing.assert_array_equal(mask, [[0, 1, 0, 0, 0, 0]] * 2)
 
 
 def test_channel_sums_of_uint32_scores_do_not_wrap():
     scores = np.array([[1, 2**31, 0, 0, 0, 0], [1, 2**31, 0, 0, 0, 0]], np.uint32)
-    mask = masks.create_mask(scores, 5 / 6, Channel())
+    mask = Channel().select(scores, 5 / 6)
     np.testing.assert_array_equal(mask, [[0, 1, 0, 0, 0, 0]] * 2)
 
 
@@ -96,7 +95,7 @@ def test_channel_sums_of_float64_scores_are_float64():
     with jax.enable_x64(True):
         scores = jnp.array([[1.0, 1.0, 1.0, 0, 0, 0], [0, 1e-12, 0, 0, 0, 0]])
         assert scores.dtype == jnp.float64
-        mask = masks.create_mask(scores, 5 / 6, Channel())
+        mask = Channel().select(scores, 5 / 6)
     np.testing.assert_array_equal(mask, [[0, 1, 0, 0, 0, 0]] * 2)
 
 
@@ -105,14 +104,14 @@ def test_channel_sums_of_float64_scores_are_float64():
 @pytest.mark.parametrize("kind", [Channel(), Block((2, 1))], ids=repr)
 def test_units_are_ordered_at_any_scale(kind, scale):
     scores = np.array([[1, 2, 6, 3, 5, 4], [1, 2, 6, 3, 5, 4]], np.float32) * np.float32(scale)
-    mask = masks.create_mask(scores, 0.5, kind)
+    mask = kind.select(scores, 0.5)
     np.testing.assert_array_equal(mask, [[0, 0, 1, 0, 1, 1]] * 2)
 
 
 @pytest.mark.parametrize("kind", [Channel(), Block((2, 1))], ids=repr)
 def test_one_large_unit_does_not_blur_the_order_of_the_others(kind):
     scores = np.array([[1e30, 1e-9, 3e-9, 2e-9, 5e-9, 4e-9]] * 2, np.float32)
-    mask = masks.create_mask(scores, 0.5, kind)
+    mask = kind.select(scores, 0.5)
     np.testing.assert_array_equal(mask, [[1, 0, 0, 0, 1, 1]] * 2)
 
 
@@ -120,12 +119,12 @@ def test_slices_of_other_magnitudes_do_not_matter():
     kind = Channel()
     scores = np.array([[[1, 2, 6, 3, 5, 4]] * 2, [[3, 5, 4, 6, 1, 2]] * 2], np.float32)
     scores[1] *= 1e-25
-    mask = jax.jit(lambda scores: masks.create_mask(scores, 0.5, kind, batch_axes=1))(scores)
+    mask = jax.jit(lambda scores: kind.select(scores, 0.5, batch_axes=1))(scores)
     np.testing.assert_array_equal(mask, [[[0, 0, 1, 0, 1, 1]] * 2, [[0, 1, 1, 1, 0, 0]] * 2])
 
 
 @pytest.mark.parametrize("kind", [Channel(), Block((2, 1)), Block((2, 1), use_avg_pooling=False)])
 def test_units_with_nan_are_lowest(kind):
     scores = np.array([[9, NAN, 1, 1, 1, 1], [9, 9, -8, 1, 1, 1]], np.float32)
-    mask = np.asarray(masks.create_mask(scores, 1 / 6, kind))
+    mask = np.asarray(kind.select(scores, 1 / 6))
     np.testing.assert_array_equal(mask, [[1, 0, 1, 1, 1, 1]] * 2)

@@ -298,6 +298,4 @@ def test_numbers_of_entries_that_cannot_be_kept_are_errors():
     with pytest.raises(ValueError, match="entries must be"):
         ERK(entries=0)
     with pytest.raises(ValueError, match=r"entries = 9 counts under .* scope = 'Tree'"):
-        sparsity.masks.call_distribution(
-            Uniform(entries=9), {"w": np.ones((4, 4))}, 0, scope="Tree"
-        )
+        Uniform(entries=9)({"w": np.ones((4, 4))}, scope="Tree")

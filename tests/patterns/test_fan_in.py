@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import sparsity
-from sparsity import masks
 from sparsity.sparsity_types import FanIn
 from tests import helpers
 from tests.masks.mask_oracles import draw
@@ -75,13 +74,13 @@ CASES = [
 def test_each_group_keeps_its_best_inputs(shape, kind, batch_axes):
     scores = draw(shape)
     kind.check(shape, batch_axes)
-    create = jax.jit(lambda *args: masks.create_mask(*args, kind, batch_axes=batch_axes))
+    create = jax.jit(lambda *args: kind.select(*args, batch_axes=batch_axes))
     for share in (0.0, 0.3, 0.5, 0.8, 1.0):
         expected = selected(scores, share, kind, batch_axes)
         mask = create(scores, share)
         assert mask.dtype == jnp.uint8
         np.testing.assert_array_equal(mask, expected)
-    eager = masks.create_mask(scores, 0.8, kind, batch_axes=batch_axes)
+    eager = kind.select(scores, 0.8, batch_axes=batch_axes)
     np.testing.assert_array_equal(eager, selected(scores, 0.8, kind, batch_axes))
 
 
@@ -140,7 +139,7 @@ def test_empty_leaves_have_empty_masks(shape, group):
 def test_masks_under_vmap_and_scan_are_those_of_each_leaf():
     scores = draw((4, 6, 8))
     expected = np.stack([selected(each, 0.5, FanIn(3)) for each in scores])
-    create = lambda each: masks.create_mask(each, 0.5, FanIn(3))  # noqa: E731
+    create = lambda each: FanIn(3).select(each, 0.5)  # noqa: E731
     np.testing.assert_array_equal(jax.vmap(create)(scores), expected)
     scanned = jax.lax.scan(lambda carry, each: (carry, create(each)), 0, scores)[1]
     np.testing.assert_array_equal(scanned, expected)

@@ -8,6 +8,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsity
@@ -309,3 +310,31 @@ def test_a_field_of_an_updater_that_was_a_static_argument_cannot_be_assigned():
         pruner.sparsity_distribution_fn = sparsity.Uniform(0.9)
     other = dataclasses.replace(pruner, sparsity_distribution_fn=sparsity.Uniform(0.9))
     assert count_kept(other, params) == 2
+
+
+@pytest.mark.parametrize(
+    ("updater", "changes", "match"),
+    [
+        (sparsity.SRigL(), {"topk_fn": jnp.greater}, "takes no topk_fn"),
+        (sparsity.MagnitudePruning(), {"scheduler": 3}, "must have a method"),
+        (sparsity.SteMagnitudePruning(), {"is_sparse_updates": True}, "store_masks=True"),
+        (sparsity.NoPruning(), {"batch_axes": -1}, "batch_axes"),
+        (sparsity.GlobalMagnitudePruning(), {"use_normalization": False}, "replace"),
+        (sparsity.GlobalSaliencyPruning(), {"scope": sparsity.Layerwise()}, "replace"),
+        (_MAKERS["epochs"](), {"strategy": {}}, r"determines .*scope.*replace"),
+        (_MAKERS["epochs"](), {"steps_per_epoch": 3}, "replace"),
+        (_MAKERS["epochs"](), {"topk_fn": jnp.greater}, "replace"),
+    ],
+)
+def test_assigned_fields_are_checked_when_the_updater_is_used(updater, changes, match):
+    for name, value in changes.items():
+        setattr(updater, name, value)
+    with pytest.raises(ValueError, match=match):
+        updater.wrap_optax(optax.sgd(0.1))
+
+
+def test_a_hook_assigned_to_an_updater_that_never_calls_it_is_an_error():
+    updater = sparsity.RigL()
+    updater.calculate_scores = lambda params, sparse_state=None, grads=None: params
+    with pytest.raises(TypeError, match=r"overrides calculate_scores.*override get_drop_scores or"):
+        updater.wrap_optax(optax.sgd(0.1))

@@ -1,0 +1,142 @@
+"""An override of a hook changes the results of an algorithm or is an error.
+
+Each override multiplies its result by a number of its own. A number that no output of the traced
+program needs belongs to an override without effect.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.interpreters import partial_eval
+
+import sparsity
+from tests.updaters.test_table_of_hooks import ROWS
+
+PARAMS = jnp.arange(1.0, 9.0).reshape(2, 4)
+ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
+HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
+STATED = {"keeps_dense_weights": False, "regrows": True, "keeps_count": True}
+_STORED = {"store_masks": True}
+CASES = {name: (cls, HALF | ONCE) for name, cls in sparsity.ALGORITHM_REGISTRY.items()}
+CASES |= {
+    "no_prune": (sparsity.NoPruning, ONCE),
+    "global_magnitude": (sparsity.GlobalMagnitudePruning, {"sparsity": 0.5} | ONCE),
+    "global_saliency": (sparsity.GlobalSaliencyPruning, {"sparsity": 0.5} | ONCE),
+    "magnitude_ste, stored": (sparsity.SteMagnitudePruning, _STORED | HALF | ONCE),
+    "sr_ste, stored": (sparsity.SRSTE, _STORED | HALF | ONCE),
+    "epochs": (
+        sparsity.EpochStrategy,
+        {
+            "strategy": {0: {"method": "unstr_unified_local", "prune_rate_pattern": 0.5}},
+            "steps_per_epoch": 1,
+        },
+    ),
+}
+_MOVES = {"calculate_scores", "create_masks"}
+_STRAIGHT_THROUGH = {"apply_masks", "get_initial_masks", "new_masks"}
+REFUSED = {
+    "set": _MOVES,
+    "rigl": _MOVES,
+    "global_rigl": _MOVES,
+    "srigl": _MOVES,
+    "static_sparse": {"calculate_scores"},
+    "admm": {"new_masks"},
+    "top_kast": {"new_masks", "apply_masks"},
+    "epochs": {"create_masks"},
+    "magnitude_ste": _STRAIGHT_THROUGH,
+    "random_ste": _STRAIGHT_THROUGH,
+    "sr_ste": _STRAIGHT_THROUGH,
+    "magnitude_ste, stored": {"apply_masks"},
+    "sr_ste, stored": {"apply_masks"},
+    "no_prune": {
+        *("calculate_scores", "create_masks", "new_masks", "update_state", "accumulate"),
+        *("init_algorithm_state", "modify_gradients"),
+    },
+}
+
+
+def _scaled(tree, number):
+    return jax.tree.map(lambda x: (x * number).astype(x.dtype), tree)
+
+
+def _override(hook, numbers):
+    """Returns an override of a hook whose result the number of the hook scales."""
+
+    def scale(self, *args, **kwargs):
+        result, number = getattr(super(type(self), self), hook)(*args, **kwargs), numbers[hook]
+        if hook == "init_state":
+            return result._replace(count=_scaled(result.count, number))
+        if hook == "accumulate":
+            return result._replace(algorithm_state=_scaled(result.algorithm_state, number))
+        if hook == "update_state":
+            memory = _scaled(result.algorithm_state, number)
+            return result._replace(masks=_scaled(result.masks, number), algorithm_state=memory)
+        if hook == "get_initial_masks" and result is None:
+            return _scaled(jnp.ones(PARAMS.shape, jnp.uint8), number)
+        if hook == "init_algorithm_state" and result is None:
+            return number
+        return _scaled(result, number)
+
+    return scale
+
+
+def _run(updater, params, grads):
+    """Returns the results of all phases, with a step that updates masks."""
+    tx = updater.wrap_optax(optax.adam(0.1))
+    first = tx.init(params)
+    updates, state = tx.update(grads, first, params)
+    loop = updater.pre_forward_update(params, state), updater.post_gradient_update(params, state)
+    at_once = updater.prunes_at_once and updater.instant_sparsify(params, grads)
+    return first, updates, state, loop, at_once
+
+
+def _refusal(cls, options, hook):
+    """Returns the error of a class that overrides one hook, "" for none."""
+    try:
+        type("Derived", (cls,), {hook: _override(hook, {})} | STATED)(**options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_override_changes_the_results_or_is_an_error_that_names_another_hook(name):
+    cls, options = CASES[name]
+    hooks = [*ROWS, *(x for x in ("get_drop_scores", "get_grow_scores") if hasattr(cls, x))]
+    errors = {hook: error for hook in hooks if (error := _refusal(cls, options, hook))}
+    assert errors.keys() == REFUSED.get(name, set())
+    for hook, error in errors.items():
+        pattern = rf"Derived overrides {hook}, which .*(override|the hook in a subclass) (\w+)"
+        replacement = re.search(pattern, error)
+        assert replacement, error
+        assert replacement.group(2) not in errors, error
+    effective, numbers = [hook for hook in hooks if hook not in errors], {}
+    derived = type("Derived", (cls,), {x: _override(x, numbers) for x in effective} | STATED)
+
+    def run(params, values):
+        numbers.update(zip(effective, values, strict=True))
+        return _run(derived(**options), params, params)
+
+    program = jax.make_jaxpr(run)(PARAMS, [jnp.float32(1)] * len(effective)).jaxpr
+    _, is_used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    idle = [hook for hook, used in zip(effective, is_used[1:], strict=True) if not used]
+    assert not idle
+
+
+@pytest.mark.parametrize("caller", ["get_initial_masks", "new_masks", "update_state"])
+def test_scores_of_a_class_that_moves_masks_may_be_overridden_with_a_hook_that_calls_them(caller):
+    hooks = {hook: _override(hook, {}) for hook in ("calculate_scores", caller)}
+    type("Derived", (sparsity.RigL,), hooks | STATED)(**HALF)
+
+
+@pytest.mark.parametrize(
+    ("cls", "hook"), [(sparsity.RigL, "get_drop_scores"), (sparsity.SET, "get_grow_scores")]
+)
+def test_a_compact_model_asks_a_hook_that_was_assigned_to_an_updater(cls, hook):
+    updater = cls()
+    assert updater.slice_rule() is not None
+    setattr(updater, hook, lambda sparse_state, params, grads: params)
+    assert updater.slice_rule() is None  # masks move by the hooks, with complete parameters
