@@ -34,7 +34,7 @@ works() {
 }
 
 find_python() {
-  local candidate candidates=(python3 python3.13 python3.12 python3.11)
+  local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11)
   [[ -z ${PYTHON-} ]] || candidates=("$PYTHON")
   for candidate in "${candidates[@]}"; do
     if works "$candidate"; then

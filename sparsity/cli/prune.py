@@ -157,7 +157,7 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
 def _is_exact(dtype: np.dtype) -> bool:
     """Returns whether jax holds the values of a dtype exactly, and the dtype has a zero."""
     try:
-        zero = np.asarray(jnp.zeros((), dtype))
+        zero = np.asarray(jnp.zeros((), dtype) + jnp.zeros((), dtype))
     except (TypeError, RuntimeError):  # jax does not know it, or the compiler does not
         return False
     return zero.dtype == dtype and not zero.any()

@@ -69,11 +69,12 @@ def test_multiples_of_a_parameter_have_the_bits_of_the_masked_model_also_at_zero
 def test_layers_are_taken_from_a_stack_without_a_dense_copy():
     def fn(w, x):
         for layers in (w[1:3], jax.lax.slice_in_dim(w, 0, 5, 2)):
-            x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0]
+            x = jax.lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, layers)[0]
         return x
 
     rng = np.random.default_rng(0)
-    w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((5, 6, 6), (2, 6)))
+    # Sums of integers are exact, in whichever order a version of XLA adds.
+    w, x = (jnp.float32(rng.integers(-9, 10, size)) for size in ((5, 6, 6), (2, 6)))
     mask = (rng.random(w.shape) < 0.5).astype(np.uint8)
     model = compact(trace(fn, w, x), w * mask, mask)
     np.testing.assert_array_equal(model.apply(model.params, x), fn(w * mask, x))
