@@ -20,6 +20,7 @@ from sparsity.core.trees import Params, PyTree
 Seed: TypeAlias = int | jax.Array  # a number or a random key
 DEFAULT_SEED = 8
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
+_INDEXED = 2**32  # flat indices of so many entries differ in 32 bits
 
 
 def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
@@ -28,7 +29,7 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
     The same words give the same scores, whatever the sharding.
 
     Args:
-      shape: shape of the scores, fewer than 2**31 entries.
+      shape: shape of the scores.
       *words: integers or integer scalars, traced or not, such as a seed, a step, the number of a
         leaf; the low 32 bits count.
 
@@ -39,7 +40,7 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
       >>> bool((hash_scores((4,), 0, 1) == hash_scores((4,), 0, 1)).all())
       True
     """
-    return hash_entries(flat_index(tuple(shape)), *hash_words(*words))
+    return hash_entries(hash_index(tuple(shape)), *hash_words(*words))
 
 
 def hash_words(*words: chex.Numeric) -> tuple[jax.Array, jax.Array]:
@@ -52,7 +53,7 @@ def hash_words(*words: chex.Numeric) -> tuple[jax.Array, jax.Array]:
 
 
 def hash_entries(index: jax.Array, state: jax.Array, offset: jax.Array) -> jax.Array:
-    """Returns the scores of entries of any shape, from flat indices and the hashed words."""
+    """Returns the scores of entries of any shape, from `hash_index` and the hashed words."""
     return _mix(_mix(index.astype(jnp.uint32) ^ state) + offset)
 
 
@@ -69,12 +70,42 @@ def flat_strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
-    """Returns the int32 flat index of each entry of an array of the shape."""
+    """Returns the int32 flat index of each entry of an array of the shape.
+
+    Raises:
+      ValueError: without strides, if the array has 2**31 entries or more.
+    """
+    if not strides and math.prod(shape) >= 2**31:
+        raise ValueError(
+            f"Entries have an int32 index in arrays of fewer than 2**31, got shape {shape}."
+        )
     strides = strides or flat_strides(shape)
     index = jnp.zeros(shape, jnp.int32)
     for axis, stride in enumerate(strides):
         index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
     return index
+
+
+def hash_index(shape: tuple[int, ...]) -> jax.Array:
+    """Returns an int32 for each entry of an array, to be hashed: the flat index as 32 bits.
+
+    Of an array with 2**32 entries or more, only the last axes have an index of 32 bits. Positions
+    along the leading axes permute this index, so that each of them has its own random scores.
+    """
+    if math.prod(shape) < _INDEXED // 2:
+        return flat_index(shape)
+    strides = flat_strides(shape)
+    inner = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) < _INDEXED)
+    index, leading = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
+    for axis, stride in enumerate(strides):
+        iota = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if axis < inner:
+            leading += iota * jnp.uint32(stride // strides[inner - 1])
+        else:
+            index += iota * jnp.uint32(stride)
+    if inner:
+        index ^= _mix(leading + jnp.uint32(_GOLDEN))
+    return index.astype(jnp.int32)
 
 
 def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:

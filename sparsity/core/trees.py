@@ -193,9 +193,11 @@ def is_within(path: KeyPath, paths: Collection[KeyPath]) -> bool:
 
 
 def is_prunable(leaf: object) -> bool:
-    """Returns whether a leaf can have a mask: whether it is a floating or complex array."""
+    """Returns whether a leaf can have a mask: a floating or complex array, with a zero."""
     dtype: PyTree = getattr(leaf, "dtype", None)
-    return is_array(leaf) and bool(jnp.issubdtype(dtype, jnp.inexact))
+    if not is_array(leaf) or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return bool(dtype != jnp.float8_e8m0fnu)  # powers of two, the scales of other arrays
 
 
 def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:

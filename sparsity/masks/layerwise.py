@@ -18,7 +18,7 @@ from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, find_mesh
+from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, check_sizes, find_mesh
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
 from sparsity.selection.kept_counts import num_kept
@@ -60,6 +60,7 @@ class Layerwise(DataclassBase):
 
         if topk_fn is not None:
             return [one(leaf) for leaf in leaves]
+        check_sizes(leaves)
         return _search_by_kind(leaves, _select_ranked, one)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
@@ -70,6 +71,7 @@ class Layerwise(DataclassBase):
             scores = leaf.drop_scores, leaf.grow_scores
             return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
 
+        check_sizes(leaves)
         return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 

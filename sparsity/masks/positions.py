@@ -168,7 +168,7 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     if not n or not values.shape[0]:
         return jnp.zeros(n, values.dtype)
     below = (jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)) - 1
-    before = jax.lax.population_count(words.bits[:, None] & below).astype(jnp.int32)
+    before = jax.lax.population_count(words.bits[:, None] & below[None]).astype(jnp.int32)
     slots = (words.starts[:, None] + before).reshape(-1)[:n]
     return values.at[slots].get(mode="clip")
 
@@ -183,7 +183,7 @@ def are_set(words: MaskWords, n: int) -> jax.Array:
       Array([False,  True, False,  True], dtype=bool)
     """
     places = jnp.arange(_BITS, dtype=jnp.uint32)
-    return ((words.bits[:, None] >> places) & 1 > 0).reshape(-1)[:n]
+    return ((words.bits[:, None] >> places[None]) & 1 > 0).reshape(-1)[:n]
 
 
 def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

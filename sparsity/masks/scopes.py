@@ -74,6 +74,14 @@ class MovingLeaf(NamedTuple):
 AnyLeaf = TypeVar("AnyLeaf", ScoredLeaf, MovingLeaf)
 
 
+def check_sizes(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> None:
+    """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
+    for leaf in leaves:
+        leaf.site.check_size(
+            (leaf.mask if isinstance(leaf, MovingLeaf) else leaf.lazy_scores).shape
+        )
+
+
 def find_mesh(leaf: ScoredLeaf | MovingLeaf) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
     values = [vars(x) if isinstance(x, LazyScores) else x for x in leaf]

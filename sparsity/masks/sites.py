@@ -6,6 +6,7 @@ A site is resolved once, from the parameter: functions that a user passes as `sp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -46,6 +47,17 @@ class Site(NamedTuple):
     @property
     def name(self) -> str:
         return trees.path_string(self.path)
+
+    def check_size(self, shape: tuple[int, ...]) -> None:
+        """Raises a ValueError if a slice of the parameter has more entries than a search counts."""
+        size = math.prod(shape[self.batch_axes :])
+        if self.pattern.is_elementwise and size >= 2**31:
+            raise ValueError(
+                f"{self.name!r} of shape {shape} with batch_axes = {self.batch_axes} has {size} "
+                "entries in a slice, and a mask is chosen among fewer than 2**31. Give batch_axes "
+                "if leading axes index separate matrices, or leave the parameter dense with "
+                "filter_fn."
+            )
 
 
 class Sites(Mapping[trees.KeyPath, Site]):

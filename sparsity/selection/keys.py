@@ -23,8 +23,6 @@ def readable(scores: chex.Array) -> jax.Array:
         except (TypeError, ValueError):
             raise ValueError(f"scores must be an array of real numbers, got {scores!r}.") from None
     dtype = _readable_dtype(scores.dtype)
-    if scores.size >= 2**31:
-        raise ValueError(f"An array may hold fewer than 2**31 scores, got shape {scores.shape}.")
     return scores if dtype == scores.dtype else scores.astype(dtype)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.exact import Words
-from sparsity.core.hashing import flat_index
+from sparsity.core.hashing import hash_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import eligible_keys, readable
@@ -77,7 +77,8 @@ class Scores(LazyScores):
         to its score; called with arrays of any shape that broadcast.
       arrays: stored arrays, all of one shape; at least one.
       scalars: values that hold for all entries.
-      uses_index: whether `fn` takes the int32 flat index of each entry, too.
+      uses_index: whether `fn` takes the int32 flat index of each entry, too; of arrays with 2**31
+        entries or more the number of `hash_index`.
       uses_arrays: whether `fn` reads `arrays`; otherwise they only give the shape.
     """
 
@@ -137,7 +138,7 @@ class Scores(LazyScores):
         index: tuple[jax.Array, ...] = ()
         if self.uses_index:  # sharded as the scores shall be, which may depend on nothing else
             like = self.arrays[0]
-            index = (shard_like(like, functools.partial(flat_index, like.shape)),)
+            index = (shard_like(like, functools.partial(hash_index, like.shape)),)
         return self.fn(*self.arrays, *self.scalars, *index)
 
 
@@ -243,7 +244,7 @@ class Ranked:
     def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Computes keys in the shape of the scores, by values of `self.arrays`."""
         scores = self.scores
-        index = [flat_index(scores.shape)] if scores.uses_index else []
+        index = [hash_index(scores.shape)] if scores.uses_index else []
         x = scores.fn(*arrays[: len(scores.arrays)], *scores.scalars, *index)
         return eligible_keys(x, self.eligible(arrays))
 

@@ -15,8 +15,8 @@ Across parameters, earlier ones take their ties first (`tie_shares`).
 **Eligibility.** An entry that may not stay has the lowest key, and every count is of keys *above*
 a pivot that is no lower. So such an entry is never counted; ties are masked.
 
-**Overflow.** A parameter has fewer than 2**31 entries, so that its counts fit int32. Counts of
-fewer than 2**16 parameters are added as two words of 32 bits (`exact.total`). Pivots stay within
+**Overflow.** A slice has fewer than 2**31 entries, so that its counts fit int32. Counts of fewer
+than 2**16 slices are added as two words of 32 bits (`exact.total`). Pivots stay within
 [lowest, lowest + 2**bits), which the dtype of keys holds, or just above a range that is narrower.
 """
 
@@ -78,7 +78,7 @@ def select_by_counting(
     """Returns masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
-      leaves: one or more parameters whose scores have one dtype, fewer than 2**31 entries each.
+      leaves: one or more parameters whose scores have one dtype, fewer than 2**31 in a slice.
       k: number of entries to keep of each slice, [slices], in the order of the parameters; with
         `across_leaves` of all, [1]. Clamped from above. Or the fraction of the eligible entries to
         remove.
@@ -127,6 +127,8 @@ class SliceCounter:
 
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape
+        if leaf.size >= 2**31:
+            raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {shape}.")
         self._leaf, self._shape = leaf, shape
         self._axes = axes = leaf.axes
         strides = [math.prod(shape[axis + 1 : axes.stop]) for axis in axes]

@@ -47,7 +47,8 @@ def topk_mask(
     """Returns the mask of the k highest scores of every slice along the leading axes.
 
     Args:
-      scores: real scores or booleans of any shape and dtype, fewer than 2**31; stored or lazy.
+      scores: real scores or booleans of any shape and dtype, fewer than 2**31 in a slice; stored or
+        lazy.
       k: number of entries to keep of each slice, in [0, slice size]; broadcasts against
         the shape of the slices' axes. A traced k is clamped. Or its two words,
         as in `global_topk_mask`.

@@ -159,6 +159,7 @@ def test_the_key_of_a_dictionary_is_not_the_field_of_the_same_name():
         (jnp.ones(2, jnp.float8_e4m3fn), True),
         (jnp.ones(2, jnp.complex64), True),
         (jax.ShapeDtypeStruct((2,), jnp.float32), True),
+        (jnp.ones(2, jnp.float8_e8m0fnu), False),  # its 0 is NaN
         (jnp.ones(2, jnp.int32), False),
         (np.ones(2, np.uint8), False),
         (np.ones(2, bool), False),

@@ -527,3 +527,18 @@ def test_a_global_scope_takes_the_masks_of_the_search_that_all_scores_have():
     mixed = params | {"a": 1e3 * params["a"]}
     wide = {name: np.abs(x) for name, x in mixed.items()}
     _check(select(wide), _best(_normalized(wide), _ALL // 2))  # it knows no norms
+
+
+@pytest.mark.parametrize(
+    "pruner",
+    [
+        sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5)),
+        sparsity.RandomPruning(sparsity_distribution_fn=sparsity.Uniform(0.5)),
+        sparsity.GlobalMagnitudePruning(sparsity=0.5, use_normalization=False),
+    ],
+    ids=lambda pruner: type(pruner).__name__,
+)
+def test_a_parameter_that_is_too_large_for_a_search_is_named(pruner):
+    params = {"small": jnp.ones((2, 2)), "huge": jax.ShapeDtypeStruct((2**16, 2**15), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"'huge' of shape \(65536, 32768\) .* fewer than 2\*\*31"):
+        jax.eval_shape(pruner.instant_sparsify, params)

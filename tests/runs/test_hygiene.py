@@ -73,6 +73,14 @@ def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind,
             jax.eval_shape(updater.instant_sparsify, params, params)
 
 
+def test_steps_of_kept_entries_need_no_implicit_promotion():
+    with _strict():
+        updater = helpers.make_updater("rigl", batch_axes=1, use_compact_state=True)
+        step, init = _step_fn(updater)
+        state = init(_PARAMS)
+        jax.eval_shape(step, _PARAMS, state)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_bool_masks_select_without_implicit_promotion(jit):
     scores = {"few": helpers.params(shape=(8, 12))["kernel"], "many": jnp.ones((2000, 300))}

@@ -105,3 +105,12 @@ def test_bfloat16_holds_the_numbers_of_narrower_floats(dtype):
     np.testing.assert_array_equal(
         every.astype(np.float32), every.astype(jnp.bfloat16).astype(np.float32)
     )
+
+
+def test_scales_of_a_dtype_without_a_zero_stay_dense():
+    params = {"w": jnp.ones((4, 4)), "scales": jnp.ones((4, 4), jnp.float8_e8m0fnu)}
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    pruned, masks = pruner.instant_sparsify(params)
+    assert masks["scales"] is None
+    assert pruned["scales"] is params["scales"]
+    assert int(masks["w"].sum()) == 8
