@@ -177,25 +177,25 @@ def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int,
 def check_params(graph: Graph, params: PyTree) -> None:
     """Raises a ValueError unless the leaves are arrays with the paths and shapes of the graph."""
     graph.parameters.check_complete(params)
-    traced = {leaf.path: leaf for leaf in graph.leaves}
+    traced = {parameter.path: parameter for parameter in graph.parameters}
     for path, array in trees.leaves_by_names(params).items():
         if not hasattr(array, "shape"):
             continue
-        name, leaf = trees.join_names(path), traced.get(path)
+        name, parameter = trees.join_names(path), traced.get(path)
         if is_traced(array):
             raise ValueError(
                 f"The parameter {name!r} is traced and has no values yet. Call compact outside of "
                 "jit, scan and vmap."
             )
-        if leaf is None or leaf.shape != array.shape:
+        if parameter is None or parameter.shape != array.shape:
             raise ValueError(
-                f"The params have a leaf {name!r} of shape {array.shape}, with which the graph was "
-                "not traced. Give the complete tree, or trace the model with these parameters."
+                f"The params have an array {name!r} of shape {array.shape}, with which the graph "
+                "was not traced. Give the complete tree, or trace the model with these parameters."
             )
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(array.dtype, jnp.inexact):
+        if jnp.issubdtype(parameter.dtype, jnp.inexact) > jnp.issubdtype(array.dtype, jnp.inexact):
             raise ValueError(
                 f"The parameter {name!r} is {array.dtype}, and the graph was traced with "
-                f"{leaf.dtype}. Cast the parameter, or trace the model with these parameters."
+                f"{parameter.dtype}. Cast the parameter, or trace the model with these parameters."
             )
 
 
@@ -212,18 +212,17 @@ def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Pat
         or its parameter is not floating.
     """
     arrays = {}
-    for leaf, mask in graph.parameters.match_masks(masks):
+    for parameter, mask in graph.parameters.match_masks(masks):
         array = np.asarray(mask)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and not (
-            is_frozen and is_quantized(leaf.dtype)
-        ):
+        dtype = parameter.dtype
+        if not jnp.issubdtype(dtype, jnp.inexact) and not (is_frozen and is_quantized(dtype)):
             raise ValueError(
-                f"The masks have a leaf at {leaf.name!r}, whose dtype {leaf.dtype} is not "
+                f"The masks have a leaf at {parameter.name!r}, whose dtype {dtype} is not "
                 "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
                 "outside = 'frozen'."
             )
-        check_entries(array, leaf.name)
-        arrays[leaf.path] = array
+        check_entries(array, parameter.name)
+        arrays[parameter.path] = array
     return arrays
 
 

@@ -128,13 +128,10 @@ class Plan:
         params, args = graph.model.example
         arrays, rebuild = trees.split_arrays(params)
         structs = [
-            sharding.resized(array, self.shrink_shape(leaf.path, leaf.shape))
-            for array, leaf in zip(arrays, graph.leaves, strict=True)
+            sharding.resized(array, self.shrink_shape(parameter.path, parameter.shape))
+            for array, parameter in zip(arrays, graph.parameters, strict=True)
         ]
-        small: Graph = graph.model.trace(
-            functools.partial(self.apply, graph), rebuild(structs), *args
-        )
-        return small
+        return graph.trace(functools.partial(self.apply, graph), rebuild(structs), *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut for the smaller model.
@@ -171,7 +168,7 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
       ValueError: the parameters are not those of the smaller model.
     """
     arrays = trees.leaves_by_names(trees.only_arrays(params))
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    shapes = {parameter.path: parameter.shape for parameter in graph.parameters}
     if differing := shapes.keys() ^ arrays.keys():
         raise ValueError(
             "params must hold all parameters of the model, and no others: "
@@ -233,7 +230,7 @@ def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None
       evidence: as in `Plan`; axes at which masks remove all removed indices need not be left out.
     """
     kept = spread_kept(graph.removal.list_axes(), chosen)
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}
+    shapes = {x.path: x.shape for x in graph.parameters if x.path in kept}
 
     def is_partial(path: Path, axis: int, rows: Sequence[np.ndarray]) -> bool:
         num_removed = shapes[path][axis] - kept[path][axis].shape[-1]
@@ -249,13 +246,13 @@ def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None
 def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, axes in graph.removal.list_axes():
+    for parameter, axes in graph.removal.list_axes():
         for number, axis in enumerate(axes):
             if any(v in chosen and v not in removable for v in list_variables(axis)):
-                why = _reason(graph, leaf.path, number)
+                why = _reason(graph, parameter.path, number)
                 raise ValueError(
-                    f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
-                    f"needs: {why}. The plan was made for another model, or for other flags."
+                    f"The plan removes indices of axis {number} of {parameter.name!r}, which this "
+                    f"model needs: {why}. The plan was made for another model, or for other flags."
                 )
     for group in graph.groups:
         index = chosen.get(group.variable)

@@ -253,7 +253,7 @@ class Coupled(DataclassBase):
             if not group.scored:
                 raise ValueError(
                     f"No product reads the channels of the group {group.channels.name!r}, so that "
-                    "they have no importance here. Leave its leaves out with filter_fn."
+                    "they have no importance here. Leave its parameters out with filter_fn."
                 )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
         tables = [trees.leaves_by_path(x) for x in member_trees]
