@@ -16,7 +16,7 @@ from sparsity.compacting.optimizer_state import Owner, OwnerTree
 from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import SliceLayout
@@ -24,7 +24,7 @@ from sparsity.masks.slice_layout import SliceLayout
 
 def build(
     graph: Graph,
-    params: PyTree,
+    params: Params,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
 ) -> tuple[StoredModel, OwnerTree]:
@@ -49,7 +49,7 @@ def build(
 
 def _build_once(
     graph: Graph,
-    params: PyTree,
+    params: Params,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
 ) -> tuple[StoredModel, OwnerTree]:
@@ -122,7 +122,7 @@ def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]
 
 
 def describe_masked(
-    graph: Graph, params: PyTree, masks: Mapping[Path, np.ndarray], is_frozen: bool
+    graph: Graph, params: Params, masks: Mapping[Path, np.ndarray], is_frozen: bool
 ) -> dict[Path, MaskedParameter]:
     """Returns the masked parameters by path.
 
@@ -174,7 +174,7 @@ def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int,
     return inputs if is_separate else ()
 
 
-def check_params(graph: Graph, params: PyTree) -> None:
+def check_params(graph: Graph, params: Params) -> None:
     """Raises a ValueError unless the leaves are arrays with the paths and shapes of the graph."""
     graph.parameters.check_complete(params)
     traced = {parameter.path: parameter for parameter in graph.parameters}
@@ -199,7 +199,7 @@ def check_params(graph: Graph, params: PyTree) -> None:
             )
 
 
-def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Path, np.ndarray]:
+def read_masks(graph: Graph, masks: Masks, is_frozen: bool = False) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
 
     Args:

@@ -44,7 +44,7 @@ from sparsity.compacting.tune import choose, measure
 from sparsity.comparisons.updates import check_arguments
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.step_checks import check_optimizer
@@ -116,7 +116,7 @@ class Compact(StoredModel):
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
 
-    def apply(self, params: PyTree, *args: PyTree) -> PyTree:
+    def apply(self, params: Params, *args: PyTree) -> PyTree:
         """Runs the model: returns `fn(params, *args)` of the masked model.
 
         Can be compiled, differentiated in reverse, mapped and exported like `fn`, at any batch
@@ -134,12 +134,12 @@ class Compact(StoredModel):
     def move(
         self,
         pruner: BaseUpdater,
-        params: PyTree,
-        opt_state: PyTree,
+        params: Params,
+        opt_state: optax.OptState,
         count: chex.Numeric,
         loss: Loss | None = None,
         tx: optax.GradientTransformation | None = None,
-    ) -> tuple[Compact, PyTree, PyTree]:
+    ) -> tuple[Compact, Params, PyTree]:
         """Moves the masks once, as SET, RigL or SRigL do in a step that updates masks.
 
         No shape changes. Entries that stay keep values and moments; grown ones start at 0 with the
@@ -192,7 +192,7 @@ class Compact(StoredModel):
         changed = {"indices": positions, "params": params, "opt_state": opt_state}
         return _make_model({**vars(self), **changed}), params, opt_state
 
-    def dense(self, params: PyTree) -> PyTree:
+    def dense(self, params: Params) -> Params:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
             lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
@@ -200,7 +200,7 @@ class Compact(StoredModel):
             is_leaf=is_kept,
         )
 
-    def dense_state(self, opt_state: PyTree) -> PyTree:
+    def dense_state(self, opt_state: optax.OptState) -> PyTree:
         """Returns the optimizer's state of the dense parameters, with moments 0 outside the masks.
 
         Args:
@@ -212,7 +212,7 @@ class Compact(StoredModel):
         return densify_state(self._owners, opt_state)
 
     @property
-    def masks(self) -> PyTree:
+    def masks(self) -> Masks:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
         storages = dict(self.storages)
 
@@ -228,7 +228,7 @@ class Compact(StoredModel):
         return {path: storage.format for path, storage in self.storages}
 
     def measure(
-        self, params: PyTree, *args: PyTree, rounds: int = 10
+        self, params: Params, *args: PyTree, rounds: int = 10
     ) -> dict[Path, dict[str, float]]:
         """Measures the products of each masked parameter in each format, on this device.
 
@@ -248,7 +248,11 @@ class Compact(StoredModel):
         return measure(self._in_all_formats(self.dense(params)), args, rounds)
 
     def tune(
-        self, params: PyTree, *args: PyTree, rounds: int = 10, opt_state: PyTree = None
+        self,
+        params: Params,
+        *args: PyTree,
+        rounds: int = 10,
+        opt_state: optax.OptState | None = None,
     ) -> Compact:
         """Returns the model with the fastest format of each parameter, see `measure`.
 
@@ -304,7 +308,7 @@ class Compact(StoredModel):
         """
         return plot(make_rows(self), ax)
 
-    def _read_state(self, params: PyTree, opt_state: PyTree) -> PyTree:
+    def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
         """Returns the optimizer's state of parameters: an argument, or the state of the model."""
         if opt_state is not None or self.opt_state is None:
             return opt_state
@@ -318,7 +322,7 @@ class Compact(StoredModel):
                 )
         return self.opt_state
 
-    def _check_movable(self, params: PyTree, opt_state: PyTree) -> None:
+    def _check_movable(self, params: Params, opt_state: optax.OptState) -> None:
         """Raises a ValueError unless parameters and their optimizer's state can move."""
         if self._outside == "frozen":
             raise ValueError(
@@ -397,9 +401,9 @@ jax.tree_util.register_pytree_with_keys(
 
 def compact(
     graph: Graph,
-    params: PyTree,
-    masks: PyTree,
-    opt_state: PyTree | None = None,
+    params: Params,
+    masks: Masks,
+    opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
     outside: Outside = "zero",
     formats: Mapping[Path, str] | Mapping[str, str] | None = None,

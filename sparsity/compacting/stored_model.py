@@ -17,7 +17,7 @@ from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.graph import retrace
 from sparsity.programs.products import PRODUCTS
@@ -49,12 +49,12 @@ class StoredModel:
     graph: Graph
     storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
-    params: PyTree
+    params: Params
 
 
 def run_stored(
     model: StoredModel,
-    params: PyTree,
+    params: Params,
     *args: PyTree,
     observers: Mapping[Path, Observer] = _NO_OBSERVERS,
     record: Record = lambda *_: None,
@@ -75,7 +75,7 @@ def run_stored(
 
 
 def wrap_values(
-    model: StoredModel, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS
+    model: StoredModel, params: Params, observers: Mapping[Path, Observer] = _NO_OBSERVERS
 ) -> PyTree:
     """Returns the parameters with `Kept` for masked ones.
 
@@ -118,7 +118,7 @@ def find_readers(model: StoredModel) -> dict[str, set[str]]:
     return readers
 
 
-def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> list[Read]:
+def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> list[Read]:
     """Returns the equations that read masked parameters.
 
     Args:
@@ -175,7 +175,7 @@ def make_rows(model: StoredModel) -> list[Row]:
 
 def _retrace(
     model: StoredModel,
-    params: PyTree,
+    params: Params,
     args: tuple[PyTree, ...],
     observers: Mapping[Path, Observer],
 ) -> tuple[Graph, list[Operand]]:

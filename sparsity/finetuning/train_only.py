@@ -15,7 +15,7 @@ import optax
 
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.kept_state import (
@@ -49,7 +49,7 @@ class Support:
 
 
 def train_only(
-    tx: optax.GradientTransformation, masks: PyTree
+    tx: optax.GradientTransformation, masks: Masks
 ) -> optax.GradientTransformationExtraArgs:
     """Trains the entries that masks keep; `optax.apply_updates` leaves all others as they are.
 
@@ -109,7 +109,7 @@ class _Trainer:
     inner: optax.GradientTransformationExtraArgs
     supports: dict[trees.KeyPath, Support]
 
-    def init(self, params: PyTree) -> KeptState:
+    def init(self, params: Params) -> KeptState:
         """Returns the positions of the chosen entries, and the optimizer's state for them."""
         chosen = self._choose(params, "params", params)
         for path, leaf in trees.leaves_by_path(chosen).items():
@@ -125,7 +125,7 @@ class _Trainer:
         return KeptState(positions, self.inner.init(kept))
 
     def update(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        self, updates: PyTree, state: PyTree, params: Params = None, **extra: object
     ) -> tuple[PyTree, KeptState]:
         """Returns updates of chosen entries, -0.0 for others, and the next state."""
         check_kind("state", state, KeptState, "the state that init of train_only returns")
@@ -188,7 +188,7 @@ class _Trainer:
         return trees.map_matched(read, chosen, positions)
 
 
-def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
+def read_supports(masks: Masks) -> dict[trees.KeyPath, Support]:
     """Returns the chosen entries of each parameter, without those that have none.
 
     Args:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.core.trees import KeyPath, Masks, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.programs.program import Program, Value
 
 
@@ -192,7 +192,7 @@ class Parameters:
             )
         return matched
 
-    def check_complete(self, params: PyTree) -> None:
+    def check_complete(self, params: Params) -> None:
         """Raises a ValueError unless each collection, such as 'params', is complete."""
         matched = self.match(params)
         paths = {parameter.path for parameter in matched.values()}

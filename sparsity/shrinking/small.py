@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
@@ -65,7 +64,7 @@ class Small:
     """
 
     params: Params
-    opt_state: optax.OptState | None
+    opt_state: PyTree
     plan: Plan
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
