@@ -55,21 +55,19 @@ def _build_once(
 ) -> tuple[StoredModel, OwnerTree]:
     """Builds the model once; a product may still refuse an automatic format."""
     storages, positions = _make_storages(masked, formats)
-    owners: dict[trees.KeyPath, Owner] = {}
 
-    def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
+    def describe(path: trees.KeyPath, _: PyTree) -> Owner:
         names = trees.path_names(path)
-        owners[path] = Owner(trees.path_string(path), storages.get(names), positions.get(names))
-        return owners[path]
+        return Owner(trees.path_string(path), storages.get(names), positions.get(names))
 
     owner_tree = trees.map_matched(describe, params)
     model = StoredModel(
-        trees.map_matched(lambda path, leaf: owners[path].place_positions(leaf), params),
-        trees.map_matched(lambda path, leaf: owners[path].freeze(leaf), params),
+        jax.tree.map(Owner.place_positions, owner_tree, params),
+        jax.tree.map(Owner.freeze, owner_tree, params),
         graph,
         tuple(storages.items()),
         jax.device_count() == 1,
-        trees.map_matched(lambda path, leaf: owners[path].take(leaf), params),
+        jax.tree.map(Owner.take, owner_tree, params),
     )
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts
@@ -111,14 +109,6 @@ def _make_storages(
         storage, positions[path] = made
         storages[path] = dataclasses.replace(storage, frozen_dtype=parameter.frozen_dtype)
     return storages, positions
-
-
-def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]]:
-    """Returns the formats that each masked parameter can have."""
-    return {
-        path: [name for name, each in STORAGES.items() if each.make(parameter) is not None]
-        for path, parameter in masked.items()
-    }
 
 
 def describe_masked(

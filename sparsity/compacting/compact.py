@@ -16,7 +16,6 @@ from sparsity.compacting.building import (
     build,
     check_params,
     describe_masked,
-    list_formats,
     read_formats,
     read_masks,
 )
@@ -185,7 +184,7 @@ class Compact(StoredModel):
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
         positions = self.indices
-        if not _keeps_masks(pruner):
+        if not pruner.keeps_count or pruner.regrows is not False:  # or no entry may be lost
             positions, params, opt_state = move(
                 self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
             )
@@ -354,16 +353,11 @@ class Compact(StoredModel):
             )
         masks, outside, models = self.masks, self._outside, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(describe_masked(self.graph, dense, arrays, outside == "frozen"))
-        for name in STORAGES:
-            formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
+        masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
+        for name, storage in STORAGES.items():
+            formats = {path: name if storage.make(x) else ANY_MASK for path, x in masked}
             models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
-
-
-def _keeps_masks(pruner: BaseUpdater) -> bool:
-    """Returns whether updates leave the masks as they are: no entry returns, none may be lost."""
-    return bool(pruner.keeps_count) and pruner.regrows is False
 
 
 def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -> None:
