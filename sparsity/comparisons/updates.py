@@ -1,7 +1,11 @@
-"""Checks by random updates that an optimizer trains kept entries as it trains the masked model.
+"""Compares updates: does an optimizer train a cut model as it trains the masked one?
 
-Serves `shrink` and `compact`, which have arrays and a state to run; `training.entrywise_proof`
-proves the same before the first step, from shapes.
+`shrink` and `compact` ask here when they get `tx`: they have arrays and a state, so that updates by
+random gradients run on both models. `use_compact_state` and `train_only` have shapes alone when the
+state starts, and ask `training.entrywise_proof`, which compares the programs of the optimizer.
+
+A comparison accepts more optimizers than a proof, such as those that accumulate gradients or reduce
+along axes that are not cut, and does not notice what only other gradients or later updates bring.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Plan:
         return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
-        """Returns the graph of the smaller model from that of the model before the cut.
+        """Traces the smaller model: makes its graph from that of the model before the cut.
 
         Nothing is computed: a process that has the plan and the smaller parameters traces the model
         from shapes (`jax.eval_shape` of its init) and continues from there.
@@ -134,8 +134,9 @@ class Plan:
         return graph.trace(functools.partial(self.apply, graph), rebuild(structs), *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Converts an updater of the model before the cut for the smaller model.
+        """Converts an updater of the model before the cut: makes one for the smaller model.
 
+        Returns a copy whose scope `Coupled` has this plan; other updaters are returned as they are.
         A ramp continues: it counts channels of the model before the cut. An updater that is not
         converted infers the cut from shapes, which fails where an axis joins several groups.
         """

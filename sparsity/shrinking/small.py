@@ -73,7 +73,7 @@ class Small:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """Graph of the smaller model, whose channels can be cut again."""
+        """Graph of the smaller model, traced at first use; its channels can be cut again."""
         return self.plan.graph(self.before)
 
     def apply(self, params: Params, *args: PyTree) -> PyTree:
@@ -88,7 +88,7 @@ class Small:
         return self.plan.apply(self.before, params, *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Converts an updater of the model before the cut: see `Plan.updater`."""
+        """Converts an updater of the model before the cut for this model: see `Plan.updater`."""
         return self.plan.updater(updater)
 
     def macs(self, path: Path | None = None) -> int:
