@@ -156,8 +156,7 @@ def empty(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    array: np.ndarray = memory[start : start + nbytes].view(dtype).reshape(shape)
-    return array
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def ones(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
@@ -174,8 +173,7 @@ def chunks(size: int) -> Iterator[slice]:
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    result: np.ndarray = flushed(flushed(a) * flushed(b))
-    return result
+    return flushed(flushed(a) * flushed(b))
 
 
 def copy(x: np.ndarray) -> np.ndarray:

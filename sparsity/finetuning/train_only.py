@@ -286,18 +286,14 @@ def _spread_slice(step: jax.Array, positions: jax.Array, grad: jax.Array) -> jax
     # The update takes the memory of the gradient: XLA cannot tell that the condition never holds.
     never = step[0].real.astype(jnp.float32) > jnp.inf
     frozen = jnp.where(never, grad.astype(step.dtype), _negative_zero(step.dtype))
-    update: jax.Array = frozen.at[positions].set(
-        step, mode="drop", indices_are_sorted=True, unique_indices=True
-    )
-    return update
+    return frozen.at[positions].set(step, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 def _stay(grad: PyTree, like: PyTree) -> PyTree:
     """Returns an update that changes no bit of a frozen leaf, or the gradient of no number."""
     if not trees.is_array(like) or not jnp.issubdtype(like.dtype, jnp.number):
         return grad
-    update: jax.Array = jnp.full_like(like, _negative_zero(like.dtype))
-    return update
+    return jnp.full_like(like, _negative_zero(like.dtype))
 
 
 def _negative_zero(dtype: np.dtype) -> jax.Array:

@@ -154,10 +154,9 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.costs.count_sparse_macs(
+            return self.graph.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
             )
-            return macs
         nbytes = [
             kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
             if path in kept

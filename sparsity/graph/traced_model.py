@@ -91,8 +91,7 @@ class Model:
                 return jnp.asarray(value.constant)
             equation = makers[value]
             outputs = equation.bind([read(x) for x in equation.inputs])
-            result: jax.Array = outputs[equation.outputs.index(value)]
-            return result
+            return outputs[equation.outputs.index(value)]
 
         return read
 

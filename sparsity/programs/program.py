@@ -144,8 +144,7 @@ class Equation:
     def checkpoint(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns a function under the rematerialisation of this call."""
         options = {key: self.params[key] for key in ("prevent_cse", "policy")}
-        rematerialised: Callable[..., PyTree] = jax.checkpoint(function, **options)
-        return rematerialised
+        return jax.checkpoint(function, **options)
 
     def within(self) -> list[Body]:
         """Returns the bodies with the values that enter and leave them."""
@@ -185,7 +184,7 @@ class Equation:
             return len(constants), len(carry)
         return self.params["num_consts"], self.params["num_carry"]
 
-    def bind(self, inputs: Sequence[PyTree], **changed: object) -> list[PyTree]:
+    def bind(self, inputs: Sequence[PyTree], **changed: object) -> Arrays:
         """Returns the outputs for other inputs, with some parameters changed."""
         bound = self.primitive.get_bind_params({**self.params, **changed})
         functions, static = bound if isinstance(bound, tuple) else ((), bound)

@@ -124,8 +124,7 @@ class CutInterpreter(Interpreter[jax.Array]):
             axes = maker.params["broadcast_dimensions"]
             return _place(value, lax.broadcast_in_dim(inputs[0], shape, axes))
         inputs = [jnp.broadcast_to(x, shape) if x.shape else x for x in inputs]
-        made: jax.Array = maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
-        return made
+        return maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
