@@ -129,7 +129,7 @@ class Budget:
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
-        count_small: Callable[[Mapping[Axis, Fraction]], Fraction] = costs.count_small_macs
+        count_small: Callable[[Mapping[Axis, Fraction]], Fraction | int] = costs.count_small_macs
         if self.quantity == "nbytes":
             count_small = functools.partial(costs.count_small_bytes, paths=paths)
         # A fractional number of channels may cost more than the integer below.
@@ -137,7 +137,7 @@ class Budget:
 
         def count(targets: Sparsities) -> Fraction:
             cost = count_small(scope.count_channels(params, targets))
-            return Fraction(math.floor(cost)) if rounds_down else cost
+            return Fraction(math.floor(cost) if rounds_down else cost)
 
         return count
 
@@ -154,9 +154,8 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
-            return self.graph.costs.count_sparse_macs(
-                {x.path: Fraction(n, x.size) for x, n in each}
-            )
+            density = {x.path: Fraction(n, x.size) for x, n in each}
+            return Fraction(self.graph.costs.count_sparse_macs(density))
         nbytes = [
             kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
             if path in kept

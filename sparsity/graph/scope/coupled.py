@@ -284,10 +284,10 @@ class Coupled(DataclassBase):
         costs, parameters = self.graph.costs, self.graph.parameters
         if self.across == "nbytes":
             paths = {parameter.path for parameter in parameters.match(tree).values()}
-            cost = costs.count_small_bytes(sizes, paths)
+            cost = Polynomial.convert(costs.count_small_bytes(sizes, paths))
         else:
-            cost = costs.count_small_macs(sizes)
-        return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
+            cost = Polynomial.convert(costs.count_small_macs(sizes))
+        return Cost(cost, [group.full.size for group in groups])
 
     # Numbers of channels.
 
