@@ -37,6 +37,13 @@ class Row(NamedTuple):
         """Bytes of the parameter when dense."""
         return self.parameter.size * self.parameter.dtype.itemsize
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of kept values and of padding, bytes when dense, and `stored`."""
+        storage, size = self.storage, self.parameter.size
+        kept, padding = (storage.num_kept, storage.padding) if storage else (size, 0)
+        return kept, padding, self.nbytes, *self.stored
+
 
 def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] | None) -> str:
     """Returns `Compact.report`."""
@@ -53,7 +60,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
     if not any(row.stored[2] for row in rows):
         numbers.pop()
     table = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
-    counts = [_numbers(row)[: len(numbers)] for row in rows]
+    counts = [row.numbers[: len(numbers)] for row in rows]
     for row, count in zip(rows, counts, strict=True):
         storage_format = row.storage.format if row.storage else "no mask"
         about = row.parameter.name, trees.shape_text(row.parameter.shape), storage_format
@@ -68,12 +75,6 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
         f"{row.parameter.name} is made dense by {reader}." for row in rows for reader in row.readers
     ]
     return "\n".join([extras.as_text(table), *notes])
-
-
-def _numbers(row: Row) -> tuple[int, ...]:
-    storage = row.storage
-    kept, padding = (storage.num_kept, storage.padding) if storage else (row.parameter.size, 0)
-    return kept, padding, row.nbytes, *row.stored
 
 
 def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:

@@ -136,13 +136,12 @@ class Graph:
           Text of several lines.
         """
         total = self.macs()
-        masked = None if masks is None else self.macs(masks)
-        costs = ("MACs", *(["left"] if masked is not None else []), "share")
+        costs = ("MACs", "share") if masks is None else ("MACs", "left", "share")
         table = extras.make_table(("parameter", "shape", "read by", "contracts"), costs)
         table.add_column("axis: group")
 
         def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
-            macs = [f"{dense:,}", *([f"{sparse:,}"] if masked is not None else [])]
+            macs = [f"{n:,}" for n in ((dense,) if masks is None else (dense, sparse))]
             table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
         groups: dict[Path, list[tuple[int, int]]] = {}
@@ -164,7 +163,7 @@ class Graph:
         table.add_section()
         if unread > 0:
             add("products of activations", ("", "", ""), unread, unread, "")
-        add("dots and convolutions", ("", "", ""), total, total if masked is None else masked, "")
+        add("dots and convolutions", ("", "", ""), total, self.macs(masks), "")
         text = extras.as_text(table)
         if self.uncounted:
             names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
