@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, reshard
 from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
-from sparsity.graph.removal.alike import Alike
 from sparsity.graph.removal.removable import Removal
+from sparsity.graph.removal.shared_entries import Alike
 from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS

@@ -4,7 +4,7 @@ Masking sets the parameters of a channel to 0. From these follow the constants o
 removed entries: 0 after a product, 1 after `exp`. Removing the channel gives the same result if
 every operation that joins removed entries with others reads a neutral constant: 0 in a sum, -inf in
 a maximum. A sum may also read an entry that all removed channels share, which the smaller program
-adds: see `alike`.
+adds: see `shared_entries`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.removal.alike import Alike, AtHand, find_alike, find_values_at_hand
 from sparsity.graph.removal.reductions import describe_reduction
+from sparsity.graph.removal.shared_entries import Alike, AtHand, find_alike, find_values_at_hand
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS

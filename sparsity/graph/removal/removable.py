@@ -12,8 +12,8 @@ from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.channels.groups import Channels, find_channels
 from sparsity.graph.readers.uses import Use
-from sparsity.graph.removal.alike import Alike
 from sparsity.graph.removal.proof import Proof
+from sparsity.graph.removal.shared_entries import Alike
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
