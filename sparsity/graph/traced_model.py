@@ -56,8 +56,8 @@ class Model:
     example: tuple[PyTree, tuple[PyTree, ...]]
 
     @functools.cached_property
-    def values(self) -> dict[Value, Parameter]:
-        """Parameters, by the inputs of the program that they are."""
+    def parameter_inputs(self) -> dict[Value, Parameter]:
+        """{input of the program: the parameter that it is}."""
         return dict(zip(self.program.inputs, self.parameters, strict=False))
 
     @property
@@ -77,8 +77,8 @@ class Model:
         makers = self.program.makers
 
         def read(value: Value) -> jax.Array:
-            if value in self.values:
-                parameter = self.values[value]
+            if value in self.parameter_inputs:
+                parameter = self.parameter_inputs[value]
                 shape = jnp.shape(arrays[parameter.path]) if parameter.path in arrays else None
                 if shape != parameter.shape:
                     raise ValueError(

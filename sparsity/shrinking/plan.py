@@ -112,9 +112,9 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         retraced = retrace(graph, example, *args)
-        chosen = solve_kept(retraced.removal.list_axes(), self)
-        check_proven(retraced, chosen, self)
-        interpreter = CutInterpreter(retraced.removal, chosen)
+        kept_indices = solve_kept(retraced.removal.list_axes(), self)
+        check_proven(retraced, kept_indices, self)
+        interpreter = CutInterpreter(retraced.removal, kept_indices)
         outputs = interpreter.run(retraced.model.program, [*arrays, *inputs])
         return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
@@ -222,15 +222,15 @@ def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[i
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
 
-def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None) -> Plan:
+def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Plan:
     """Returns the plan that keeps only some entries of variables.
 
     Args:
       graph: the graph of the model.
-      chosen: {variable: channels that stay}.
+      kept_indices: {variable: channels that stay}.
       evidence: as in `Plan`; axes at which masks remove all removed indices need not be left out.
     """
-    kept = spread_kept(graph.removal.list_axes(), chosen)
+    kept = spread_kept(graph.removal.list_axes(), kept_indices)
     shapes = {x.path: x.shape for x in graph.parameters if x.path in kept}
 
     def is_partial(path: Path, axis: int, rows: Sequence[np.ndarray]) -> bool:
@@ -239,31 +239,33 @@ def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None
 
     partial = {
         path: {axis: rows for axis, rows in axes.items() if is_partial(path, axis, rows)}
-        for path, axes in (evidence or {}).items()
+        for path, axes in evidence.items()
     }
     return Plan(kept, shapes, partial)
 
 
-def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
+def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
     for parameter, axes in graph.removal.list_axes():
         for number, axis in enumerate(axes):
-            if any(v in chosen and v not in removable for v in list_variables(axis)):
+            if any(v in kept_indices and v not in removable for v in list_variables(axis)):
                 why = _reason(graph, parameter.path, number)
                 raise ValueError(
                     f"The plan removes indices of axis {number} of {parameter.name!r}, which this "
                     f"model needs: {why}. The plan was made for another model, or for other flags."
                 )
     for group in graph.groups:
-        index = chosen.get(group.variable)
+        index = kept_indices.get(group.variable)
         if index is not None and index.ndim == 2 and len(index) != group.layers:
             raise ValueError(
                 f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
                 "layers, which this model does not run as a scan. The plan was made for another "
                 "model, or for other flags."
             )
-    if any(plan.evidence.values()) and (in_use := find_group_in_use(graph, chosen, plan.evidence)):
+    if not any(plan.evidence.values()):
+        return
+    if in_use := find_group_in_use(graph, kept_indices, plan.evidence):
         raise ValueError(
             f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
             "model reads the other part. Trace the model with these arguments before the cut, or "

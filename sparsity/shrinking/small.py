@@ -228,5 +228,5 @@ class Small:
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        chosen = solve_kept(self.before.removal.list_axes(), self.plan)
-        return {variable: index.shape[-1] for variable, index in chosen.items()}
+        kept_indices = solve_kept(self.before.removal.list_axes(), self.plan)
+        return {variable: index.shape[-1] for variable, index in kept_indices.items()}

@@ -35,7 +35,7 @@ def halved(model):
 
 def parameters(graph, groups):
     """Parameters, and those that are left when half of the channels of these groups go."""
-    plan = plan_cut(graph, {group.variable: np.arange(group.size // 2) for group in groups})
+    plan = plan_cut(graph, {group.variable: np.arange(group.size // 2) for group in groups}, {})
     whole = left = 0
     for leaf in graph.parameters:
         if leaf.path[-1] in ("mean", "var"):  # statistics, which are not trained
