@@ -174,10 +174,7 @@ def make_rows(model: StoredModel) -> list[Row]:
 
 
 def _retrace(
-    model: StoredModel,
-    params: Params,
-    args: tuple[PyTree, ...],
-    observers: Mapping[Path, Observer],
+    model: StoredModel, params: Params, args: tuple[PyTree, ...], observers: Mapping[Path, Observer]
 ) -> tuple[Graph, list[Operand]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)

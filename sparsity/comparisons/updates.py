@@ -31,9 +31,7 @@ _SIGNS = 0, 0, 1, -1
 
 
 def check_arguments(
-    masks: Masks,
-    opt_state: optax.OptState | None,
-    tx: optax.GradientTransformation | None,
+    masks: Masks, opt_state: optax.OptState | None, tx: optax.GradientTransformation | None
 ) -> None:
     """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
     if masks is None:

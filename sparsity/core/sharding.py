@@ -30,10 +30,7 @@ T = TypeVar("T")
 
 
 def shard_like(
-    like: PyTree,
-    fn: Callable[..., T],
-    *args: PyTree,
-    shape: tuple[int, ...] | None = None,
+    like: PyTree, fn: Callable[..., T], *args: PyTree, shape: tuple[int, ...] | None = None
 ) -> T:
     """Calls `fn(*args)`; on a mesh with Explicit axes the result is sharded as `like`.
 

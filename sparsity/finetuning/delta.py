@@ -62,12 +62,7 @@ class Delta:
 
     @classmethod
     def between(
-        cls,
-        base: Params,
-        params: Params,
-        masks: Masks = None,
-        *,
-        dtype: DTypeLike | None = None,
+        cls, base: Params, params: Params, masks: Masks = None, *, dtype: DTypeLike | None = None
     ) -> Delta:
         """Returns the changes from `base` to `params`.
 

@@ -95,15 +95,16 @@ class Removal:
     @functools.cached_property
     def channels(self) -> Channels:
         """The channels that can be removed, and the axes that have none."""
-        made: dict[Path, set[int]] = {}
-        windows: dict[Path, set[int]] = {}
+        output_axes: dict[Path, set[int]] = {}
+        window_axes: dict[Path, set[int]] = {}
         for use in self._uses:
             if use.primitive in PRODUCTS:
-                made.setdefault(use.path, set()).update(use.output)
-                windows.setdefault(use.path, set()).update({*use.contracting} - {*use.channels})
-        layers = _find_layered(self._model.program, self.coupling)
+                output_axes.setdefault(use.path, set()).update(use.output)
+                window = {*use.contracting} - {*use.channels}
+                window_axes.setdefault(use.path, set()).update(window)
         unproven = self.find_unproven(self._maskable)
-        return find_channels(self.list_axes(), unproven, made, windows, layers)
+        num_layers = _find_layered(self._model.program, self.coupling)
+        return find_channels(self.list_axes(), unproven, output_axes, window_axes, num_layers)
 
 
 def _find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
