@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import check_optimizer
@@ -36,11 +36,7 @@ def check_arguments(
     """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
     if masks is None:
         raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
-    if traced := [x for x, mask in trees.leaves_by_path(masks).items() if is_traced(mask)]:
-        raise ValueError(
-            f"The mask of {trees.path_string(traced[0])!r} is traced and has no entries yet. "
-            "Call this function outside of jit, scan and vmap."
-        )
+    check_values("masks", masks, "Call this function outside of jit, scan and vmap.")
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
     if tx is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind, is_traced
+from sparsity.core.checks import check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.entrywise_proof import check_entrywise
@@ -197,15 +197,10 @@ def read_supports(masks: Masks) -> dict[trees.KeyPath, Support]:
     Raises:
       ValueError: masks are traced, have other entries than 0 and 1, or keep nothing.
     """
+    check_values("masks", masks, "Call train_only outside of jit, scan and vmap.")
     supports = {}
     for path, mask in trees.leaves_by_path(masks).items():
-        name = trees.path_string(path)
-        if is_traced(mask):
-            raise ValueError(
-                f"train_only needs the number of entries that masks keep, but the mask of {name!r} "
-                "is traced. Call train_only outside of jit, scan and vmap."
-            )
-        array = np.asarray(mask)
+        name, array = trees.path_string(path), np.asarray(mask)
         check_entries(array, name)
         if array.any():
             supports[path] = _read_support(name, array != 0, _count_parts(mask))
