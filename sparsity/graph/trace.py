@@ -20,7 +20,6 @@ from sparsity.programs.walk import Flow
 _ON_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
-    jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
 
