@@ -133,13 +133,12 @@ class CutInterpreter(Interpreter[jax.Array]):
         if equation.is_inline:
             return super().run(equation.bodies[0], inputs)
         function: Function = functools.partial(self._apply, equation.bodies[0])
-        rule = equation.derivative
         if equation.is_remat:
             function = equation.checkpoint(function)
-        elif rule is not None and self._keeps_rules:
-            function = self._with_rule(equation, rule, function)
-        elif equation.derivative_error is not None:
-            function = _forward_only(function, equation.derivative_error)
+        elif isinstance(equation.rule, Exception):
+            function = _forward_only(function, equation.rule)
+        elif equation.rule is not None and self._keeps_rules:
+            function = self._with_rule(equation, equation.rule, function)
         return list(function(*inputs))
 
     def rows(self, scan: Equation) -> list[jax.Array]:

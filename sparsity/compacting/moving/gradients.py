@@ -124,7 +124,7 @@ def _count_reads(program: Program, value: Value) -> int:
 def _count_reads_in(equation: Equation, value: Value) -> int:
     if equation.name == "custom_vjp_call":
         return sum(each is value for each in equation.inputs)
-    if equation.name in CALLS and equation.derivative is None:
+    if equation.name in CALLS and not isinstance(equation.rule, Program):
         return _count_reads(equation.bodies[0], value)
     if equation.name != "scan":
         return 2
