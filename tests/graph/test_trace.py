@@ -24,7 +24,7 @@ def test_arrays_and_shapes_have_the_same_graph():
         trace(model, jax.eval_shape(lambda: P), jax.eval_shape(lambda: X)),
     )
     assert repr(one) == repr(other)
-    assert [*one.parameters] == [*other.parameters]
+    assert [*one.parameters] == [*other.parameters] == one.leaves
 
 
 def test_a_parameter_may_be_the_whole_tree():
