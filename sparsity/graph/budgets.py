@@ -49,14 +49,15 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        parameter = self._find(path, param)
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
-        parameters = [self._find(path, param) for path, param in leaves]
+        find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
+        parameters = [find(path, param) for path, param in leaves]
         kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
         if self.quantity == "nbytes":
             return sum((kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
@@ -120,9 +121,6 @@ class Budget:
         return trees.map_matched(  # some patterns fix the density
             lambda path, x: sites[path].pattern.final_sparsity(x), targets
         )
-
-    def _find(self, path: tuple[str, ...], param: chex.Array) -> Parameter:
-        return self.graph.parameters.find(path, param, may_be_smaller=True)
 
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
