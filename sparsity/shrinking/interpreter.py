@@ -42,9 +42,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         self._shared_entries = removal.shared_entries if kept_indices else {}
         self._keeps_rules = True  # of calls, for derivatives
         self._layer: dict[Axis, jax.Array] = {}  # rows of `kept_indices`, in a step of a scan
-        self._needed = {
-            value for entry in self._shared_entries.values() for value in entry.list_values()
-        }
+        self._needed = {x for entry in self._shared_entries.values() for x in entry.list_values()}
         self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
         self._sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
 

@@ -100,9 +100,7 @@ class _Search:
 
     def __init__(self, model: Model, tracker: Tracker) -> None:
         self._program, self._tracker = model.program, tracker
-        self._values = {
-            parameter.path: value for value, parameter in model.parameter_inputs.items()
-        }
+        self._values = {x.path: value for value, x in model.parameter_inputs.items()}
         self._outside = {*model.parameter_inputs, *model.program.makers}  # of loops
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
         self._plain = set(model.parameter_inputs)  # and moved or cast copies of them
