@@ -147,7 +147,9 @@ def equal_steps(params: chex.ArrayTree, batches: Sequence[jax.Array]) -> int:
     """Steps of training that cost the multiply-adds of the batches' forward passes and Grams."""
     graph = sparsity.trace(task.model, params, batches[0])
     rows = batches[0].size
-    grams = sum(rows * leaf.shape[0] ** 2 for leaf in graph.leaves if is_pruned(leaf.path, leaf))
+    grams = sum(
+        rows * leaf.shape[0] ** 2 for leaf in graph.parameters if is_pruned(leaf.path, leaf)
+    )
     step = 3 * graph.macs() * task.BATCH // len(batches[0])  # the gradient costs two passes more
     return round(len(batches) * (graph.macs() + grams) / step)
 

@@ -93,9 +93,9 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Alike Axis Carrier ChannelGroup Compact CutParameter Deferred Delta Entries Equation Kept
-KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores Small StoredModel
-Support Use Value Visits _Trainer
+Alignment Axis Carrier ChannelGroup Compact CutParameter Deferred Delta Entries Equation Kept
+KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores SharedEntry Small
+StoredModel Support Use Value Visits _Trainer
 """
 
 

@@ -77,7 +77,7 @@ def draw_pruner(rng, graph):
             return sparsity.Unstructured()
 
     kinds = [sparsity.Unstructured(), nm, graph.fan_in(2), graph.fan_in(1)]
-    names = {leaf.path for leaf in graph.leaves if rng.random() < 0.8}
+    names = {leaf.path for leaf in graph.parameters if rng.random() < 0.8}
     are_weights = rng.random() < 0.7  # otherwise biases and scales have masks too
     accepts = graph.is_weight if are_weights else lambda path, param: param.ndim > 0
     kind = kinds[rng.integers(4)] if are_weights else kinds[0]

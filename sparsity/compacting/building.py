@@ -16,7 +16,7 @@ from sparsity.compacting.optimizer_state import Owner, OwnerTree
 from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import SliceLayout
@@ -24,7 +24,7 @@ from sparsity.masks.slice_layout import SliceLayout
 
 def build(
     graph: Graph,
-    params: PyTree,
+    params: Params,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
 ) -> tuple[StoredModel, OwnerTree]:
@@ -49,27 +49,25 @@ def build(
 
 def _build_once(
     graph: Graph,
-    params: PyTree,
+    params: Params,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
 ) -> tuple[StoredModel, OwnerTree]:
     """Builds the model once; a product may still refuse an automatic format."""
     storages, positions = _make_storages(masked, formats)
-    owners: dict[trees.KeyPath, Owner] = {}
 
-    def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
+    def describe(path: trees.KeyPath, _: PyTree) -> Owner:
         names = trees.path_names(path)
-        owners[path] = Owner(trees.path_string(path), storages.get(names), positions.get(names))
-        return owners[path]
+        return Owner(trees.path_string(path), storages.get(names), positions.get(names))
 
     owner_tree = trees.map_matched(describe, params)
     model = StoredModel(
-        trees.map_matched(lambda path, leaf: owners[path].place_positions(leaf), params),
-        trees.map_matched(lambda path, leaf: owners[path].freeze(leaf), params),
+        jax.tree.map(Owner.place_positions, owner_tree, params),
+        jax.tree.map(Owner.freeze, owner_tree, params),
         graph,
         tuple(storages.items()),
         jax.device_count() == 1,
-        trees.map_matched(lambda path, leaf: owners[path].take(leaf), params),
+        jax.tree.map(Owner.take, owner_tree, params),
     )
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts
@@ -113,16 +111,8 @@ def _make_storages(
     return storages, positions
 
 
-def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]]:
-    """Returns the formats that each masked parameter can have."""
-    return {
-        path: [name for name, each in STORAGES.items() if each.make(parameter) is not None]
-        for path, parameter in masked.items()
-    }
-
-
 def describe_masked(
-    graph: Graph, params: PyTree, masks: Mapping[Path, np.ndarray], is_frozen: bool
+    graph: Graph, params: Params, masks: Mapping[Path, np.ndarray], is_frozen: bool
 ) -> dict[Path, MaskedParameter]:
     """Returns the masked parameters by path.
 
@@ -174,32 +164,32 @@ def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int,
     return inputs if is_separate else ()
 
 
-def check_params(graph: Graph, params: PyTree) -> None:
+def check_params(graph: Graph, params: Params) -> None:
     """Raises a ValueError unless the leaves are arrays with the paths and shapes of the graph."""
     graph.parameters.check_complete(params)
-    traced = {leaf.path: leaf for leaf in graph.leaves}
+    traced = {parameter.path: parameter for parameter in graph.parameters}
     for path, array in trees.leaves_by_names(params).items():
         if not hasattr(array, "shape"):
             continue
-        name, leaf = trees.join_names(path), traced.get(path)
+        name, parameter = trees.join_names(path), traced.get(path)
         if is_traced(array):
             raise ValueError(
                 f"The parameter {name!r} is traced and has no values yet. Call compact outside of "
                 "jit, scan and vmap."
             )
-        if leaf is None or leaf.shape != array.shape:
+        if parameter is None or parameter.shape != array.shape:
             raise ValueError(
-                f"The params have a leaf {name!r} of shape {array.shape}, with which the graph was "
-                "not traced. Give the complete tree, or trace the model with these parameters."
+                f"The params have an array {name!r} of shape {array.shape}, with which the graph "
+                "was not traced. Give the complete tree, or trace the model with these parameters."
             )
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(array.dtype, jnp.inexact):
+        if jnp.issubdtype(parameter.dtype, jnp.inexact) > jnp.issubdtype(array.dtype, jnp.inexact):
             raise ValueError(
                 f"The parameter {name!r} is {array.dtype}, and the graph was traced with "
-                f"{leaf.dtype}. Cast the parameter, or trace the model with these parameters."
+                f"{parameter.dtype}. Cast the parameter, or trace the model with these parameters."
             )
 
 
-def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Path, np.ndarray]:
+def read_masks(graph: Graph, masks: Masks, is_frozen: bool = False) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
 
     Args:
@@ -212,18 +202,17 @@ def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Pat
         or its parameter is not floating.
     """
     arrays = {}
-    for leaf, mask in graph.parameters.match_masks(masks):
+    for parameter, mask in graph.parameters.match_masks(masks):
         array = np.asarray(mask)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and not (
-            is_frozen and is_quantized(leaf.dtype)
-        ):
+        dtype = parameter.dtype
+        if not jnp.issubdtype(dtype, jnp.inexact) and not (is_frozen and is_quantized(dtype)):
             raise ValueError(
-                f"The masks have a leaf at {leaf.name!r}, whose dtype {leaf.dtype} is not "
+                f"The masks have a leaf at {parameter.name!r}, whose dtype {dtype} is not "
                 "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
                 "outside = 'frozen'."
             )
-        check_entries(array, leaf.name)
-        arrays[leaf.path] = array
+        check_entries(array, parameter.name)
+        arrays[parameter.path] = array
     return arrays
 
 

@@ -16,7 +16,6 @@ from sparsity.compacting.building import (
     build,
     check_params,
     describe_masked,
-    list_formats,
     read_formats,
     read_masks,
 )
@@ -44,7 +43,7 @@ from sparsity.compacting.tune import choose, measure
 from sparsity.comparisons.updates import check_arguments
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.step_checks import check_optimizer
@@ -116,7 +115,7 @@ class Compact(StoredModel):
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
 
-    def apply(self, params: PyTree, *args: PyTree) -> PyTree:
+    def apply(self, params: Params, *args: PyTree) -> PyTree:
         """Runs the model: returns `fn(params, *args)` of the masked model.
 
         Can be compiled, differentiated in reverse, mapped and exported like `fn`, at any batch
@@ -134,12 +133,12 @@ class Compact(StoredModel):
     def move(
         self,
         pruner: BaseUpdater,
-        params: PyTree,
-        opt_state: PyTree,
+        params: Params,
+        opt_state: optax.OptState,
         count: chex.Numeric,
         loss: Loss | None = None,
         tx: optax.GradientTransformation | None = None,
-    ) -> tuple[Compact, PyTree, PyTree]:
+    ) -> tuple[Compact, Params, PyTree]:
         """Moves the masks once, as SET, RigL or SRigL do in a step that updates masks.
 
         No shape changes. Entries that stay keep values and moments; grown ones start at 0 with the
@@ -185,14 +184,14 @@ class Compact(StoredModel):
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
         positions = self.indices
-        if not _keeps_masks(pruner):
+        if not pruner.keeps_count or pruner.regrows is not False:  # or no entry may be lost
             positions, params, opt_state = move(
                 self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
             )
         changed = {"indices": positions, "params": params, "opt_state": opt_state}
         return _make_model({**vars(self), **changed}), params, opt_state
 
-    def dense(self, params: PyTree) -> PyTree:
+    def dense(self, params: Params) -> Params:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
             lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
@@ -200,7 +199,7 @@ class Compact(StoredModel):
             is_leaf=is_kept,
         )
 
-    def dense_state(self, opt_state: PyTree) -> PyTree:
+    def dense_state(self, opt_state: optax.OptState) -> PyTree:
         """Returns the optimizer's state of the dense parameters, with moments 0 outside the masks.
 
         Args:
@@ -212,7 +211,7 @@ class Compact(StoredModel):
         return densify_state(self._owners, opt_state)
 
     @property
-    def masks(self) -> PyTree:
+    def masks(self) -> Masks:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
         storages = dict(self.storages)
 
@@ -228,7 +227,7 @@ class Compact(StoredModel):
         return {path: storage.format for path, storage in self.storages}
 
     def measure(
-        self, params: PyTree, *args: PyTree, rounds: int = 10
+        self, params: Params, *args: PyTree, rounds: int = 10
     ) -> dict[Path, dict[str, float]]:
         """Measures the products of each masked parameter in each format, on this device.
 
@@ -248,7 +247,11 @@ class Compact(StoredModel):
         return measure(self._in_all_formats(self.dense(params)), args, rounds)
 
     def tune(
-        self, params: PyTree, *args: PyTree, rounds: int = 10, opt_state: PyTree = None
+        self,
+        params: Params,
+        *args: PyTree,
+        rounds: int = 10,
+        opt_state: optax.OptState | None = None,
     ) -> Compact:
         """Returns the model with the fastest format of each parameter, see `measure`.
 
@@ -304,7 +307,7 @@ class Compact(StoredModel):
         """
         return plot(make_rows(self), ax)
 
-    def _read_state(self, params: PyTree, opt_state: PyTree) -> PyTree:
+    def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
         """Returns the optimizer's state of parameters: an argument, or the state of the model."""
         if opt_state is not None or self.opt_state is None:
             return opt_state
@@ -318,7 +321,7 @@ class Compact(StoredModel):
                 )
         return self.opt_state
 
-    def _check_movable(self, params: PyTree, opt_state: PyTree) -> None:
+    def _check_movable(self, params: Params, opt_state: optax.OptState) -> None:
         """Raises a ValueError unless parameters and their optimizer's state can move."""
         if self._outside == "frozen":
             raise ValueError(
@@ -350,16 +353,11 @@ class Compact(StoredModel):
             )
         masks, outside, models = self.masks, self._outside, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(describe_masked(self.graph, dense, arrays, outside == "frozen"))
-        for name in STORAGES:
-            formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
+        masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
+        for name, storage in STORAGES.items():
+            formats = {path: name if storage.make(x) else ANY_MASK for path, x in masked}
             models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
-
-
-def _keeps_masks(pruner: BaseUpdater) -> bool:
-    """Returns whether updates leave the masks as they are: no entry returns, none may be lost."""
-    return bool(pruner.keeps_count) and pruner.regrows is False
 
 
 def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -> None:
@@ -397,9 +395,9 @@ jax.tree_util.register_pytree_with_keys(
 
 def compact(
     graph: Graph,
-    params: PyTree,
-    masks: PyTree,
-    opt_state: PyTree | None = None,
+    params: Params,
+    masks: Masks,
+    opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
     outside: Outside = "zero",
     formats: Mapping[Path, str] | Mapping[str, str] | None = None,

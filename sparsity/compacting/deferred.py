@@ -46,8 +46,7 @@ def densify(array: Operand, token: Token = 0) -> jax.Array:
         return array.read(token)
     if isinstance(array, Deferred):
         inputs = [densify(each, token) for each in array.inputs]
-        output: jax.Array = array.equation.bind(inputs)[array.number]
-        return output
+        return array.equation.bind(inputs)[array.number]
     return array
 
 

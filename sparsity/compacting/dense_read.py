@@ -36,8 +36,7 @@ def read_dense(equation: Equation, inputs: Sequence[Operand], in_turn: bool) -> 
         inputs = [dataclasses.replace(x, name="") if isinstance(x, Kept) else x for x in inputs]
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, in_turn)
-    outputs: Arrays = _run_once(read, arrays) if is_shared else read.run(arrays)
-    return outputs
+    return _run_once(read, arrays) if is_shared else read.run(arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -41,10 +41,7 @@ class Densifier(Interpreter[Operand]):
     """
 
     def __init__(
-        self,
-        is_data: Callable[[Value], bool],
-        in_turn: bool,
-        record: Record = lambda *_: None,
+        self, is_data: Callable[[Value], bool], in_turn: bool, record: Record = lambda *_: None
     ) -> None:
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 

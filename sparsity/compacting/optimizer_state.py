@@ -188,7 +188,7 @@ def _has_moments(owner: Owner, leaf: jax.Array) -> bool:
 
 
 def compare_kept_updates(
-    tx: optax.GradientTransformation, params: PyTree, owner_tree: OwnerTree, state: PyTree
+    tx: optax.GradientTransformation, params: Params, owner_tree: OwnerTree, state: PyTree
 ) -> float:
     """Compares updates of kept values with updates of the masked parameters.
 

@@ -17,10 +17,9 @@ from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.graph import retrace
-from sparsity.graph.traced_model import Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -50,12 +49,12 @@ class StoredModel:
     graph: Graph
     storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
-    params: PyTree
+    params: Params
 
 
 def run_stored(
     model: StoredModel,
-    params: PyTree,
+    params: Params,
     *args: PyTree,
     observers: Mapping[Path, Observer] = _NO_OBSERVERS,
     record: Record = lambda *_: None,
@@ -76,7 +75,7 @@ def run_stored(
 
 
 def wrap_values(
-    model: StoredModel, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS
+    model: StoredModel, params: Params, observers: Mapping[Path, Observer] = _NO_OBSERVERS
 ) -> PyTree:
     """Returns the parameters with `Kept` for masked ones.
 
@@ -85,7 +84,7 @@ def wrap_values(
         parameter has another shape than in the graph.
     """
     storages = dict(model.storages)
-    shapes = {parameter.path: parameter.shape for parameter in model.graph.leaves}
+    shapes = {parameter.path: parameter.shape for parameter in model.graph.parameters}
 
     def wrap(
         path: trees.KeyPath, leaf: PyTree, positions: jax.Array | None, frozen: jax.Array | None
@@ -119,7 +118,7 @@ def find_readers(model: StoredModel) -> dict[str, set[str]]:
     return readers
 
 
-def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> list[Read]:
+def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> list[Read]:
     """Returns the equations that read masked parameters.
 
     Args:
@@ -154,33 +153,28 @@ def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
     """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
     storages, nbytes = dict(model.storages), {}
     positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
-    for leaf in model.graph.leaves:
-        if (storage := storages.get(leaf.path)) is None:
-            nbytes[leaf.path] = leaf.size * leaf.dtype.itemsize, 0, 0
+    for parameter in model.graph.parameters:
+        path, itemsize = parameter.path, parameter.dtype.itemsize
+        if (storage := storages.get(path)) is None:
+            nbytes[path] = parameter.size * itemsize, 0, 0
             continue
-        itemsize = 4 if storage.is_quantized else leaf.dtype.itemsize  # float32
-        outside = frozen[leaf.path].nbytes if leaf.path in frozen else 0
-        values = math.prod(storage.kept_shape) * itemsize
-        nbytes[leaf.path] = values, positions[leaf.path].nbytes, outside
+        values = math.prod(storage.kept_shape) * (4 if storage.is_quantized else itemsize)
+        outside = frozen[path].nbytes if path in frozen else 0
+        nbytes[path] = values, positions[path].nbytes, outside
     return nbytes
 
 
 def make_rows(model: StoredModel) -> list[Row]:
     """Returns the rows of tables and pictures, in tree order."""
     storages, readers, stored = dict(model.storages), find_readers(model), count_bytes(model)
-
-    def make_row(leaf: Parameter) -> Row:
-        storage = storages.get(leaf.path)
-        return Row(leaf, storage, stored[leaf.path], sorted(readers.get(leaf.name, ())))
-
-    return [make_row(leaf) for leaf in model.graph.leaves]
+    return [
+        Row(x, storages.get(x.path), stored[x.path], sorted(readers.get(x.name, ())))
+        for x in model.graph.parameters
+    ]
 
 
 def _retrace(
-    model: StoredModel,
-    params: PyTree,
-    args: tuple[PyTree, ...],
-    observers: Mapping[Path, Observer],
+    model: StoredModel, params: Params, args: tuple[PyTree, ...], observers: Mapping[Path, Observer]
 ) -> tuple[Graph, list[Operand]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)

@@ -21,13 +21,13 @@ class Row(NamedTuple):
     """A row of the table: one parameter.
 
     Attributes:
-      leaf: the parameter.
+      parameter: the parameter.
       storage: storage of the kept values, `None` without a mask.
       stored: bytes of the values, of their positions, and of frozen entries.
       readers: operations other than products that read the parameter as a dense array.
     """
 
-    leaf: Parameter
+    parameter: Parameter
     storage: Storage | None
     stored: tuple[int, int, int]
     readers: Sequence[str]
@@ -35,7 +35,14 @@ class Row(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the parameter when dense."""
-        return self.leaf.size * self.leaf.dtype.itemsize
+        return self.parameter.size * self.parameter.dtype.itemsize
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of kept values and of padding, bytes when dense, and `stored`."""
+        storage, size = self.storage, self.parameter.size
+        kept, padding = (storage.num_kept, storage.padding) if storage else (size, 0)
+        return kept, padding, self.nbytes, *self.stored
 
 
 def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] | None) -> str:
@@ -52,34 +59,28 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
     if not any(row.stored[2] for row in rows):
         numbers.pop()
-    parameters = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
-    counts = [_numbers(row)[: len(numbers)] for row in rows]
+    table = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
+    counts = [row.numbers[: len(numbers)] for row in rows]
     for row, count in zip(rows, counts, strict=True):
         storage_format = row.storage.format if row.storage else "no mask"
-        about = row.leaf.name, trees.shape_text(row.leaf.shape), storage_format
-        measured = seconds.get(row.leaf.path, {})
+        about = row.parameter.name, trees.shape_text(row.parameter.shape), storage_format
+        measured = seconds.get(row.parameter.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
-        parameters.add_row(*about, *map("{:,}".format, count), *shown)
+        table.add_row(*about, *map("{:,}".format, count), *shown)
     totals = [sum(column) for column in zip(*counts, strict=True)]
-    parameters.add_section()
-    parameters.add_row("all", "", "", *map("{:,}".format, totals), *[""] * len(columns))
+    table.add_section()
+    table.add_row("all", "", "", *map("{:,}".format, totals), *[""] * len(columns))
     notes = [f"Columns {', '.join(numbers[2:-1])} and {numbers[-1]} are bytes."]
     notes += [
-        f"{row.leaf.name} is made dense by {reader}." for row in rows for reader in row.readers
+        f"{row.parameter.name} is made dense by {reader}." for row in rows for reader in row.readers
     ]
-    return "\n".join([extras.as_text(parameters), *notes])
-
-
-def _numbers(row: Row) -> tuple[int, ...]:
-    storage = row.storage
-    kept, padding = (storage.num_kept, storage.padding) if storage else (row.leaf.size, 0)
-    return kept, padding, row.nbytes, *row.stored
+    return "\n".join([extras.as_text(table), *notes])
 
 
 def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
-    shown = [row for row in rows if row.storage or len(row.leaf.shape) > 1]
+    shown = [row for row in rows if row.storage or len(row.parameter.shape) > 1]
     ax = pick_axes(ax, len(shown))
-    names, before = [row.leaf.name for row in shown], [row.nbytes for row in shown]
+    names, before = [row.parameter.name for row in shown], [row.nbytes for row in shown]
     bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
     return ax

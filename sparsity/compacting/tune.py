@@ -93,18 +93,14 @@ def time_until_clear(runs: Mapping[str, Program], rounds: int) -> dict[str, floa
         for name, measured in zip(unclear, times, strict=True):
             seconds[name] += measured
         fastest = min(unclear, key=lambda name: float(np.median(seconds[name])))
-        ratios = {name: _ratios(seconds[name], seconds[fastest]) for name in runs}
+        # Of the rounds that both formats have, which are the first ones.
+        pairs = {name: zip(seconds[name], seconds[fastest], strict=False) for name in runs}
+        ratios = {name: [some / least for some, least in pairs[name]] for name in runs}
         bounds = {name: np.percentile(ratios[name], (25, 75)) for name in unclear}
         unclear = [x for x in unclear if x == fastest or bounds[x][0] <= _NOISE < bounds[x][1]]
         if len(unclear) == 1 or time.perf_counter() > end:
             break
     return {x: float(np.median(seconds[fastest]) * np.median(ratios[x])) for x in runs}
-
-
-def _ratios(some: Sequence[float], others: Sequence[float]) -> np.ndarray:
-    """Returns the ratios of the rounds that both formats have, which are the first ones."""
-    count = min(len(some), len(others))
-    return np.divide(some[:count], others[:count])
 
 
 def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:

@@ -1,1 +1,1 @@
-"""Comparisons of cut and compact models with the masked model."""
+"""Comparisons of the updates of cut and compact models with those of the masked model."""

@@ -1,7 +1,11 @@
-"""Checks by random updates that an optimizer trains kept entries as it trains the masked model.
+"""Compares updates: does an optimizer train a cut model as it trains the masked one?
 
-Serves `shrink` and `compact`, which have arrays and a state to run; `training.entrywise_proof`
-proves the same before the first step, from shapes.
+`shrink` and `compact` ask here when they get `tx`: they have arrays and a state, so that updates by
+random gradients run on both models. `use_compact_state` and `train_only` have shapes alone when the
+state starts, and ask `training.entrywise_proof`, which compares the programs of the optimizer.
+
+A comparison accepts more optimizers than a proof, such as those that accumulate gradients or reduce
+along axes that are not cut, and does not notice what only other gradients or later updates bring.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import check_optimizer
@@ -27,18 +31,12 @@ _SIGNS = 0, 0, 1, -1
 
 
 def check_arguments(
-    masks: Masks,
-    opt_state: optax.OptState | None,
-    tx: optax.GradientTransformation | None,
+    masks: Masks, opt_state: optax.OptState | None, tx: optax.GradientTransformation | None
 ) -> None:
     """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
     if masks is None:
         raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
-    if traced := [x for x, mask in trees.leaves_by_path(masks).items() if is_traced(mask)]:
-        raise ValueError(
-            f"The mask of {trees.path_string(traced[0])!r} is traced and has no entries yet. "
-            "Call this function outside of jit, scan and vmap."
-        )
+    check_values("masks", masks, "Call this function outside of jit, scan and vmap.")
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
     if tx is not None:

@@ -1,1 +1,10 @@
-"""Arrays and trees; knows nothing of sparsity."""
+"""Arrays and trees; knows nothing of sparsity.
+
+- Trees: `trees.py` matches leaves by path, `owners.py` finds the moments of a parameter in the
+  state of an optimizer, and `names.py` reads the paths and names that users write.
+- Arrays: `sharding.py` places them, `host.py` computes by numpy on one CPU, `kernels.py` controls
+  what XLA fuses, and `hashing.py` draws random scores.
+- Exact numbers: `exact.py` integers of two words, `exact_sums.py` sums in any order,
+  `polynomials.py` costs, and `dtypes.py` the promotion of dtypes.
+- Others: `checks.py` of arguments, `files.py`, `extras.py` of imports, and `pictures.py`.
+"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -90,13 +90,30 @@ def namespace(arrays: Iterable[object]) -> PyTree:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
+@runtime_checkable
+class HostFunction(Protocol):
+    """A function of arrays with a second body for arrays of numpy, as `instead` makes them.
+
+    Attributes:
+      on_host: the second body, with the bits of the first; `None` if numpy may round otherwise.
+    """
+
+    @property
+    def on_host(self) -> Callable[..., PyTree] | None: ...
+
+
+def find_body(fn: object) -> Callable[..., PyTree] | None:
+    """Returns the body of a function for arrays of numpy, `None` if there is none."""
+    return fn.on_host if isinstance(fn, HostFunction) else None
+
+
 def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorates a function of arrays: `host_fn` computes the result where one CPU holds them all.
 
     Args:
       host_fn: takes the arguments with arrays of numpy, and returns such arrays with the bits of
         the decorated function; or `NotImplemented`, and the decorated function is called. The
-        attribute `on_host` of the result is this function.
+        result is a `HostFunction` with this body.
 
     Example:
       >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))
@@ -119,15 +136,16 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
             placed: T = place.put(result)
             return placed
 
-        call.on_host = host_fn  # type: ignore[attr-defined]
+        call.__dict__["on_host"] = host_fn
         return call
 
     return decorate
 
 
 def call(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Calls a function that `instead` decorates on arrays of numpy, for a result of such arrays."""
-    host_fn: Callable[..., PyTree] = fn.on_host  # type: ignore[attr-defined]
+    """Calls a `HostFunction` on arrays of numpy, for a result of such arrays."""
+    host_fn = find_body(fn)
+    assert host_fn is not None
     with np.errstate(all="ignore"):
         result = host_fn(*args)
     return jax.tree.map(np.asarray, fn(*args)) if result is NotImplemented else result
@@ -138,8 +156,7 @@ def empty(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    array: np.ndarray = memory[start : start + nbytes].view(dtype).reshape(shape)
-    return array
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def ones(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
@@ -156,8 +173,7 @@ def chunks(size: int) -> Iterator[slice]:
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    result: np.ndarray = flushed(flushed(a) * flushed(b))
-    return result
+    return flushed(flushed(a) * flushed(b))
 
 
 def copy(x: np.ndarray) -> np.ndarray:

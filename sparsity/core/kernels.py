@@ -58,10 +58,7 @@ def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
     """Returns x[start : start + count], read by the same kernel whatever the start is."""
     if count == len(x):
         return x
-    part: jax.Array = lax.dynamic_slice(
-        x, (at_runtime(start),), (count,), allow_negative_indices=False
-    )
-    return part
+    return lax.dynamic_slice(x, (at_runtime(start),), (count,), allow_negative_indices=False)
 
 
 def unstack(x: jax.Array) -> list[jax.Array]:

@@ -30,10 +30,7 @@ T = TypeVar("T")
 
 
 def shard_like(
-    like: PyTree,
-    fn: Callable[..., T],
-    *args: PyTree,
-    shape: tuple[int, ...] | None = None,
+    like: PyTree, fn: Callable[..., T], *args: PyTree, shape: tuple[int, ...] | None = None
 ) -> T:
     """Calls `fn(*args)`; on a mesh with Explicit axes the result is sharded as `like`.
 
@@ -88,8 +85,7 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
 def varying_axes(aval: object) -> frozenset[str]:
     """Returns the axes of a surrounding `shard_map` along which an array of a type varies."""
     kind = getattr(aval, "mat", None)  # jax before 0.10.2 has `vma`
-    axes: frozenset[str] = getattr(aval, "vma", frozenset()) if kind is None else kind.varying
-    return axes
+    return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
 
 
 def _manual_axes(aval: object) -> dict[str, object]:
@@ -276,8 +272,7 @@ def with_axes(sharding: NamedSharding, axes: Sequence[tuple[str, ...]]) -> Named
     specs = [names or None for names in axes]
     while specs and not specs[-1] and AxisType.Explicit not in sharding.mesh.axis_types:
         specs.pop()
-    updated: NamedSharding = sharding.update(spec=PartitionSpec(*specs))
-    return updated
+    return sharding.update(spec=PartitionSpec(*specs))
 
 
 def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:

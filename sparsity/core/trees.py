@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,56 +86,6 @@ def path_string(path: KeyPath) -> str:
 def join_names(names: Sequence[str]) -> str:
     """Returns names joined by '/'; 'params' for none."""
     return "/".join(names) or "params"
-
-
-@overload
-def map_matched(
-    fn: Callable[[KeyPath, Any], object],
-    tree: PyTree,
-    /,
-    *,
-    role: str = ...,
-    others_role: str = ...,
-) -> PyTree: ...
-
-
-@overload
-def map_matched(
-    fn: Callable[[KeyPath, Any, Any | None], object],
-    tree: PyTree,
-    other: PyTree,
-    /,
-    *,
-    role: str = ...,
-    others_role: str = ...,
-) -> PyTree: ...
-
-
-@overload
-def map_matched(
-    fn: Callable[[KeyPath, Any, Any | None, Any | None], object],
-    tree: PyTree,
-    other: PyTree,
-    third: PyTree,
-    /,
-    *,
-    role: str = ...,
-    others_role: str = ...,
-) -> PyTree: ...
-
-
-@overload
-def map_matched(
-    fn: Callable[..., object],
-    tree: PyTree,
-    other: PyTree,
-    third: PyTree,
-    fourth: PyTree,
-    /,
-    *more: PyTree,
-    role: str = ...,
-    others_role: str = ...,
-) -> PyTree: ...
 
 
 def map_matched(

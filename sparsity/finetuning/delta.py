@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from sparsity.core import trees
 from sparsity.core.checks import check_iterable, check_kind, check_number
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.finetuning import delta_file
 from sparsity.finetuning.entries import (
     BaseParameter,
@@ -62,12 +62,7 @@ class Delta:
 
     @classmethod
     def between(
-        cls,
-        base: PyTree,
-        params: PyTree,
-        masks: PyTree = None,
-        *,
-        dtype: DTypeLike | None = None,
+        cls, base: Params, params: Params, masks: Masks = None, *, dtype: DTypeLike | None = None
     ) -> Delta:
         """Returns the changes from `base` to `params`.
 
@@ -195,7 +190,7 @@ class Delta:
         """Bytes of all positions and values; the file has a header besides."""
         return sum(part.nbytes for term in self.terms for part in term.entries.values())
 
-    def apply(self, base: PyTree) -> PyTree:
+    def apply(self, base: Params) -> Params:
         """Returns the fine-tuned model.
 
         Args:
@@ -271,7 +266,7 @@ def _floating(dtype: DTypeLike | None) -> np.dtype | None:
     return number
 
 
-def _check_leaves(base: PyTree, params: PyTree) -> None:
+def _check_leaves(base: Params, params: Params) -> None:
     """Raises a ValueError unless two trees have the same paths, and the same Python numbers."""
     one, other = (
         {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}

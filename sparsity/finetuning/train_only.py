@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.checks import check_kind, check_values, is_traced
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.kept_state import (
@@ -49,7 +49,7 @@ class Support:
 
 
 def train_only(
-    tx: optax.GradientTransformation, masks: PyTree
+    tx: optax.GradientTransformation, masks: Masks
 ) -> optax.GradientTransformationExtraArgs:
     """Trains the entries that masks keep; `optax.apply_updates` leaves all others as they are.
 
@@ -109,7 +109,7 @@ class _Trainer:
     inner: optax.GradientTransformationExtraArgs
     supports: dict[trees.KeyPath, Support]
 
-    def init(self, params: PyTree) -> KeptState:
+    def init(self, params: Params) -> KeptState:
         """Returns the positions of the chosen entries, and the optimizer's state for them."""
         chosen = self._choose(params, "params", params)
         for path, leaf in trees.leaves_by_path(chosen).items():
@@ -125,7 +125,7 @@ class _Trainer:
         return KeptState(positions, self.inner.init(kept))
 
     def update(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        self, updates: PyTree, state: PyTree, params: Params = None, **extra: object
     ) -> tuple[PyTree, KeptState]:
         """Returns updates of chosen entries, -0.0 for others, and the next state."""
         check_kind("state", state, KeptState, "the state that init of train_only returns")
@@ -188,7 +188,7 @@ class _Trainer:
         return trees.map_matched(read, chosen, positions)
 
 
-def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
+def read_supports(masks: Masks) -> dict[trees.KeyPath, Support]:
     """Returns the chosen entries of each parameter, without those that have none.
 
     Args:
@@ -197,15 +197,10 @@ def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
     Raises:
       ValueError: masks are traced, have other entries than 0 and 1, or keep nothing.
     """
+    check_values("masks", masks, "Call train_only outside of jit, scan and vmap.")
     supports = {}
     for path, mask in trees.leaves_by_path(masks).items():
-        name = trees.path_string(path)
-        if is_traced(mask):
-            raise ValueError(
-                f"train_only needs the number of entries that masks keep, but the mask of {name!r} "
-                "is traced. Call train_only outside of jit, scan and vmap."
-            )
-        array = np.asarray(mask)
+        name, array = trees.path_string(path), np.asarray(mask)
         check_entries(array, name)
         if array.any():
             supports[path] = _read_support(name, array != 0, _count_parts(mask))
@@ -286,18 +281,14 @@ def _spread_slice(step: jax.Array, positions: jax.Array, grad: jax.Array) -> jax
     # The update takes the memory of the gradient: XLA cannot tell that the condition never holds.
     never = step[0].real.astype(jnp.float32) > jnp.inf
     frozen = jnp.where(never, grad.astype(step.dtype), _negative_zero(step.dtype))
-    update: jax.Array = frozen.at[positions].set(
-        step, mode="drop", indices_are_sorted=True, unique_indices=True
-    )
-    return update
+    return frozen.at[positions].set(step, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 def _stay(grad: PyTree, like: PyTree) -> PyTree:
     """Returns an update that changes no bit of a frozen leaf, or the gradient of no number."""
     if not trees.is_array(like) or not jnp.issubdtype(like.dtype, jnp.number):
         return grad
-    update: jax.Array = jnp.full_like(like, _negative_zero(like.dtype))
-    return update
+    return jnp.full_like(like, _negative_zero(like.dtype))
 
 
 def _negative_zero(dtype: np.dtype) -> jax.Array:

@@ -49,14 +49,15 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        parameter = self._find(path, param)
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
-        parameters = [self._find(path, param) for path, param in leaves]
+        find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
+        parameters = [find(path, param) for path, param in leaves]
         kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
         if self.quantity == "nbytes":
             return sum((kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
@@ -121,15 +122,12 @@ class Budget:
             lambda path, x: sites[path].pattern.final_sparsity(x), targets
         )
 
-    def _find(self, path: tuple[str, ...], param: chex.Array) -> Parameter:
-        return self.graph.parameters.find(path, param, may_be_smaller=True)
-
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
-        count_small: Callable[[Mapping[Axis, Fraction]], Fraction] = costs.count_small_macs
+        count_small: Callable[[Mapping[Axis, Fraction]], Fraction | int] = costs.count_small_macs
         if self.quantity == "nbytes":
             count_small = functools.partial(costs.count_small_bytes, paths=paths)
         # A fractional number of channels may cost more than the integer below.
@@ -137,7 +135,7 @@ class Budget:
 
         def count(targets: Sparsities) -> Fraction:
             cost = count_small(scope.count_channels(params, targets))
-            return Fraction(math.floor(cost)) if rounds_down else cost
+            return Fraction(math.floor(cost) if rounds_down else cost)
 
         return count
 
@@ -154,10 +152,8 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.costs.count_sparse_macs(
-                {x.path: Fraction(n, x.size) for x, n in each}
-            )
-            return macs
+            density = {x.path: Fraction(n, x.size) for x, n in each}
+            return Fraction(self.graph.costs.count_sparse_macs(density))
         nbytes = [
             kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
             if path in kept

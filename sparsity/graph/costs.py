@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Path
@@ -18,8 +18,8 @@ from sparsity.programs.axes import Axis, count_entries
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
 
-Number: TypeAlias = Any  # an int, a fraction, or a polynomial
 N = TypeVar("N", int, Fraction, Polynomial)
+Count: TypeAlias = N | Fraction | int  # at sizes or densities of this type
 
 
 class Costs:
@@ -38,14 +38,14 @@ class Costs:
         """Counts multiply-adds of all products of a parameter; each product counts once."""
         return sum(use.macs for use in self._by_product(path))
 
-    def count_sparse_macs(self, density: Mapping[Path, N]) -> N:
+    def count_sparse_macs(self, density: Mapping[Path, N]) -> Count[N]:
         """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
         readers: dict[Equation, list[Use]] = {}
         for use in self._tracker.uses:
             if use.primitive in PRODUCTS:
                 readers.setdefault(use.equation, []).append(use)
 
-        def macs(product: Equation) -> Number:
+        def macs(product: Equation) -> Count[N]:
             uses = readers.get(product, ())
             lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
             return (
@@ -54,35 +54,30 @@ class Costs:
                 * _operand_density(rhs, density)
             )
 
-        total: N = _sum_products(self._model.program, macs)
-        return total
+        return _sum_products(self._model.program, macs)
 
-    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> N:
+    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> Count[N]:
         """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
 
-        def count(equation: Equation) -> Number:
+        def count(equation: Equation) -> Count[N]:
             product, axes = read_product(equation), self._removal.coupling.axes
             macs = _multiply_sizes([axes(value)[axis] for value, axis in product.cost], sizes)
             return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
 
-        macs: N
         if path is None:
-            macs = _sum_products(self._model.program, count)
-        else:
-            macs = sum(
-                (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
-                for use in self._by_product(path)
-            )
-        return macs
+            return _sum_products(self._model.program, count)
+        return sum(
+            (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
+            for use in self._by_product(path)
+        )
 
-    def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N:
+    def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N | int:
         """Counts bytes of some parameters at smaller sizes of some axes."""
-        nbytes: N = sum(
+        return sum(
             _multiply_sizes(axes, sizes) * parameter.dtype.itemsize
             for parameter, axes in self._removal.list_axes()
             if parameter.path in paths
         )
-        return nbytes
 
     @functools.cached_property
     def uncounted(self) -> dict[str, str]:
@@ -101,9 +96,9 @@ class Costs:
         return list({use.equation: use for use in uses}.values())
 
 
-def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
+def _sum_products(program: Program, count: Callable[[Equation], Count[N]]) -> Count[N]:
     """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
-    total: Number = 0
+    total: Count[N] = 0
     for equation in program.flat():
         if equation.name in PRODUCTS:
             total = total + count(equation)
@@ -112,28 +107,32 @@ def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Numb
                 _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
                 for body in equation.within()
             ]
-            total = total + functools.reduce(_larger if equation.is_choice else operator.add, each)
+            total = total + (_find_largest(each) if equation.is_choice else sum(each))
     return total
 
 
-def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
+def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, N]) -> N | int:
     """Returns the product of the sizes of axes, at smaller sizes of some variables."""
     return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 
 
-def _larger(one: Number, other: Number) -> Number:
-    if isinstance(one, Polynomial) or isinstance(other, Polynomial):
-        return Polynomial.maximum(one, other)
-    return max(one, other)
+def _find_largest(counts: Sequence[Count[N]]) -> Count[N]:
+    largest, *others = counts
+    for count in others:
+        if isinstance(largest, Polynomial) or isinstance(count, Polynomial):
+            largest = Polynomial.maximum(largest, count)
+        else:
+            largest = max(largest, count)
+    return largest
 
 
-def _operand_density(uses: Sequence[Use], density: Mapping[Path, Number]) -> Number:
+def _operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> N | Fraction:
     """Returns the part of the entries of an operand that may differ from 0.
 
     Parameters that were joined add up. Parameters that were multiplied bound each other: a
     parameter with a density counts.
     """
-    total: Number = Fraction(0)
+    total: N | Fraction = Fraction(0)
     free = Fraction(1)  # the part of the operand that no earlier parameter has
     for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
         share = min(use.view.share, free)

@@ -33,12 +33,12 @@ class Graph:
     """Graph of a model: uses, costs and coupled channels of its weights. Made by `sparsity.trace`.
 
     Attributes:
-      leaves: the parameters, in tree order.
+      parameters: every `Parameter`: path, shape and dtype, in tree order.
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
 
-    The attributes `model`, `tracker`, `removal`, `costs`, `parameters` and `retraced` are internal
-    to the package and may change.
+    The attributes `model`, `trace`, `tracker`, `removal`, `costs` and `retraced`, and methods of
+    `parameters`, are internal to the package and may change.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -52,16 +52,22 @@ class Graph:
       (('up',), (0,))
     """
 
-    def __init__(self, model: Model) -> None:
-        self.leaves, self.state = list(model.leaves), model.state
+    def __init__(self, model: Model, trace: Callable[..., Graph]) -> None:
+        self.state = model.state
         # Internal to the package.
         self.model = model  # the traced program
+        self.trace = trace  # `trace(fn, params, *args)` with the state of this model
         self.tracker = Tracker(model)  # arrays that hold entries of parameters
         self.uses = self.tracker.uses
         self.removal = Removal(model, self.uses)  # coupled axes, and proofs that channels may go
         self.costs = Costs(model, self.tracker, self.removal)  # also of masked and smaller models
-        self.parameters = Parameters(model.leaves, self.removal.list_members)  # by path
+        self.parameters = Parameters(model.parameters, self.removal.list_members)
         self.retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
+
+    @property
+    def leaves(self) -> list[Parameter]:
+        """The earlier name of `parameters`, as a list."""
+        return list(self.parameters)
 
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:
@@ -74,12 +80,12 @@ class Graph:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the function by its name, and the shapes: unpickling traces the model again."""
         params, args = self.model.example
-        return self.model.trace, (self.model.fn, params, *args)
+        return self.trace, (self.model.fn, params, *args)
 
     def __repr__(self) -> str:
         return (
-            f"Graph({len(self.leaves)} parameters, {len(self.uses)} uses, {self.macs():,} MACs, "
-            f"{len(self.groups)} groups of channels)"
+            f"Graph({len(self.parameters)} parameters, {len(self.uses)} uses, "
+            f"{self.macs():,} MACs, {len(self.groups)} groups of channels)"
         )
 
     # Costs.
@@ -135,13 +141,12 @@ class Graph:
           Text of several lines.
         """
         total = self.macs()
-        masked = None if masks is None else self.macs(masks)
-        costs = ("MACs", *(["left"] if masked is not None else []), "share")
+        costs = ("MACs", "share") if masks is None else ("MACs", "left", "share")
         table = extras.make_table(("parameter", "shape", "read by", "contracts"), costs)
         table.add_column("axis: group")
 
         def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
-            macs = [f"{dense:,}", *([f"{sparse:,}"] if masked is not None else [])]
+            macs = [f"{n:,}" for n in ((dense,) if masks is None else (dense, sparse))]
             table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
         groups: dict[Path, list[tuple[int, int]]] = {}
@@ -149,19 +154,21 @@ class Graph:
             for path, axis in group.members:
                 groups.setdefault(path, []).append((axis, number))
         unread = total  # multiply-adds of products that read no parameter
-        for leaf, dense, sparse in self._list_macs(masks):
-            uses = [use for use in self.uses if use.path == leaf.path]
+        for parameter, dense, sparse in self._list_macs(masks):
+            uses = [use for use in self.uses if use.path == parameter.path]
             kinds = dict.fromkeys(use.kind or use.primitive for use in uses)
             readers = ["lookup" if kind == "gather" else kind for kind in kinds]
             axes = sorted({axis for use in uses for axis in use.contracting})
             texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
-            numbers = ", ".join(f"{axis}: {n}" for axis, n in sorted(groups.get(leaf.path, ())))
-            add(leaf.name, (trees.shape_text(leaf.shape), *texts), dense, sparse, numbers)
+            numbers = ", ".join(
+                f"{axis}: {n}" for axis, n in sorted(groups.get(parameter.path, ()))
+            )
+            add(parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, numbers)
             unread -= dense
         table.add_section()
         if unread > 0:
             add("products of activations", ("", "", ""), unread, unread, "")
-        add("dots and convolutions", ("", "", ""), total, total if masked is None else masked, "")
+        add("dots and convolutions", ("", "", ""), total, self.macs(masks), "")
         text = extras.as_text(table)
         if self.uncounted:
             names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
@@ -180,7 +187,7 @@ class Graph:
         """
         rows = [row for row in self._list_macs(masks) if row[1]]
         axes = pick_axes(ax, len(rows))
-        names, dense = [leaf.name for leaf, _, _ in rows], [dense for _, dense, _ in rows]
+        names, dense = [parameter.name for parameter, _, _ in rows], [dense for _, dense, _ in rows]
         masked = None if masks is None else [sparse for _, _, sparse in rows]
         bars(axes, "multiply-adds", names, dense, masked, self.macs())
         return axes
@@ -188,8 +195,8 @@ class Graph:
     def _list_macs(self, masks: Masks | None) -> list[tuple[Parameter, int, int]]:
         """Returns the parameters with the multiply-adds of their products, dense and masked."""
         density = self._densities(masks)
-        dense = [(leaf, self.costs.count_macs(leaf.path)) for leaf in self.leaves]
-        return [(leaf, n, round(n * density.get(leaf.path, 1))) for leaf, n in dense]
+        dense = [(x, self.costs.count_macs(x.path)) for x in self.parameters]
+        return [(x, n, round(n * density.get(x.path, 1))) for x, n in dense]
 
     # For pruners.
 
@@ -307,7 +314,7 @@ def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
     for earlier, result in graph.retraced:
         if trees.are_alike(example, earlier):
             return result
-    retraced: Graph = model.trace(model.fn, example[0], *example[1])
+    retraced = graph.trace(model.fn, example[0], *example[1])
     # A number that changes from call to call must not fill the memory.
     graph.retraced = [*graph.retraced[-_MOST_RETRACED:], (example, retraced)]
     return retraced

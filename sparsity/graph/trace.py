@@ -20,7 +20,6 @@ from sparsity.programs.walk import Flow
 _ON_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
-    jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
 
@@ -76,8 +75,8 @@ def trace(
     carried = find(program, outputs, parameters)
     example = sharding.abstract((params, args))
     structure = jax.tree.structure(shapes)
-    again = functools.partial(trace, state=state)
-    return Graph(Model(program, parameters, carried, outputs, structure, fn, example, again))
+    model = Model(program, parameters, carried, outputs, structure, fn, example)
+    return Graph(model, functools.partial(trace, state=state))
 
 
 def _make_jaxpr(
@@ -139,7 +138,7 @@ def _may_be(constant: PyTree, array: PyTree) -> bool:
 
 
 def _find_carried(
-    program: Program, outputs: Sequence[Path], leaves: Sequence[Parameter]
+    program: Program, outputs: Sequence[Path], parameters: Sequence[Parameter]
 ) -> dict[int, int]:
     """Returns {number of an output: number of the parameter that it becomes in the next call}.
 
@@ -148,18 +147,18 @@ def _find_carried(
     parameter contains a name. If a product reads the parameter, the output must also be computed
     from the parameter without a product in between.
     """
-    numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
-    sources = _Sources(program, program.inputs[: len(leaves)])
+    numbers = {parameter.path: i for i, parameter in enumerate(parameters)}
+    sources = _Sources(program, program.inputs[: len(parameters)])
     carried: dict[int, int] = {}
     for i, path in enumerate(outputs):
         ends = [path[start:] for start in range(len(path)) if path[start:] in numbers]
         # A path of numbers alone is a place in a tuple.
         named = (numbers[end] for end in ends if not all(name.isdecimal() for name in end))
-        leaf, value = next(named, None), program.outputs[i]
-        if leaf is None or not _fits(value, leaves[leaf]):
+        number, value = next(named, None), program.outputs[i]
+        if number is None or not _fits(value, parameters[number]):
             continue
-        if leaf not in sources.multiplied or leaf in sources.fact(value):
-            carried[i] = leaf
+        if number not in sources.multiplied or number in sources.fact(value):
+            carried[i] = number
     return carried
 
 
@@ -167,14 +166,14 @@ def _read_state(
     state: Mapping[Path | str, Path | str],
     program: Program,
     outputs: Sequence[Path],
-    leaves: Sequence[Parameter],
+    parameters: Sequence[Parameter],
 ) -> dict[int, int]:
     """Reads the argument `state`: returns the same dictionary as `_find_carried`.
 
     Raises:
       ValueError: the state names an output or a parameter that does not exist or does not fit.
     """
-    numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
+    numbers = {parameter.path: i for i, parameter in enumerate(parameters)}
     carried: dict[int, int] = {}
     check_kind("state", state, Mapping, "a dict {path of an output: path of a parameter}")
     for key, target in state.items():
@@ -190,14 +189,15 @@ def _read_state(
             raise ValueError(
                 f"state[{key!r}] = {target!r} matches nothing. The output has "
                 f"{trees.listed(['/'.join(path) for path in outputs])}, params have "
-                f"{trees.listed([leaf.name for leaf in leaves])}."
+                f"{trees.listed([parameter.name for parameter in parameters])}."
             )
-        for i, leaf in matched.items():
-            if not _fits(program.outputs[i], leaves[leaf]):
+        for i, number in matched.items():
+            value, parameter = program.outputs[i], parameters[number]
+            if not _fits(value, parameter):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
-                    f"{program.outputs[i].shape}, {program.outputs[i].dtype}, cannot become "
-                    f"{leaves[leaf].name!r} of shape {leaves[leaf].shape}, {leaves[leaf].dtype}."
+                    f"{value.shape}, {value.dtype}, cannot become {parameter.name!r} of shape "
+                    f"{parameter.shape}, {parameter.dtype}."
                 )
         carried |= matched
     return carried
@@ -216,9 +216,9 @@ class _Sources(Flow[frozenset[int]]):
       multiplied: numbers of the parameters that reach a product in this way.
     """
 
-    def __init__(self, program: Program, leaves: Sequence[Value]) -> None:
+    def __init__(self, program: Program, parameters: Sequence[Value]) -> None:
         super().__init__()
-        self.facts = {value: frozenset([number]) for number, value in enumerate(leaves)}
+        self.facts = {value: frozenset([number]) for number, value in enumerate(parameters)}
         self.multiplied: frozenset[int] = frozenset()
         self.run(program)
 

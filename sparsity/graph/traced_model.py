@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.core.trees import KeyPath, Masks, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.programs.program import Program, Value
 
 
@@ -39,33 +39,31 @@ class Model:
 
     Attributes:
       program: the program; its first inputs are the parameters.
-      leaves: the parameters, in tree order.
+      parameters: the parameters, in tree order.
       carried: {number of an output: number of the parameter that it becomes in the next call}.
       outputs: paths of the outputs.
       output_tree: structure of the outputs.
       fn: the function that was traced.
       example: shapes and dtypes of the parameters, and of the inputs that were traced.
-      trace: makes a graph of a function, its parameters and its inputs, as this model was traced.
     """
 
     program: Program
-    leaves: Sequence[Parameter]
+    parameters: Sequence[Parameter]
     carried: Mapping[int, int]
     outputs: Sequence[Path]
     output_tree: jax.tree_util.PyTreeDef
     fn: Callable[..., PyTree]
     example: tuple[PyTree, tuple[PyTree, ...]]
-    trace: Callable[..., PyTree]
 
     @functools.cached_property
-    def values(self) -> dict[Value, Parameter]:
-        """Parameters, by the inputs of the program that they are."""
-        return dict(zip(self.program.inputs, self.leaves, strict=False))
+    def parameter_inputs(self) -> dict[Value, Parameter]:
+        """{input of the program: the parameter that it is}."""
+        return dict(zip(self.program.inputs, self.parameters, strict=False))
 
     @property
     def state(self) -> dict[Path, Path]:
         """Outputs that the next call reads: {path in the output: path in params}."""
-        return {self.outputs[i]: self.leaves[n].path for i, n in self.carried.items()}
+        return {self.outputs[i]: self.parameters[n].path for i, n in self.carried.items()}
 
     def reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
         """Returns a function that computes values of the program from parameters alone.
@@ -79,8 +77,8 @@ class Model:
         makers = self.program.makers
 
         def read(value: Value) -> jax.Array:
-            if value in self.values:
-                parameter = self.values[value]
+            if value in self.parameter_inputs:
+                parameter = self.parameter_inputs[value]
                 shape = jnp.shape(arrays[parameter.path]) if parameter.path in arrays else None
                 if shape != parameter.shape:
                     raise ValueError(
@@ -93,31 +91,36 @@ class Model:
                 return jnp.asarray(value.constant)
             equation = makers[value]
             outputs = equation.bind([read(x) for x in equation.inputs])
-            result: jax.Array = outputs[equation.outputs.index(value)]
-            return result
+            return outputs[equation.outputs.index(value)]
 
         return read
 
 
 class Parameters:
-    """The parameters of a model by path.
+    """The parameters of a model, in tree order, and the search for them by path.
 
     Args:
-      leaves: the parameters, in tree order.
+      parameters: the parameters, in tree order.
       list_removable: returns (path, axis) of all axes that can lose channels.
     """
 
     def __init__(
         self,
-        leaves: Sequence[Parameter],
+        parameters: Sequence[Parameter],
         list_removable: Callable[[], Collection[tuple[Path, int]]],
     ) -> None:
-        self._leaves, self._list_removable = leaves, list_removable
+        self._parameters, self._list_removable = parameters, list_removable
         # {end of paths: parameters, shortest path first}
         self._by_end: dict[Path, list[Parameter]] = {}
-        for parameter in sorted(leaves, key=lambda parameter: len(parameter.path)):
+        for parameter in sorted(parameters, key=lambda parameter: len(parameter.path)):
             for start in range(len(parameter.path) + 1):
                 self._by_end.setdefault(parameter.path[start:], []).append(parameter)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
     def find_shape(self, path: Path) -> tuple[int, ...]:
         """Returns the shape of a parameter."""
@@ -147,7 +150,7 @@ class Parameters:
             raise ValueError(
                 f"The {role} have {trees.join_names(path)!r} of shape {shape}, of which the "
                 f"graph has {len(matches)}. Its parameters are "
-                f"{trees.listed([parameter.name for parameter in self._leaves])}."
+                f"{trees.listed([parameter.name for parameter in self])}."
             )
         parameter = matches[0]
         if parameter.shape != shape and not (may_be_smaller and self._fits(parameter, shape)):
@@ -181,20 +184,20 @@ class Parameters:
             for path, array in trees.leaves_by_path(tree).items()
             if hasattr(array, "shape")
         }
-        if self._leaves and not matched:
+        if len(self) and not matched:
             raise ValueError(
                 "The params have no array of the graph, which has "
-                f"{trees.listed([parameter.name for parameter in self._leaves])}."
+                f"{trees.listed([parameter.name for parameter in self])}."
             )
         return matched
 
-    def check_complete(self, params: PyTree) -> None:
+    def check_complete(self, params: Params) -> None:
         """Raises a ValueError unless each collection, such as 'params', is complete."""
         matched = self.match(params)
         paths = {parameter.path for parameter in matched.values()}
         # A tree of nested collections may hold some of them.
         parts = {x.path[: len(x.path) - max(len(path) - 1, 1)] for path, x in matched.items()}
-        for parameter in self._leaves:
+        for parameter in self:
             if parameter.path not in paths and any(
                 parameter.path[: len(part)] == part for part in parts
             ):

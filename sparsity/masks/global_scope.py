@@ -16,7 +16,7 @@ from sparsity.core.checks import DataclassBase, check_bool, check_number, is_tra
 from sparsity.core.dtypes import promote
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import PyTree, path_names
+from sparsity.core.trees import path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
@@ -286,10 +286,11 @@ class _Scaled:
     @property
     def on_host(self) -> Callable[..., np.ndarray] | None:
         """Function of arrays of numpy with the same bits; `None` if numpy does not know `fn`."""
-        return self._on_host if getattr(self.fn, "on_host", None) else None
+        return self._on_host if host.find_body(self.fn) else None
 
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        fn: PyTree = self.fn
-        score = fn.on_host(*values[: self.count], *values[self.count + 1 :])
+        compute = host.find_body(self.fn)
+        assert compute is not None
+        score = compute(*values[: self.count], *values[self.count + 1 :])
         wide = np.dtype(promote(score.dtype, jnp.float32))
         return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))

@@ -194,8 +194,7 @@ def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     if not root.parts:
         return sizes.get(root, root.size)
     join = operator.add if root.kind == "sum" else operator.mul
-    count: N | int = functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
-    return count
+    return functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
 
 
 def _parts(kind: Kind, axis: Axis) -> list[Axis]:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ from sparsity.core.checks import is_traced
 from sparsity.programs.program import Equation, is_differentiable
 
 Scalar: TypeAlias = np.generic | np.ndarray | int | float
-Function: TypeAlias = Callable[..., Any]  # of numpy
+Function: TypeAlias = Callable[..., Scalar]  # of numpy
 Inputs: TypeAlias = Sequence[float | None]  # the constants of the inputs, `None` where unknown
 Fold: TypeAlias = Callable[[Equation, Inputs], float | None]
 

@@ -91,29 +91,20 @@ class Equation:
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
 
-    @property
-    def derivative(self) -> Program | None:
-        """Program of the custom rule for derivatives of a call; `None` where no rule works.
+    @functools.cached_property
+    def rule(self) -> Program | Exception | None:
+        """Program of the custom rule for derivatives of a call, or the error that the rule raises.
 
         The rule of a `custom_jvp_call` maps inputs and tangents to outputs and tangents; that of a
         `custom_vjp_call` maps inputs and cotangents of outputs to cotangents of inputs. Only
-        values in `differentiated` have tangents and cotangents.
+        values in `differentiated` have tangents and cotangents. Other equations have none.
         """
-        return self._derivative[0]
-
-    @property
-    def derivative_error(self) -> Exception | None:
-        """Error of a custom rule for derivatives: the function has no derivative."""
-        return self._derivative[1]
-
-    @functools.cached_property
-    def _derivative(self) -> tuple[Program | None, Exception | None]:
         if self.name not in ("custom_jvp_call", "custom_vjp_call"):
-            return None, None
+            return None
         try:
-            return _trace_rule(self), None
+            return _trace_rule(self)
         except Exception as error:  # the rule is the user's code
-            return None, error
+            return error
 
     @property
     def maps_tangents(self) -> bool:
@@ -144,8 +135,7 @@ class Equation:
     def checkpoint(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns a function under the rematerialisation of this call."""
         options = {key: self.params[key] for key in ("prevent_cse", "policy")}
-        rematerialised: Callable[..., PyTree] = jax.checkpoint(function, **options)
-        return rematerialised
+        return jax.checkpoint(function, **options)
 
     def within(self) -> list[Body]:
         """Returns the bodies with the values that enter and leave them."""
@@ -185,7 +175,7 @@ class Equation:
             return len(constants), len(carry)
         return self.params["num_consts"], self.params["num_carry"]
 
-    def bind(self, inputs: Sequence[PyTree], **changed: object) -> list[PyTree]:
+    def bind(self, inputs: Sequence[PyTree], **changed: object) -> Arrays:
         """Returns the outputs for other inputs, with some parameters changed."""
         bound = self.primitive.get_bind_params({**self.params, **changed})
         functions, static = bound if isinstance(bound, tuple) else ((), bound)
@@ -262,8 +252,8 @@ class Program:
         for equation in self.equations:
             if equation.name in CALLS:
                 yield from equation.bodies[0].rules()
-            if equation.derivative is not None:
-                yield equation, equation.derivative
+            if isinstance(equation.rule, Program):
+                yield equation, equation.rule
 
 
 # Calls: their bodies share their inputs and outputs.
@@ -288,7 +278,7 @@ def _shards(params: dict[str, Any]) -> int:
 
 
 def _trace_rule(call: Equation) -> Program:
-    """Returns the program of the rule for derivatives of a call: see `Equation.derivative`.
+    """Returns the program of the rule for derivatives of a call: see `Equation.rule`.
 
     Raises:
       Exception: whatever the rule raises, which is the user's code.

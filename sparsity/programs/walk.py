@@ -144,7 +144,8 @@ class Interpreter(Generic[Array]):
 
     def bind(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of an equation whose bodies are not entered."""
-        return equation.bind(inputs)
+        outputs: Sequence[PyTree] = equation.bind(inputs)  # of jax, or of another class
+        return outputs
 
     def call(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a call."""
@@ -201,12 +202,11 @@ class Interpreter(Generic[Array]):
         body, condition = equation.within()
         first = len(condition.program.inputs) - len(body.carries)
         second = len(inputs) - len(body.carries)
-        outputs: list[Array] = lax.while_loop(
+        return lax.while_loop(
             lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
             lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
             inputs[second:],
         )
-        return outputs
 
     def cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a conditional whose branches are entered."""

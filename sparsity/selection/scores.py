@@ -118,7 +118,7 @@ class Scores(LazyScores):
     @property
     def is_on_host(self) -> bool:
         """Returns whether `on_host` computes the scores."""
-        return getattr(self.fn, "on_host", None) is not None and not self.uses_index
+        return host.find_body(self.fn) is not None and not self.uses_index
 
     def on_host(self, arrays: Sequence[chex.Array]) -> np.ndarray:
         """Computes scores by numpy.
@@ -126,8 +126,9 @@ class Scores(LazyScores):
         Args:
           arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
         """
-        fn: PyTree = self.fn
-        scores: np.ndarray = fn.on_host(*arrays, *self.scalars)
+        compute = host.find_body(self.fn)
+        assert compute is not None
+        scores: np.ndarray = compute(*arrays, *self.scalars)
         return scores
 
     def compute(self) -> jax.Array:

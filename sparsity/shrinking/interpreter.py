@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, reshard
 from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
-from sparsity.graph.removal.alike import Alike
 from sparsity.graph.removal.removable import Removal
+from sparsity.graph.removal.shared_entries import SharedEntry
 from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
@@ -34,17 +34,17 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     Args:
       removal: the axes of the values, and entries that removed channels share.
-      chosen: the indices that stay of each variable.
+      kept_indices: the indices that stay of each variable.
     """
 
-    def __init__(self, removal: Removal, chosen: KeptIndices) -> None:
-        self._coupling, self._chosen = removal.coupling, dict(chosen)
-        self._alike = removal.alike if chosen else {}
+    def __init__(self, removal: Removal, kept_indices: KeptIndices) -> None:
+        self._coupling, self._kept_indices = removal.coupling, dict(kept_indices)
+        self._shared_entries = removal.shared_entries if kept_indices else {}
         self._keeps_rules = True  # of calls, for derivatives
-        self._layer: dict[Axis, jax.Array] = {}  # rows of `chosen`, in a step of a scan
-        self._needed = {value for entry in self._alike.values() for value in entry.list_values()}
+        self._layer: dict[Axis, jax.Array] = {}  # rows of `kept_indices`, in a step of a scan
+        self._needed = {x for entry in self._shared_entries.values() for x in entry.list_values()}
         self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
-        self._sizes = {variable: index.shape[-1] for variable, index in chosen.items()}
+        self._sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """Returns the smaller shape of a value."""
@@ -52,7 +52,7 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the remaining entries among the first `end` along an axis."""
-        index = find_kept(self._coupling.axes(value)[axis], self._chosen)
+        index = find_kept(self._coupling.axes(value)[axis], self._kept_indices)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
@@ -61,7 +61,7 @@ class CutInterpreter(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
-            index = find_kept(axis, {**self._chosen, **self._layer})  # type: ignore[dict-item]
+            index = find_kept(axis, {**self._kept_indices, **self._layer})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
         return array
@@ -94,7 +94,7 @@ class CutInterpreter(Interpreter[jax.Array]):
             outputs = zip(equation.outputs, equation.bind(inputs), strict=True)
             return [self.cut(value, array) for value, array in outputs]
         bound = equation.bind(inputs, **self._resize(equation))
-        if (entry := self._alike.get(equation)) is not None:
+        if (entry := self._shared_entries.get(equation)) is not None:
             axis = self._coupling.axes(entry.value)[entry.axis].root
             # The entries that the sum has lost are all alike.
             if lost := axis.size - self._sizes.get(axis, axis.size):
@@ -111,7 +111,7 @@ class CutInterpreter(Interpreter[jax.Array]):
             return {"feature_group_count": groups}
         return _shardings(equation, self.shape(equation.outputs[0]))
 
-    def _compute_entry(self, entry: Alike) -> jax.Array:
+    def _compute_entry(self, entry: SharedEntry) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
         value, maker = entry.value, entry.maker
         shape = [1 if i == entry.axis else n for i, n in enumerate(self.shape(value))]
@@ -124,25 +124,23 @@ class CutInterpreter(Interpreter[jax.Array]):
             axes = maker.params["broadcast_dimensions"]
             return _place(value, lax.broadcast_in_dim(inputs[0], shape, axes))
         inputs = [jnp.broadcast_to(x, shape) if x.shape else x for x in inputs]
-        made: jax.Array = maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
-        return made
+        return maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         if equation.is_inline:
             return super().run(equation.bodies[0], inputs)
         function: Function = functools.partial(self._apply, equation.bodies[0])
-        rule = equation.derivative
         if equation.is_remat:
             function = equation.checkpoint(function)
-        elif rule is not None and self._keeps_rules:
-            function = self._with_rule(equation, rule, function)
-        elif equation.derivative_error is not None:
-            function = _forward_only(function, equation.derivative_error)
+        elif isinstance(equation.rule, Exception):
+            function = _forward_only(function, equation.rule)
+        elif equation.rule is not None and self._keeps_rules:
+            function = self._with_rule(equation, equation.rule, function)
         return list(function(*inputs))
 
     def rows(self, scan: Equation) -> list[jax.Array]:
-        return [jnp.asarray(self._chosen[variable]) for variable in self._layered(scan)]
+        return [jnp.asarray(self._kept_indices[variable]) for variable in self._layered(scan)]
 
     def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> CutInterpreter:
         step = copy.copy(self)
@@ -151,7 +149,7 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def _layered(self, scan: Equation) -> list[Axis]:
         """Returns the variables whose kept entries differ between layers of a scan."""
-        rows = {v: len(index) for v, index in self._chosen.items() if index.ndim == 2}
+        rows = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
         return [v for v, length in rows.items() if length == scan.length]
 
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:

@@ -112,14 +112,14 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         retraced = retrace(graph, example, *args)
-        chosen = solve_kept(retraced.removal.list_axes(), self)
-        check_proven(retraced, chosen, self)
-        interpreter = CutInterpreter(retraced.removal, chosen)
+        kept_indices = solve_kept(retraced.removal.list_axes(), self)
+        check_proven(retraced, kept_indices, self)
+        interpreter = CutInterpreter(retraced.removal, kept_indices)
         outputs = interpreter.run(retraced.model.program, [*arrays, *inputs])
         return jax.tree.unflatten(retraced.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
-        """Returns the graph of the smaller model from that of the model before the cut.
+        """Traces the smaller model: makes its graph from that of the model before the cut.
 
         Nothing is computed: a process that has the plan and the smaller parameters traces the model
         from shapes (`jax.eval_shape` of its init) and continues from there.
@@ -128,17 +128,15 @@ class Plan:
         params, args = graph.model.example
         arrays, rebuild = trees.split_arrays(params)
         structs = [
-            sharding.resized(array, self.shrink_shape(leaf.path, leaf.shape))
-            for array, leaf in zip(arrays, graph.leaves, strict=True)
+            sharding.resized(array, self.shrink_shape(parameter.path, parameter.shape))
+            for array, parameter in zip(arrays, graph.parameters, strict=True)
         ]
-        small: Graph = graph.model.trace(
-            functools.partial(self.apply, graph), rebuild(structs), *args
-        )
-        return small
+        return graph.trace(functools.partial(self.apply, graph), rebuild(structs), *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Converts an updater of the model before the cut for the smaller model.
+        """Converts an updater of the model before the cut: makes one for the smaller model.
 
+        Returns a copy whose scope `Coupled` has this plan; other updaters are returned as they are.
         A ramp continues: it counts channels of the model before the cut. An updater that is not
         converted infers the cut from shapes, which fails where an axis joins several groups.
         """
@@ -163,28 +161,6 @@ class Plan:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
-    def then(self, later: Plan) -> Plan:
-        """Composes two cuts: this plan, then `later`, which was made for the smaller model.
-
-        Raises:
-          ValueError: `later` has a parameter of another shape than this plan leaves.
-        """
-        check_kind("later", later, Plan, "a Plan")
-        kept = {path: dict(axes) for path, axes in self.kept.items()}
-        shapes = dict(self.shapes)
-        for path, axes in later.kept.items():
-            axes_before = kept.setdefault(path, {})
-            shape = cut_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
-            if shape != later.shapes[path]:
-                raise ValueError(
-                    f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
-                    f"this plan leaves {shape}. Compose plans in the order of the cuts."
-                )
-            for axis, index in axes.items():
-                before = axes_before.get(axis)
-                axes_before[axis] = index if before is None else _compose(before, index)
-        return Plan(kept, shapes, _compose_evidence(self, later))
-
 
 def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[int, ...]]:
     """Returns the shapes before a cut of the parameters after the cut, in their order.
@@ -193,7 +169,7 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
       ValueError: the parameters are not those of the smaller model.
     """
     arrays = trees.leaves_by_names(trees.only_arrays(params))
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    shapes = {parameter.path: parameter.shape for parameter in graph.parameters}
     if differing := shapes.keys() ^ arrays.keys():
         raise ValueError(
             "params must hold all parameters of the model, and no others: "
@@ -246,47 +222,16 @@ def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[i
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
 
-def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
-    layers = np.broadcast_shapes(first.shape[:-1], then.shape[:-1])
-    first, then = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, then))
-    return np.take_along_axis(first, then, axis=-1)
-
-
-def _compose_evidence(first: Plan, later: Plan) -> Evidence:
-    """Returns the evidence of two cuts, at indices before the first."""
-    evidence = {path: dict(axes) for path, axes in first.evidence.items()}
-    for path, axes in later.kept.items():
-        for axis in axes:
-            if not any(axis in plan.evidence.get(path, {}) for plan in (first, later)):
-                continue
-            rows = _list_evidence(later, path, axis)
-            if (before := first.kept.get(path, {}).get(axis)) is not None:
-                parts = _list_evidence(first, path, axis), [*np.atleast_2d(before)], rows
-                count = max(map(len, parts))
-                layers = zip(*(part * (count // len(part)) for part in parts), strict=True)
-                rows = [np.union1d(earlier, stays[row]) for earlier, stays, row in layers]
-            evidence.setdefault(path, {})[axis] = rows
-    return evidence
-
-
-def _list_evidence(plan: Plan, path: Path, axis: int) -> list[np.ndarray]:
-    """Returns the evidence at an axis that loses indices: a row for each row of `kept`."""
-    if axis in plan.evidence.get(path, {}):
-        return list(plan.evidence[path][axis])
-    every = np.arange(plan.shapes[path][axis])
-    return [np.setdiff1d(every, kept) for kept in np.atleast_2d(plan.kept[path][axis])]
-
-
-def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None) -> Plan:
+def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Plan:
     """Returns the plan that keeps only some entries of variables.
 
     Args:
       graph: the graph of the model.
-      chosen: {variable: channels that stay}.
+      kept_indices: {variable: channels that stay}.
       evidence: as in `Plan`; axes at which masks remove all removed indices need not be left out.
     """
-    kept = spread_kept(graph.removal.list_axes(), chosen)
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}
+    kept = spread_kept(graph.removal.list_axes(), kept_indices)
+    shapes = {x.path: x.shape for x in graph.parameters if x.path in kept}
 
     def is_partial(path: Path, axis: int, rows: Sequence[np.ndarray]) -> bool:
         num_removed = shapes[path][axis] - kept[path][axis].shape[-1]
@@ -294,31 +239,33 @@ def plan_cut(graph: Graph, chosen: KeptIndices, evidence: Evidence | None = None
 
     partial = {
         path: {axis: rows for axis, rows in axes.items() if is_partial(path, axis, rows)}
-        for path, axes in (evidence or {}).items()
+        for path, axes in evidence.items()
     }
     return Plan(kept, shapes, partial)
 
 
-def check_proven(graph: Graph, chosen: KeptIndices, plan: Plan) -> None:
+def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, axes in graph.removal.list_axes():
+    for parameter, axes in graph.removal.list_axes():
         for number, axis in enumerate(axes):
-            if any(v in chosen and v not in removable for v in list_variables(axis)):
-                why = _reason(graph, leaf.path, number)
+            if any(v in kept_indices and v not in removable for v in list_variables(axis)):
+                why = _reason(graph, parameter.path, number)
                 raise ValueError(
-                    f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
-                    f"needs: {why}. The plan was made for another model, or for other flags."
+                    f"The plan removes indices of axis {number} of {parameter.name!r}, which this "
+                    f"model needs: {why}. The plan was made for another model, or for other flags."
                 )
     for group in graph.groups:
-        index = chosen.get(group.variable)
+        index = kept_indices.get(group.variable)
         if index is not None and index.ndim == 2 and len(index) != group.layers:
             raise ValueError(
                 f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
                 "layers, which this model does not run as a scan. The plan was made for another "
                 "model, or for other flags."
             )
-    if any(plan.evidence.values()) and (in_use := find_group_in_use(graph, chosen, plan.evidence)):
+    if not any(plan.evidence.values()):
+        return
+    if in_use := find_group_in_use(graph, kept_indices, plan.evidence):
         raise ValueError(
             f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
             "model reads the other part. Trace the model with these arguments before the cut, or "

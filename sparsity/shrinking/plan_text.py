@@ -17,7 +17,7 @@ from sparsity.shrinking.dead import Evidence
 _FORMAT = 2
 
 
-class _Leaf(NamedTuple):
+class _StoredParameter(NamedTuple):
     """A parameter in the text of a plan."""
 
     path: Path
@@ -54,24 +54,24 @@ def read_plan(text: str) -> tuple[AxisArrays, Mapping[Path, tuple[int, ...]], Ev
         raise ValueError("leaves is not a list")
     if type(stored.get("format")) is not int or stored["format"] != _FORMAT:
         raise ValueError(f"the format is {stored.get('format')!r}, not {_FORMAT}")
-    leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
-    kept = unique_keys((leaf.path, leaf.kept) for leaf in leaves)
-    shapes = {leaf.path: leaf.shape for leaf in leaves}
-    return kept, shapes, {leaf.path: leaf.evidence for leaf in leaves}
+    parameters = [_parse_parameter(entry) for entry in stored["leaves"]]
+    kept = unique_keys((x.path, x.kept) for x in parameters)
+    shapes = {x.path: x.shape for x in parameters}
+    return kept, shapes, {x.path: x.evidence for x in parameters}
 
 
-def _parse_leaf(leaf: object) -> _Leaf:
+def _parse_parameter(entry: object) -> _StoredParameter:
     """Reads a parameter in the text of a plan."""
-    if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept", "evidence"}:
-        raise ValueError(f"{leaf!r:.80} in leaves must have path, shape, kept, and evidence")
-    path, shape = leaf["path"], leaf["shape"]
+    if not isinstance(entry, dict) or entry.keys() != {"path", "shape", "kept", "evidence"}:
+        raise ValueError(f"{entry!r:.80} in leaves must have path, shape, kept, and evidence")
+    path, shape = entry["path"], entry["shape"]
     if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
         raise ValueError(f"the path {path!r} is not a list of strings")
     name = trees.join_names(path)
     if not _are_sizes(shape):
         raise ValueError(f"the shape {shape!r} of the parameter {name!r} is not a list of sizes")
     kept, evidence = {}, {}
-    for axis, index in _parse_axes(leaf["kept"], name, shape).items():
+    for axis, index in _parse_axes(entry["kept"], name, shape).items():
         rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
         if not all(map(_are_sizes, rows)) or len(set(map(len, rows))) > 1:
             raise ValueError(
@@ -79,14 +79,14 @@ def _parse_leaf(leaf: object) -> _Leaf:
                 f"equally many for each layer, got {index!r:.80}"
             )
         kept[axis] = np.array(index, np.int64)
-    for axis, rows in _parse_axes(leaf["evidence"], name, shape).items():
+    for axis, rows in _parse_axes(entry["evidence"], name, shape).items():
         if not isinstance(rows, list) or not all(map(_are_sizes, rows)):
             raise ValueError(
                 f"evidence for axis {axis} of the parameter {name!r} must list indices for each "
                 f"layer, got {rows!r:.80}"
             )
         evidence[axis] = [np.array(row, np.int64) for row in rows]
-    return _Leaf(tuple(path), tuple(shape), kept, evidence)
+    return _StoredParameter(tuple(path), tuple(shape), kept, evidence)
 
 
 def _parse_axes(stored: object, name: str, shape: Sequence[int]) -> dict[int, PyTree]:

@@ -88,7 +88,7 @@ def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.
     if isinstance(masks, Plan):
         check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
         return masks, {}
-    by_path = {leaf.path: mask for leaf, mask in graph.parameters.match_masks(masks)}
+    by_path = {x.path: mask for x, mask in graph.parameters.match_masks(masks)}
     for path, mask in by_path.items():
         check_entries(np.asarray(mask), trees.join_names(path))
     return plan_cut(graph, *find_dead(graph, by_path)), by_path

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class _Row(NamedTuple):
     """A row of the table: a parameter, its shape after the cut, and sizes before and after."""
 
-    leaf: Parameter
+    parameter: Parameter
     shape: tuple[int, ...]
     sizes: tuple[int, int]
     macs: tuple[int, int]
@@ -65,7 +64,7 @@ class Small:
     """
 
     params: Params
-    opt_state: optax.OptState | None
+    opt_state: PyTree
     plan: Plan
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
@@ -74,7 +73,7 @@ class Small:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """Graph of the smaller model, whose channels can be cut again."""
+        """Graph of the smaller model, traced at first use; its channels can be cut again."""
         return self.plan.graph(self.before)
 
     def apply(self, params: Params, *args: PyTree) -> PyTree:
@@ -89,7 +88,7 @@ class Small:
         return self.plan.apply(self.before, params, *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Converts an updater of the model before the cut: see `Plan.updater`."""
+        """Converts an updater of the model before the cut for this model: see `Plan.updater`."""
         return self.plan.updater(updater)
 
     def macs(self, path: Path | None = None) -> int:
@@ -98,7 +97,7 @@ class Small:
         Raises:
           ValueError: the model has no parameter of this path, which is a tuple of strings.
         """
-        paths = [leaf.path for leaf in self.before.leaves]
+        paths = [parameter.path for parameter in self.before.parameters]
         if path is not None and path not in paths:
             raise ValueError(f"path must be one of {paths}, got path = {path!r}.")
         return round(self.before.costs.count_small_macs(self._sizes, path))
@@ -143,19 +142,19 @@ class Small:
         densities = self._densities()
         columns = ("entries", "left", "bytes", "left", "MACs", "left")
         last_columns = ("density",) if densities else ()
-        leaves = extras.make_table(("parameter", "shape", "smaller"), (*columns, *last_columns))
+        table = extras.make_table(("parameter", "shape", "smaller"), (*columns, *last_columns))
         totals = np.zeros(4, object)
-        for leaf, shape, sizes, macs in self._rows():
-            numbers = (*sizes, *(size * leaf.dtype.itemsize for size in sizes))
+        for parameter, shape, sizes, macs in self._rows():
+            numbers = (*sizes, *(size * parameter.dtype.itemsize for size in sizes))
             totals += numbers
-            shapes = trees.shape_text(leaf.shape), trees.shape_text(shape)
-            density = densities.get(leaf.path)
+            shapes = trees.shape_text(parameter.shape), trees.shape_text(shape)
+            density = densities.get(parameter.path)
             shown = ["" if density is None else f"{density:.3g}" for _ in last_columns]
-            leaves.add_row(leaf.name, *shapes, *(f"{n:,}" for n in (*numbers, *macs)), *shown)
-        leaves.add_section()
+            table.add_row(parameter.name, *shapes, *(f"{n:,}" for n in (*numbers, *macs)), *shown)
+        table.add_section()
         numbers = (*totals, self.before.macs(), self.macs())
-        leaves.add_row("all", "", "", *(f"{n:,}" for n in numbers), *("" for _ in last_columns))
-        parts = [extras.as_text(leaves), *self._notes()]
+        table.add_row("all", "", "", *(f"{n:,}" for n in numbers), *("" for _ in last_columns))
+        parts = [extras.as_text(table), *self._notes()]
         if seconds:
             times = extras.make_table(("time",), ("before", "after", "ratio"))
             for name, (before, after) in seconds.items():
@@ -176,8 +175,8 @@ class Small:
           The matplotlib axes.
         """
         rows = self._rows()
-        shown = [row for row in rows if row.macs[0] or len(row.leaf.shape) > 1]
-        names = [row.leaf.name for row in shown]
+        shown = [row for row in rows if row.macs[0] or len(row.parameter.shape) > 1]
+        names = [row.parameter.name for row in shown]
         axes = pick_pair(axes, len(shown))
         columns = (
             ("multiply-adds", [row.macs for row in shown], self.before.macs()),
@@ -190,18 +189,19 @@ class Small:
     def _rows(self) -> list[_Row]:
         """Returns the rows of tables and pictures, in tree order."""
         rows = []
-        for leaf in self.before.leaves:
-            shape = self.plan.shrink_shape(leaf.path, leaf.shape)
-            macs = self.before.costs.count_macs(leaf.path), self.macs(leaf.path)
-            rows.append(_Row(leaf, shape, (leaf.size, math.prod(shape)), macs))
+        for parameter in self.before.parameters:
+            path, shape = parameter.path, self.plan.shrink_shape(parameter.path, parameter.shape)
+            macs = self.before.costs.count_macs(path), self.macs(path)
+            rows.append(_Row(parameter, shape, (parameter.size, math.prod(shape)), macs))
         return rows
 
     def _densities(self) -> dict[Path, float]:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
         for key, mask in trees.leaves_by_path(self.masks).items():
-            leaf = self.before.parameters.find(trees.path_names(key), mask, may_be_smaller=True)
-            densities[leaf.path] = np.count_nonzero(mask) / mask.size
+            path = trees.path_names(key)
+            parameter = self.before.parameters.find(path, mask, may_be_smaller=True)
+            densities[parameter.path] = np.count_nonzero(mask) / mask.size
         return densities
 
     def _notes(self) -> list[str]:
@@ -228,5 +228,5 @@ class Small:
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        chosen = solve_kept(self.before.removal.list_axes(), self.plan)
-        return {variable: index.shape[-1] for variable, index in chosen.items()}
+        kept_indices = solve_kept(self.before.removal.list_axes(), self.plan)
+        return {variable: index.shape[-1] for variable, index in kept_indices.items()}

@@ -1,14 +1,14 @@
-"""Proves that an optimizer updates kept entries exactly as it would inside the full parameter.
+"""Proves from shapes: does an optimizer train kept entries as it would inside the full parameter?
+
+`use_compact_state` and `train_only` ask here when the state starts, before there is a gradient: the
+programs of the optimizer are compared. `shrink` and `compact`, which have arrays and a state, ask
+`comparisons.updates`, which runs updates and accepts optimizers that no program proves.
 
 The optimizer is traced twice without running: for the parameters, and for their kept entries. Both
 programs must apply the same operations with the same constants in the same order, and operations
 on arrays that became shorter must work entry by entry, or reduce all entries to one number that
 removed ones, which are 0, do not change. A mean, a minimum, a decision by the number of axes, a
 factored moment, a matrix product, noise or a sum of two parameters fails the comparison.
-
-Works before the first step, on shapes alone, and for every value. `comparisons.updates` runs
-updates instead: it serves cut models, which have arrays and a state, and accepts optimizers that no
-text proves, such as those that accumulate gradients or reduce along axes that are not cut.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Follows removed entries, and their parameters, through the program of an optimizer.
 
+The last step of `entrywise_proof`, which alone asks here.
+
 Gradients and parameters are 0 where a mask removes them. A reduction without these entries returns
 the same number only if they add nothing there: a sum of squares may leave them out, a minimum or a
 sum of exponentials may not. Kept entries of two parameters lie at other places, even if the arrays

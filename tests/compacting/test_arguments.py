@@ -201,12 +201,12 @@ def test_parameters_of_another_tree_or_of_a_smaller_model_are_refused():
         return jnp.tanh(x @ params["layer"]["up"]) @ params["layer"]["down"]
 
     graph = trace(fn, {"layer": PARAMS}, X)
-    with pytest.raises(ValueError, match=r"a leaf 'down' of shape .4, 2., with which the graph"):
+    with pytest.raises(ValueError, match=r"an array 'down' of shape .4, 2., with which the graph"):
         compact(graph, PARAMS, MASKS)
     smaller = {"up": PARAMS["up"][:, :2], "down": PARAMS["down"][:2]}
     for masks in (MASKS, {}):
         with pytest.raises(
-            ValueError, match=r"a leaf '(up|down)' of shape .\d, 2., with which the graph"
+            ValueError, match=r"an array '(up|down)' of shape .\d, 2., with which the graph"
         ):
             compact(GRAPH, smaller, masks)
 

@@ -301,7 +301,7 @@ def test_masks_of_patterns_are_groups(pattern, size):
 def test_a_matrix_of_one_output_is_one_group_or_none():
     mask = np.array([[1, 0, 1]])
     assert grouping.find_groups(mask) is None
-    size, indices = grouping.find_groups(mask, 1)
+    size, indices = grouping.find_groups(mask, is_single=True)
     assert (size, indices.tolist()) == (1, [[0, 2]])
 
 
@@ -320,13 +320,9 @@ def test_matrices_of_a_stack_have_the_same_group_and_number_of_inputs():
         np.testing.assert_array_equal(unfold(size, each, 32, 20), mask)
 
 
-def test_a_group_can_be_chosen_if_it_fits():
-    mask = fan_in(64, 40, 16, 6)
-    for group in (1, 4, 8, 16):
-        size, indices = grouping.find_groups(mask, group)
-        assert (size, indices.shape) == (group, (64 // group, 6))
-    assert grouping.find_groups(mask, 32) is None
-    assert grouping.find_groups(mask, 6) is None
+def test_each_output_can_be_a_group():
+    size, indices = grouping.find_groups(fan_in(64, 40, 16, 6), is_single=True)
+    assert (size, indices.shape) == (1, (64, 6))
 
 
 def test_masks_without_groups_and_those_of_much_padding_are_refused():
@@ -356,5 +352,3 @@ def test_arguments_that_do_not_fit_are_named():
         grouped.grouped_product(values, indices, x, 3.0)
     with pytest.raises(ValueError, match="outputs = 20"):
         grouped.grouped_product(values, indices, x, 20)
-    with pytest.raises(ValueError, match="mask must have shape"):
-        grouping.find_groups(np.ones(3))

@@ -81,8 +81,8 @@ def test_the_smallest_of_the_formats_within_a_fiftieth_of_the_fastest_is_chosen(
 
 def test_padding_of_groups_is_at_most_five_quarters_of_the_kept_entries():
     mask = np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])  # 9 entries for 4
-    assert grouping.find_groups(mask, 1)[0] == 1
-    assert grouping.find_groups(np.concatenate([mask, mask[2:]]), 1) is None
+    assert grouping.find_groups(mask, is_single=True)[0] == 1
+    assert grouping.find_groups(np.concatenate([mask, mask[2:]]), is_single=True) is None
 
 
 @pytest.mark.parametrize(("inputs", "dtype"), [(65_535, np.uint16), (65_536, np.int32)])

@@ -16,7 +16,7 @@ def choose(groups, seed=0):
 
 def masks_of(graph, groups, stay):
     """{path: array of 0 and 1} that masks all channels but those that stay."""
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    shapes = {leaf.path: leaf.shape for leaf in graph.parameters}
     masks = {}
     for group, index in zip(groups, stay, strict=True):
         gone = np.setdiff1d(np.arange(group.size), index)
@@ -35,7 +35,7 @@ def outputs(graph, fn, params, args, groups, stay):
     masks = masks_of(graph, groups, stay)
     values, inputs = graph.model.program.outputs, graph.model.program.inputs
     carried = {  # not what is returned as it was given
-        graph.leaves[leaf].path
+        graph.model.parameters[leaf].path
         for i, leaf in graph.model.carried.items()
         if values[i] is not inputs[leaf]
     }

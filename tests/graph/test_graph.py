@@ -37,13 +37,13 @@ def language_model():
 
 def select(graph, fn):
     """The names of the leaves for which a function of path and parameter is true."""
-    return {leaf.name for leaf in graph.leaves if fn(leaf.path, leaf)}
+    return {leaf.name for leaf in graph.parameters if fn(leaf.path, leaf)}
 
 
 def tree_of(graph, fn):
     """A tree of what a function of path and parameter returns for each leaf."""
     tree = {}
-    for leaf in graph.leaves:
+    for leaf in graph.parameters:
         node = tree
         for name in leaf.path[:-1]:
             node = node.setdefault(name, {})
@@ -85,7 +85,7 @@ def test_erk_leaves_of_resnet50_what_is_published(rate, left):
     rates = sparsity.ERK(rate, filter_fn=graph.is_weight)(params)
     density = {
         leaf.path: 1 - rates_at for leaf, rates_at in zip(
-            graph.leaves, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
+            graph.parameters, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
         ) if rates_at is not None
     }  # fmt: skip
     assert float(graph.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(

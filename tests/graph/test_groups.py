@@ -55,7 +55,7 @@ def test_every_channel_of_a_resnet_between_image_and_classes_is_in_a_group(make)
     assert len(graph.groups) == model.num_groups
     free = {(path, axis) for group in graph.groups for path, axis in group.members}
     outer = {("stem", "kernel"): 2, ("head", "kernel"): 1, ("head", "bias"): 0}
-    for leaf in graph.leaves:
+    for leaf in graph.parameters:
         for axis in range(len(leaf.shape)):
             is_space = len(leaf.shape) == 4 and axis < 2
             assert ((leaf.path, axis) in free) == (not is_space and outer.get(leaf.path) != axis)

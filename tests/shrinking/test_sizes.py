@@ -35,9 +35,9 @@ def halved(model):
 
 def parameters(graph, groups):
     """Parameters, and those that are left when half of the channels of these groups go."""
-    plan = plan_cut(graph, {group.variable: np.arange(group.size // 2) for group in groups})
+    plan = plan_cut(graph, {group.variable: np.arange(group.size // 2) for group in groups}, {})
     whole = left = 0
-    for leaf in graph.leaves:
+    for leaf in graph.parameters:
         if leaf.path[-1] in ("mean", "var"):  # statistics, which are not trained
             continue
         whole += leaf.size
@@ -106,7 +106,7 @@ def pruned(name, distribution=None, **options):
 
 def left_of(graph, small):
     """How many channels are left of each group, looked up along the axis of its first member."""
-    found, shapes = [], {leaf.path: leaf.shape for leaf in graph.leaves}
+    found, shapes = [], {leaf.path: leaf.shape for leaf in graph.parameters}
     for group in graph.groups:
         (path, axis), positions = group.members[0], group.positions[0]
         stays = small.plan.kept.get(path, {}).get(axis, np.arange(shapes[path][axis]))

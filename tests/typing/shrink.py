@@ -25,6 +25,8 @@ opt_state = optax.adam(0.1).init(pruned)
 small = sparsity.shrink(graph, pruned, masks, opt_state, optax.adam(0.1))
 y: jax.Array = small.apply(small.params, x)
 plan: sparsity.Plan = sparsity.Plan.from_json(small.plan.to_json())
+shapes: dict[str, tuple[int, ...]] = {x.name: x.shape for x in graph.parameters}
+small_graph: sparsity.Graph = plan.graph(graph)
 for group in graph.groups:
     name: str = group.name
     size: int = group.size

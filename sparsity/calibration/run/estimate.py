@@ -68,7 +68,7 @@ class Meter:
         self._batch_bytes = sum(_bytes(x) for x in trees.split_arrays(list(batches))[0])
         grams = calibration.gram_shapes(one_layer=True)
         self._grams = {name: _bytes(gram) for name, gram in grams.items()}
-        self._params = sum(param.size * param.dtype.itemsize for param in task.graph.leaves)
+        self._params = sum(param.size * param.dtype.itemsize for param in task.graph.parameters)
         self._pruned: dict[Path, int] = {}
         self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
 
@@ -133,7 +133,7 @@ class Meter:
 
     def _follow_weight(self, use: Use, live_bytes: int) -> None:
         """Follows the sums and the solution of a weight."""
-        param = next(x for x in self._graph.leaves if x.path == use.path)
+        param = next(x for x in self._graph.parameters if x.path == use.path)
         self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
         part = 4 * param.size // max(layers, 1)

@@ -60,7 +60,7 @@ class Lockstep:
           ValueError: the batches differ in shape or structure, or have inputs that are not finite.
         """
         graph = self._calibration.graph
-        program, count = graph.model.program, len(graph.leaves)
+        program, count = graph.model.program, len(graph.parameters)
         inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
         for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
             check_structure(batch, self._batches[0], number)

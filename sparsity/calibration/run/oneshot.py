@@ -220,7 +220,7 @@ class _Run:
         self._task, self._batches = task, batches
         self._store, self._on_layer_done = store, on_layer_done
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
-        self.weights = ModelWeights(params, [param.path for param in task.graph.leaves])
+        self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
         self.report = Report()
 
     def run(self, fn: Callable[..., PyTree], sequential: bool) -> None:

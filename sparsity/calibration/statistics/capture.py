@@ -107,7 +107,7 @@ class Calibration:
     def __init__(
         self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
     ) -> None:
-        leaves = {param.path: param for param in graph.leaves}
+        leaves = {param.path: param for param in graph.parameters}
         self.graph, self.kind = graph, kind
         self.alignments: dict[int, Alignment] = {}
         self._axes: dict[int, Statistic] = {}  # of all layers

@@ -1,4 +1,10 @@
-"""Formats of kept values: one class each, and their table."""
+"""Formats of kept values: one class each, and their table.
+
+- `storage.py` says what a format defines, and holds `Kept`, the arrays of a parameter.
+- `values.py`, `grouped.py`, `slices.py` and `dense.py` hold a format each.
+- `grouped_products.py` multiplies groups, and `find_groups.py` finds groups in a mask.
+- `narrow_dtypes.py` stores and reads numbers of less than 32 bits.
+"""
 
 from sparsity.compacting.formats.dense import Dense
 from sparsity.compacting.formats.grouped import Grouped

@@ -44,19 +44,20 @@ class Grouped(Storage):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls.make_automatic(parameter) or cls._make(parameter, 1)
+        return cls.make_automatic(parameter) or cls._make(parameter, is_single=True)
 
     @classmethod
     def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls._make(parameter, None)
+        return cls._make(parameter, is_single=False)
 
     @classmethod
-    def _make(cls, parameter: MaskedParameter, group: int | None) -> tuple[Self, np.ndarray] | None:
+    def _make(cls, parameter: MaskedParameter, is_single: bool) -> tuple[Self, np.ndarray] | None:
         """Returns the storage and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.frozen_dtype is not None or not inputs:
             return None
-        groups = find_groups(_to_matrices(mask, stack, inputs).swapaxes(-1, -2), group)
+        by_output = _to_matrices(mask, stack, inputs).swapaxes(-1, -2)
+        groups = find_groups(by_output, is_single=is_single)
         if groups is None:
             return None
         group, positions = groups

@@ -201,14 +201,6 @@ def _product(values: jax.Array, indices: jax.Array, x: jax.Array, result: Result
     return _multiply(values, indices, x, result)
 
 
-def _keep_arguments(
-    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result
-) -> tuple[jax.Array, Arguments]:
-    """Multiplies by the program itself, so that derivatives of gradients can be taken."""
-    y = _multiply(values, indices, x, result)
-    return y, (values, indices, x)
-
-
 def _backward(
     result: Result, arguments: Arguments, dy: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
@@ -242,7 +234,8 @@ def _backward(
     return dvalues, None, dxt.T.astype(x.dtype)
 
 
-_product.defvjp(_keep_arguments, _backward)
+# The forward pass is the program itself, so that derivatives of gradients can be taken.
+_product.defvjp(lambda *args: (_multiply(*args), args[:3]), _backward)
 # Equal products, such as those of equal layers, are traced and lowered once.
 _multiply_once: Callable[..., jax.Array] = jax.jit(_product, static_argnums=3)
 

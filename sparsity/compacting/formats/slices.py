@@ -116,8 +116,7 @@ class WholeSlices(Storage):
 
         def multiply(slices: jax.Array) -> jax.Array:
             operands = [slices.transpose(kept.axes), for_other]
-            result: jax.Array = equation.bind(operands if at == 0 else operands[::-1])[0]
-            return result
+            return equation.bind(operands if at == 0 else operands[::-1])[0]
 
         gradient: jax.Array = jax.vjp(multiply, kept.values)[1](for_result)[0]
         return gradient

@@ -16,7 +16,7 @@ from sparsity.compacting.deferred import make_token
 from sparsity.compacting.formats.storage import Storage, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 
 
 class SliceMove(NamedTuple):
@@ -96,7 +96,7 @@ class Carrier:
 
 def carry_state(
     carriers: Mapping[Path, Carrier],
-    params: PyTree,
+    params: Params,
     state: PyTree,
     fresh: PyTree | None,
     in_turn: bool,

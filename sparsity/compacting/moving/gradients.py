@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,12 @@ def move_by_gradient(
 
     results = [each.result for each in observers.values()]
     traced = jax.make_jaxpr(run)(sharding.abstract(results))
-    once = _find_read_once(read_jaxpr(traced), observers)
-    at_once = {path for path in once if movers[path].rule is not None}
+    program = read_jaxpr(traced)
+    at_once = {
+        path
+        for path, value in zip(observers, program.inputs, strict=True)
+        if movers[path].rule is not None and _count_reads(program, value) == 1
+    }
     mapped = _zero_from(traced.consts)
     for path, mover in movers.items():
         if path in at_once:
@@ -108,12 +112,6 @@ def _observe_gradient(mover: Mover) -> Observer:
     return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
 
 
-def _find_read_once(program: Program, paths: Iterable[Path]) -> set[Path]:
-    """Returns the paths whose inputs, one for each, a program reads exactly once a slice."""
-    pairs = zip(paths, program.inputs, strict=True)
-    return {path for path, value in pairs if _count_reads(program, value) == 1}
-
-
 def _count_reads(program: Program, value: Value) -> int:
     """Returns how often a program reads a value; 2 for more, and where the number is unknown."""
     reads = 2 * sum(output is value for output in program.outputs)
@@ -126,7 +124,7 @@ def _count_reads(program: Program, value: Value) -> int:
 def _count_reads_in(equation: Equation, value: Value) -> int:
     if equation.name == "custom_vjp_call":
         return sum(each is value for each in equation.inputs)
-    if equation.name in CALLS and equation.derivative is None:
+    if equation.name in CALLS and not isinstance(equation.rule, Program):
         return _count_reads(equation.bodies[0], value)
     if equation.name != "scan":
         return 2

@@ -18,7 +18,7 @@ from sparsity.compacting.deferred import make_token
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.masks import Site, Sites, defer_scores
 from sparsity.masks.positions import map_rows, put
 from sparsity.patterns.base import keep_active
@@ -243,7 +243,7 @@ class Mover:
         return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
 
     def _draw(
-        self, part: SliceArrays, params: PyTree, rng_seed: hashing.Seed, step: chex.Numeric = 0
+        self, part: SliceArrays, params: Params, rng_seed: hashing.Seed, step: chex.Numeric = 0
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)

@@ -19,7 +19,7 @@ from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.comparisons.updates import read_state
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
@@ -27,8 +27,8 @@ Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 
 def move(
     model: StoredModel,
-    params: PyTree,
-    opt_state: PyTree,
+    params: Params,
+    opt_state: optax.OptState,
     count: chex.Numeric,
     *,
     pruner: BaseUpdater,
@@ -66,8 +66,8 @@ def move(
 
 def _move(
     model: StoredModel,
-    params: PyTree,
-    opt_state: PyTree,
+    params: Params,
+    opt_state: optax.OptState,
     count: chex.Numeric,
     arrays: list[jax.Array | None],
     *,
@@ -92,7 +92,7 @@ def _move(
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
 
-        def apply(params: PyTree, *args: PyTree) -> PyTree:
+        def apply(params: Params, *args: PyTree) -> PyTree:
             return run_stored(model, jax.lax.stop_gradient(params), *args)
 
         masked = {path: values[path] for path in movers}
@@ -123,7 +123,7 @@ def _move(
     return _replace_leaves(model.indices, new), params, opt_state
 
 
-def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: PyTree) -> jax.Array:
+def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: Params) -> jax.Array:
     value = loss(apply, params)
     check_loss("loss", value)
     return value

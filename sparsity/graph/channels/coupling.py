@@ -35,7 +35,7 @@ class Coupling(Flow[list[Axis]]):
         self.feature_groups: dict[Equation, Axis] = {}
         self._steps: dict[Equation, Axis] = {}
         for value in program.inputs:
-            if value not in model.values:
+            if value not in model.parameter_inputs:
                 self.pin(value, Reason(None, "an input of the model", "input"))
         self.run(program)
         for number, value in enumerate(program.outputs):
@@ -44,7 +44,7 @@ class Coupling(Flow[list[Axis]]):
                 self._same(value, program.inputs[carried[number]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
-        for value in model.values.keys() - values_read(program):
+        for value in model.parameter_inputs.keys() - values_read(program):
             self.pin(value, Reason(None, "no operation reads it", "unread"))
 
     def axes(self, value: Value) -> list[Axis]:

@@ -42,13 +42,13 @@ class Cut(Protocol):
 
 
 def spread_kept(
-    parameters: ParameterAxes, chosen: KeptIndices
+    parameters: ParameterAxes, kept_indices: KeptIndices
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
-            index = find_kept(axis, chosen)
+            index = find_kept(axis, kept_indices)
             if index is not None:
                 kept.setdefault(parameter.path, {})[number] = index
     return kept

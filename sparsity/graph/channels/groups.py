@@ -71,18 +71,18 @@ class Channels(NamedTuple):
 def find_channels(
     parameters: ParameterAxes,
     unproven: Mapping[Axis, Reason],
-    made: Mapping[Path, set[int]],
-    windows: Mapping[Path, set[int]],
-    layers: Mapping[Axis, int],
+    output_axes: Mapping[Path, set[int]],
+    window_axes: Mapping[Path, set[int]],
+    num_layers: Mapping[Axis, int],
 ) -> Channels:
     """Returns the groups that can be removed, and the refused axes.
 
     Args:
       parameters: the parameters with their axes.
       unproven: variables whose removal would differ from masking them, and why.
-      made: {path: the axes of the parameter that become outputs of a product}.
-      windows: {path: the axes of the parameter that are windows of a convolution}.
-      layers: {variable: number of layers} where layers may keep different entries.
+      output_axes: {path: the axes of the parameter that become outputs of a product}.
+      window_axes: {path: the axes of the parameter that are windows of a convolution}.
+      num_layers: {variable: number of layers} where layers may keep different entries.
     """
     refusals = _find_refusals(parameters, unproven)
     groups, refused = [], []
@@ -91,10 +91,10 @@ def find_channels(
         if variable in refusals:
             for parameter, number, axis in places:
                 reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
-                if number not in windows.get(parameter.path, ()):
+                if number not in window_axes.get(parameter.path, ()):
                     refused += _refuse(parameter, number, refusals[variable], reasons)
             continue
-        outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
+        outputs = [place for place in places if place[1] in output_axes.get(place[0].path, ())]
         parameter, number, _ = (outputs or places)[0]
         name = f"{parameter.name}:{number}"
         names[name] = names.get(name, 0) + 1
@@ -105,7 +105,7 @@ def find_channels(
                 tuple((parameter.path, number) for parameter, number, _ in places),
                 tuple(find_positions(axis, variable) for _, _, axis in places),
                 variable,
-                layers.get(variable, 0),
+                num_layers.get(variable, 0),
             )
         )
     return Channels(groups, list(dict.fromkeys(refused)))

@@ -100,10 +100,10 @@ class _Search:
 
     def __init__(self, model: Model, tracker: Tracker) -> None:
         self._program, self._tracker = model.program, tracker
-        self._values = {parameter.path: value for value, parameter in model.values.items()}
-        self._outside = {*model.values, *model.program.makers}  # of loops
+        self._values = {x.path: value for value, x in model.parameter_inputs.items()}
+        self._outside = {*model.parameter_inputs, *model.program.makers}  # of loops
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
-        self._plain = set(model.values)  # and moved or cast copies of them
+        self._plain = set(model.parameter_inputs)  # and moved or cast copies of them
         self._reads: Counter[Path] = Counter()  # of parameters, where they meet data
         for body in model.program.nested():
             for equation in body.flat():

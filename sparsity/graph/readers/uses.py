@@ -98,7 +98,7 @@ class Tracker(Flow[Views]):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.facts = dict.fromkeys(model.program.inputs, Views(is_data=True))
-        for value, parameter in model.values.items():
+        for value, parameter in model.parameter_inputs.items():
             by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
             self.facts[value] = Views((View(parameter.path, by_axis),))
         self.run(model.program)

@@ -4,7 +4,7 @@ Masking sets the parameters of a channel to 0. From these follow the constants o
 removed entries: 0 after a product, 1 after `exp`. Removing the channel gives the same result if
 every operation that joins removed entries with others reads a neutral constant: 0 in a sum, -inf in
 a maximum. A sum may also read an entry that all removed channels share, which the smaller program
-adds: see `alike`.
+adds: see `shared_entries`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.removal.alike import Alike, AtHand, find_alike, find_values_at_hand
 from sparsity.graph.removal.reductions import describe_reduction
+from sparsity.graph.removal.shared_entries import (
+    AtHand,
+    SharedEntry,
+    find_shared_entry,
+    find_values_at_hand,
+)
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
@@ -83,8 +88,8 @@ class Proof(Flow[Constants]):
 
     Attributes:
       refused: variables that cannot lose entries, and why.
-      alike: {sum along channels: the entry that removed channels share}, which a smaller program
-        adds for each of them.
+      shared_entries: {sum along channels: the entry that removed channels share}, which a smaller
+        program adds for each of them.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Proof(Flow[Constants]):
         self._program = program  # or the body, or the rule, that is followed
         self._at_hand: dict[Equation, AtHand] = {}
         self.refused: dict[Axis, Reason] = {}
-        self.alike: dict[Equation, Alike] = {}
+        self.shared_entries: dict[Equation, SharedEntry] = {}
         for value, entries in masked.items():
             places = [place for place in self._places(value) if place in entries]
             self.facts[value] = Constants(dict.fromkeys(places, 0.0))
@@ -192,7 +197,7 @@ class Proof(Flow[Constants]):
                 constant = constants[axis, variable]
                 is_neutral = neutral is not None and constant == neutral
                 if not is_neutral and variable not in self.refused:
-                    if constant is None and self._adds_alike(equation, axis, variable):
+                    if constant is None and self._adds_shared_entry(equation, axis, variable):
                         continue
                     what = describe_reduction(equation, self._program)
                     self.refused[variable] = _not_neutral(equation, what, constant, neutral)
@@ -201,7 +206,7 @@ class Proof(Flow[Constants]):
         is_empty = 0 in [value.shape[axis] for axis in axes]
         self.facts[equation.outputs[0]] = Constants() if is_empty else _reduce(equation.name, moved)
 
-    def _adds_alike(self, reduction: Equation, axis: int, variable: Axis) -> bool:
+    def _adds_shared_entry(self, reduction: Equation, axis: int, variable: Axis) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
@@ -217,10 +222,10 @@ class Proof(Flow[Constants]):
         def may_be_nan(value: Value) -> bool:
             return self.fact(value).may_be_nan
 
-        alike = find_alike(value, axis, self._at_hand[reduction], find_constant, may_be_nan)
-        if alike is None or self.alike.get(reduction, alike).axis != axis:
+        entry = find_shared_entry(value, axis, self._at_hand[reduction], find_constant, may_be_nan)
+        if entry is None or self.shared_entries.get(reduction, entry).axis != axis:
             return False
-        self.alike[reduction] = alike
+        self.shared_entries[reduction] = entry
         return True
 
     def _layout(self, equation: Equation, rule: AxisRule) -> None:

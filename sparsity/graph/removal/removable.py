@@ -12,14 +12,14 @@ from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.channels.groups import Channels, find_channels
 from sparsity.graph.readers.uses import Use
-from sparsity.graph.removal.alike import Alike
 from sparsity.graph.removal.proof import Proof
+from sparsity.graph.removal.shared_entries import SharedEntry
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 
-_Proven: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, Alike]]
+_Proven: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, SharedEntry]]
 
 
 class Removal:
@@ -41,7 +41,7 @@ class Removal:
 
     def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
-        return [(x, self.coupling.axes(value)) for value, x in self._model.values.items()]
+        return [(x, self.coupling.axes(value)) for value, x in self._model.parameter_inputs.items()]
 
     @functools.cached_property
     def coupling(self) -> Coupling:
@@ -61,18 +61,18 @@ class Removal:
         return self._prove(masked)[0]
 
     @property
-    def alike(self) -> dict[Equation, Alike]:
+    def shared_entries(self) -> dict[Equation, SharedEntry]:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
         return self._prove(self._maskable)[1]
 
     def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> _Proven:
-        """Returns `refused` and `alike` of a proof; entries are 0 where they are removed."""
+        """Returns `refused` and `shared_entries` of a proof; removed entries are 0."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
-            values = self._model.values.items()
+            values = self._model.parameter_inputs.items()
             entries = {value: masked[x.path] for value, x in values if x.path in masked}
             proof = Proof(self._model.program, self.coupling, entries)
-            self._proofs[key] = proof.refused, proof.alike
+            self._proofs[key] = proof.refused, proof.shared_entries
         return self._proofs[key]
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class Removal:
         """Paths of the parameters that a call replaces, so that masks do not keep zeros there."""
         inputs, outputs = self._model.program.inputs, self._model.program.outputs
         pairs = self._model.carried.items()
-        return {self._model.leaves[i].path for out, i in pairs if outputs[out] is not inputs[i]}
+        return {self._model.parameters[i].path for out, i in pairs if outputs[out] is not inputs[i]}
 
     @functools.cached_property
     def _maskable(self) -> dict[Path, set[tuple[int, Axis]]]:
@@ -95,15 +95,16 @@ class Removal:
     @functools.cached_property
     def channels(self) -> Channels:
         """The channels that can be removed, and the axes that have none."""
-        made: dict[Path, set[int]] = {}
-        windows: dict[Path, set[int]] = {}
+        output_axes: dict[Path, set[int]] = {}
+        window_axes: dict[Path, set[int]] = {}
         for use in self._uses:
             if use.primitive in PRODUCTS:
-                made.setdefault(use.path, set()).update(use.output)
-                windows.setdefault(use.path, set()).update({*use.contracting} - {*use.channels})
-        layers = _find_layered(self._model.program, self.coupling)
+                output_axes.setdefault(use.path, set()).update(use.output)
+                window = {*use.contracting} - {*use.channels}
+                window_axes.setdefault(use.path, set()).update(window)
         unproven = self.find_unproven(self._maskable)
-        return find_channels(self.list_axes(), unproven, made, windows, layers)
+        num_layers = _find_layered(self._model.program, self.coupling)
+        return find_channels(self.list_axes(), unproven, output_axes, window_axes, num_layers)
 
 
 def _find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:

@@ -253,7 +253,7 @@ class Coupled(DataclassBase):
             if not group.scored:
                 raise ValueError(
                     f"No product reads the channels of the group {group.channels.name!r}, so that "
-                    "they have no importance here. Leave its leaves out with filter_fn."
+                    "they have no importance here. Leave its parameters out with filter_fn."
                 )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
         tables = [trees.leaves_by_path(x) for x in member_trees]
@@ -284,10 +284,10 @@ class Coupled(DataclassBase):
         costs, parameters = self.graph.costs, self.graph.parameters
         if self.across == "nbytes":
             paths = {parameter.path for parameter in parameters.match(tree).values()}
-            cost = costs.count_small_bytes(sizes, paths)
+            cost = Polynomial.convert(costs.count_small_bytes(sizes, paths))
         else:
-            cost = costs.count_small_macs(sizes)
-        return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
+            cost = Polynomial.convert(costs.count_small_macs(sizes))
+        return Cost(cost, [group.full.size for group in groups])
 
     # Numbers of channels.
 

@@ -79,7 +79,7 @@ def keep_best(
 def spread_masks(
     groups: Sequence[PlacedGroup], masks: Sequence[jax.Array], leaves: Leaves
 ) -> list[jax.Array]:
-    """Returns the masks of leaves from masks of channels."""
+    """Returns the masks of parameters from masks of channels."""
     xp = host.namespace(leaves.values())
     ones: PyTree = host.ones if xp is np else xp.ones
     spread = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
@@ -89,7 +89,7 @@ def spread_masks(
             shape = leaves[path].shape
             label = np.full(shape[axis], -1)
             label[positions] = np.arange(size)[:, None]
-            # Reads by index: XLA would otherwise shard one leaf like another.
+            # Reads by index: XLA would otherwise shard one mask like another.
             chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
             along = xp.where(label < 0, np.uint8(1), chosen)
             wide = [n if i == axis else 1 for i, n in enumerate(shape)]

@@ -21,7 +21,7 @@ _MOST = 64  # equations that a smaller program evaluates for one sum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Alike:
+class SharedEntry:
     """An entry that all removed channels share along an axis of a value.
 
     Without a constant and a maker, the entry is the value itself, which has size 1 along the axis,
@@ -39,7 +39,7 @@ class Alike:
     axis: int
     constant: float | None = None
     maker: Equation | None = None
-    inputs: Sequence[Alike] = ()
+    inputs: Sequence[SharedEntry] = ()
 
     def list_values(self) -> list[Value]:
         """Returns the values of the program from which the entry is computed."""
@@ -48,13 +48,13 @@ class Alike:
         return [value for entry in self.inputs for value in entry.list_values()]
 
 
-def find_alike(
+def find_shared_entry(
     value: Value,
     axis: int,
     at_hand: AtHand,
     find_constant: Callable[[Value, int], float | None],
     may_be_nan: Callable[[Value], bool],
-) -> Alike | None:
+) -> SharedEntry | None:
     """Returns the entry of all removed channels along an axis, `None` if they may differ.
 
     Args:
@@ -65,21 +65,21 @@ def find_alike(
         for the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
     """
-    results: dict[tuple[Value, int], Alike | None] = {}
+    results: dict[tuple[Value, int], SharedEntry | None] = {}
 
-    def find(value: Value, axis: int) -> Alike | None:
+    def find(value: Value, axis: int) -> SharedEntry | None:
         key = value, axis
         if key not in results:
             results[key] = compute(value, axis) if len(results) < _MOST else None
         return results[key]
 
-    def compute(value: Value, axis: int) -> Alike | None:
+    def compute(value: Value, axis: int) -> SharedEntry | None:
         constant = find_constant(value, axis)
         if constant is not None:
-            return None if math.isnan(constant) else Alike(value, axis, constant)
+            return None if math.isnan(constant) else SharedEntry(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
             is_at_hand = value in at_hand or value.constant is not None
-            return Alike(value, axis) if is_at_hand else None
+            return SharedEntry(value, axis) if is_at_hand else None
         maker = at_hand.get(value)
         if maker is None:
             return None
@@ -92,11 +92,11 @@ def find_alike(
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:
             return None
-        inputs = [alike for place in places if (alike := find(*place)) is not None]
+        inputs = [entry for place in places if (entry := find(*place)) is not None]
         # The sign of a 0 is not followed.
         by_zero = entrywise.tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not by_zero
-        return Alike(value, axis, maker=maker, inputs=inputs) if is_complete else None
+        return SharedEntry(value, axis, maker=maker, inputs=inputs) if is_complete else None
 
     return find(value, axis)
 
