@@ -161,6 +161,28 @@ class Plan:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
+    def then(self, later: Plan) -> Plan:
+        """Composes two cuts: this plan, then `later`, which was made for the smaller model.
+
+        Raises:
+          ValueError: `later` has a parameter of another shape than this plan leaves.
+        """
+        check_kind("later", later, Plan, "a Plan")
+        kept = {path: dict(axes) for path, axes in self.kept.items()}
+        shapes = dict(self.shapes)
+        for path, axes in later.kept.items():
+            axes_before = kept.setdefault(path, {})
+            shape = cut_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
+            if shape != later.shapes[path]:
+                raise ValueError(
+                    f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
+                    f"this plan leaves {shape}. Compose plans in the order of the cuts."
+                )
+            for axis, index in axes.items():
+                before = axes_before.get(axis)
+                axes_before[axis] = index if before is None else _compose(before, index)
+        return Plan(kept, shapes, _compose_evidence(self, later))
+
 
 def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[int, ...]]:
     """Returns the shapes before a cut of the parameters after the cut, in their order.
@@ -220,6 +242,37 @@ def _are_removed(rows: object, kept: np.ndarray, size: int) -> bool:
 def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
     """Returns a shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
+
+
+def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
+    layers = np.broadcast_shapes(first.shape[:-1], then.shape[:-1])
+    first, then = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, then))
+    return np.take_along_axis(first, then, axis=-1)
+
+
+def _compose_evidence(first: Plan, later: Plan) -> Evidence:
+    """Returns the evidence of two cuts, at indices before the first."""
+    evidence = {path: dict(axes) for path, axes in first.evidence.items()}
+    for path, axes in later.kept.items():
+        for axis in axes:
+            if not any(axis in plan.evidence.get(path, {}) for plan in (first, later)):
+                continue
+            rows = _list_evidence(later, path, axis)
+            if (before := first.kept.get(path, {}).get(axis)) is not None:
+                parts = _list_evidence(first, path, axis), [*np.atleast_2d(before)], rows
+                count = max(map(len, parts))
+                layers = zip(*(part * (count // len(part)) for part in parts), strict=True)
+                rows = [np.union1d(earlier, stays[row]) for earlier, stays, row in layers]
+            evidence.setdefault(path, {})[axis] = rows
+    return evidence
+
+
+def _list_evidence(plan: Plan, path: Path, axis: int) -> list[np.ndarray]:
+    """Returns the evidence at an axis that loses indices: a row for each row of `kept`."""
+    if axis in plan.evidence.get(path, {}):
+        return list(plan.evidence[path][axis])
+    every = np.arange(plan.shapes[path][axis])
+    return [np.setdiff1d(every, kept) for kept in np.atleast_2d(plan.kept[path][axis])]
 
 
 def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Plan:

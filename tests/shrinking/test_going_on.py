@@ -48,10 +48,12 @@ DISTRIBUTIONS = {
 
 
 @pytest.mark.parametrize("value", [None, 3, sparsity.RigL])
-def test_an_updater_of_another_type_is_refused_by_its_argument(value):
+def test_an_updater_or_a_plan_of_another_type_is_refused_by_its_argument(value):
     _, small, _ = case()
     with pytest.raises(ValueError, match="updater must be an updater"):
         small.updater(value)
+    with pytest.raises(ValueError, match="later must be a Plan"):
+        small.plan.then(value)
 
 
 @pytest.mark.slow

@@ -146,3 +146,46 @@ def test_a_damaged_plan_is_refused(damaged, message):
 def test_a_plan_made_by_hand_is_checked(axes, shapes, message):
     with pytest.raises(ValueError, match=message):
         Plan({("w",): axes}, shapes)
+
+
+def test_plans_are_composed_in_the_order_of_the_cuts():
+    first = Plan({("w",): {1: np.array([1, 3, 5])}}, {("w",): (2, 6)})
+    second = Plan({("w",): {1: np.array([0, 2])}}, {("w",): (2, 3)})
+    np.testing.assert_array_equal(first.then(second).kept["w",][1], [1, 5])
+    with pytest.raises(ValueError, match=r"'w' of shape \(2, 6\), this plan leaves \(2, 2\)"):
+        second.then(first)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        ([1, 3, 5], [[0, 1], [1, 2]], [[1, 3], [3, 5]]),
+        ([[0, 1, 2], [3, 4, 5]], [0, 2], [[0, 2], [3, 5]]),
+        ([[0, 1, 2], [3, 4, 5]], [[0, 1], [1, 2]], [[0, 1], [4, 5]]),
+    ],
+)
+def test_plans_of_layers_that_keep_different_channels_are_composed_layer_by_layer(
+    first, second, both
+):
+    cuts = [
+        Plan({("w",): {1: np.array(x)}}, {("w",): (2, n)}) for x, n in ((first, 6), (second, 3))
+    ]
+    np.testing.assert_array_equal(cuts[0].then(cuts[1]).kept["w",][1], both)
+
+
+def test_evidence_is_composed_at_indices_before_the_first_cut():
+    def cut(kept, size, *rows):
+        evidence = {("w",): {1: [np.array(row) for row in rows]}} if rows else {}
+        return Plan({("w",): {1: np.array(kept)}}, {("w",): (2, size)}, evidence)
+
+    def rows(plan):
+        return [row.tolist() for row in plan.evidence["w",][1]]
+
+    first, second = cut([1, 3, 5], 6, [2]), cut([0], 3, [2])
+    assert rows(first.then(second)) == [[2, 5]]
+    assert rows(first.then(cut([0], 3))) == [[2, 3, 5]]
+    assert rows(cut([1, 3, 5], 6).then(second)) == [[0, 2, 4, 5]]
+    assert rows(Plan({}, {}).then(second)) == rows(second.then(Plan({}, {}))) == [[2]]
+    assert not cut([1, 3, 5], 6).then(cut([0], 3)).evidence
+    by_layer = cut([[0], [1]], 3, [2], [0, 2])
+    assert rows(first.then(by_layer)) == [[2, 5], [1, 2, 5]]

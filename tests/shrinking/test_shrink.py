@@ -241,16 +241,15 @@ def test_a_smaller_model_is_equal_to_itself_alone(mlp):
 
 
 @pytest.mark.slow
-def test_the_plans_of_two_cuts_cut_another_checkpoint_one_after_the_other(mlp):
+def test_shrinking_twice_is_shrinking_by_the_composed_plan(mlp):
     params, x, graph = mlp
     first = shrink(graph, *sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params))
     pruner = sparsity.MagnitudePruning(**_coupled(first.graph))
     second = shrink(first.graph, *pruner.instant_sparsify(first.params))
-    again = shrink(graph, params, first.plan)
-    again = shrink(again.graph, again.params, second.plan)
-    assert again.params["second"]["kernel"].shape == (2, 3)
-    assert _difference(again.params, second.params) == 0
-    assert _difference(again.apply(again.params, x), second.apply(second.params, x)) < 1e-12
+    once = shrink(graph, params, first.plan.then(second.plan))
+    assert once.params["second"]["kernel"].shape == (2, 3)
+    assert _difference(once.params, second.params) == 0
+    assert _difference(once.apply(once.params, x), second.apply(second.params, x)) < 1e-12
 
 
 def _scanned(params, x):
