@@ -402,6 +402,23 @@ def test_a_scope_of_ones_own_selects_and_moves():
     assert _counts(state.masks) == {"a": 0, "b": 0, "c": 76}
 
 
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "must return a list of masks, one for each of 3 parameters, got None"),
+        ([jnp.ones(3)], "must return a list of masks, one for each of 3 parameters, got "),
+        ([None] * 3, "the mask of 'a' by Returning.select must be an array of real numbers"),
+    ],
+)
+def test_masks_of_a_scope_of_ones_own_are_checked(returned, got):
+    class Returning(FirstServed):
+        def select(self, leaves, topk_fn):
+            return returned
+
+    with pytest.raises(ValueError, match=got):
+        _make(sparsity.MagnitudePruning, scope=Returning()).instant_sparsify(_params())
+
+
 def test_layerwise_is_the_scope_at_the_top():
     assert sparsity.Layerwise is LayerwiseScope
 

@@ -17,10 +17,15 @@ import jax.numpy as jnp
 
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.calibration.statistics.validation import check_solution, look_up_statistic
-from sparsity.core import sharding, trees
+from sparsity.calibration.statistics.validation import (
+    check_solution,
+    look_up_statistic,
+    read_pruned,
+)
+from sparsity.core import trees
+from sparsity.core.checks import check_iterable
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks, read_masks
+from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg
@@ -104,7 +109,8 @@ class StatisticsPruning(BaseUpdater):
     ) -> tuple[PyTree, PyTree]:
         """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
 
-        Pruners that compare parameters override this method, as pruners of channels do.
+        Pruners that compare parameters override this method, as pruners of channels do. Weights of
+        another floating dtype are cast to that of their parameter.
 
         Args:
           params: tree of parameters.
@@ -117,11 +123,8 @@ class StatisticsPruning(BaseUpdater):
             if not param.size:
                 solved[key] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
-            solution = self.solve(*problem)
-            check_solution(solution, f"{type(self).__name__}.solve", problem.site.name, param)
-            new, mask = solution
-            new = sharding.place_like(param, new.astype(param.dtype))
-            solved[key] = new, sharding.place_like(param, mask)
+            solved[key] = self.solve(*problem)
+            check_solution(solved[key], f"{type(self).__name__}.solve", problem.site.name, param)
         weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
         return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
 
@@ -157,12 +160,21 @@ class StatisticsPruning(BaseUpdater):
         targets = self.compute_targets(params, sites)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
         problems = {}
-        for key in self.calibrated_paths(params, targets):
+        name = type(self).__name__
+        paths = self.calibrated_paths(params, targets)
+        check_iterable(f"the result of {name}.calibrated_paths", paths)
+        for key in paths:
+            if key not in leaves:
+                raise ValueError(
+                    f"{name}.calibrated_paths must return key paths of the params, got {key!r}."
+                )
             site, param = sites[key], leaves[key]
             statistic = self.statistic(statistics, site, param.shape)
             problems[key] = Problem(site, param, statistic, sparsities.get(key))
-        weights, masks = self.solve_tree(params, targets, problems)
-        masks = read_masks(masks, params, self.use_packed_masks)
+        is_own = type(self).solve_tree is not StatisticsPruning.solve_tree
+        who = f"{name}.{'solve_tree' if is_own else 'solve'}"
+        solved = self.solve_tree(params, targets, problems)
+        weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 

@@ -15,7 +15,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.needs import Needs, combine_needs
-from sparsity.calibration.run.prune import apply_refit
+from sparsity.calibration.run.prune import apply_refit, prune_at_once
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
@@ -23,9 +23,11 @@ from sparsity.calibration.statistics.errors import output_error, ratio, squared_
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import host, sharding, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
+from sparsity.patterns import SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.training.base_updater import BaseUpdater
 
@@ -139,7 +141,7 @@ class PruningTask:
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
-        first, masks = pruner.instant_sparsify(alone, statistics={path: statistic})
+        first, masks = prune_at_once(pruner, alone, {path: statistic}, [site.path])
         last = first
         if self.refit is not None and not self.needs.shifts_biases:
             last, masks = apply_refit(self.refit, pruner, alone, first, masks, {path: statistic})
@@ -185,6 +187,8 @@ class PruningTask:
             return without(axis) - batch_axes
 
         pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
+        who = f"{site.pattern}.renumber_axes of {site.name!r}"
+        check_kind(who, pattern, SparsityType, "a pattern")
         return dataclasses.replace(
             self.pruner,
             sparsity_distribution_fn=Rates({path: self.targets[path]}),
