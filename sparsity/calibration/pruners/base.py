@@ -171,8 +171,8 @@ class StatisticsPruning(BaseUpdater):
             site, param = sites[key], leaves[key]
             statistic = self.statistic(statistics, site, param.shape)
             problems[key] = Problem(site, param, statistic, sparsities.get(key))
-        is_own = type(self).solve_tree is not StatisticsPruning.solve_tree
-        who = f"{name}.{'solve_tree' if is_own else 'solve'}"
+        overrides = type(self).solve_tree is not StatisticsPruning.solve_tree
+        who = f"{name}.{'solve_tree' if overrides else 'solve'}"
         solved = self.solve_tree(params, targets, problems)
         weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
         pruned = apply_masks(weights, masks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Path, PyTree
+from sparsity.core.warn import warn
 from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
 from sparsity.patterns import SparsityType
@@ -226,11 +226,10 @@ def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     biases = {path: graph.biases[path] for path in sites if path in graph.biases}
     biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in biases]:
-        warnings.warn(
+        warn(
             f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
             "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
             "its running mean or its shift is among the params.",
-            stacklevel=4,
         )
     return biases
 

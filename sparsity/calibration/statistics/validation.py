@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -17,6 +16,7 @@ from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree
+from sparsity.core.warn import warn
 from sparsity.masks import Site, read_masks
 
 
@@ -156,11 +156,10 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
         is_zero = np.asarray((host.read(statistic.sums_of_squares()) == 0).all(axis=-1))
     if is_zero.any():
         where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
-        warnings.warn(
+        warn(
             f"{where} {name!r} met nothing but zeros in the calibration data, which say nothing "
             "about these weights: ties decide which of them stay. Calibrate with data that reach "
             "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}.",
-            stacklevel=1,  # one place, so that a weight is named once
         )
 
 
@@ -191,10 +190,9 @@ def check_solvable(
         remedy = "Weights that the data leave free stay near those of the pruner."
         if damping:
             remedy = f"What the data do not say, damping = {damping} decides."
-        warnings.warn(
+        warn(
             f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
             f"matrix is singular. {remedy} More calibration data would say more.",
-            stacklevel=2,
         )
 
 
