@@ -78,7 +78,6 @@ def test_each_leaf_by_itself_is_the_default():
 # Which weights stay.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.9, 0.999, 1.0])
 def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     params = _params(scales=(1, 5, 0.1))
@@ -86,7 +85,6 @@ def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     _check(masks, _best(_normalized(params), _num_kept(_ALL, share)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scales", [(1e30, 1e30, 1), (1e-30, 1e-30, 1e-30), (1e30, 1e-30, 1)])
 def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
     params = _params(scales=scales)
@@ -94,7 +92,6 @@ def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
     _check(masks, _best(_normalized(params), _ALL // 2))
 
 
-@pytest.mark.slow
 def test_weights_of_bfloat16_are_ranked_in_float32():
     params = _params(dtype=jnp.bfloat16) | {"b": _params()["b"]}
     masks = _make(sparsity.MagnitudePruning, 0.6).instant_sparsify(params)[1]
