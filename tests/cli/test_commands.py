@@ -46,7 +46,7 @@ def test_a_checkpoint_without_weights_is_refused_with_its_dtypes(tmp_path, capsy
     source, target = tmp_path / "in.npz", tmp_path / "out.npz"
     np.savez(source, a=np.arange(6), b=np.ones(2, bool))
     assert main(["prune", str(source), str(target), *HALF]) == 2
-    assert "its selected leaves are 'bool', 'int64'" in capsys.readouterr().err
+    assert "its selected parameters are 'bool', 'int64'" in capsys.readouterr().err
     assert not target.exists()
 
 
@@ -80,9 +80,9 @@ def test_inspect_reports_every_array_of_every_format(saved, capsys):
     code, found = report(capsys, "inspect", path)
     assert code == 0
     arrays = named(load(path))
-    assert found["leaves"].keys() == arrays.keys()
+    assert found["parameters"].keys() == arrays.keys()
     for name, array in arrays.items():
-        told = found["leaves"][name]
+        told = found["parameters"][name]
         assert (told["shape"], told["dtype"]) == (list(array.shape), str(array.dtype))
         assert (told["size"], told["nonzeros"]) == (array.size, np.count_nonzero(array))
         assert told["bytes"]["dense"] == array.nbytes
@@ -94,7 +94,7 @@ def test_inspect_finds_patterns_and_counts_bytes(tmp_path, capsys):
     mask[0] = np.tile([1, 1, 0, 0], 4)
     values = np.where(mask, 1.5, 0).astype(np.float32)
     np.savez(tmp_path / "a.npz", w=values)
-    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["leaves"]["w"]
+    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["parameters"]["w"]
     assert told["patterns"] == ["nm_2,4,-1"]
     assert told["sparsity"] == 0.5
     assert told["bytes"]["dense"] == 8 * 16 * 4
@@ -115,7 +115,7 @@ def test_values_of_msgpack_that_are_no_arrays_are_kept(tmp_path, capsys):
     tree = {"net": others, "w": np.array([[1.0, 2.0], [3.0, 4.0]])}
     path, target = tmp_path / "a.msgpack", tmp_path / "b.msgpack"
     path.write_bytes(flax.serialization.msgpack_serialize(tree))
-    assert list(report(capsys, "inspect", path)[1]["leaves"]) == ["net/scalar", "w"]
+    assert list(report(capsys, "inspect", path)[1]["parameters"]) == ["net/scalar", "w"]
     assert main(["prune", str(path), str(target), *HALF, "--filter", "w|net/scalar"]) == 0
     made = flax.serialization.msgpack_restore(target.read_bytes())
     assert_same(made, tree | {"w": np.array([[0.0, 0.0], [3.0, 4.0]])})
@@ -123,7 +123,7 @@ def test_values_of_msgpack_that_are_no_arrays_are_kept(tmp_path, capsys):
 
 def test_the_compressed_size_is_that_of_zstd(kernels, capsys):
     zstandard = pytest.importorskip("zstandard")
-    told = report(capsys, "inspect", kernels)[1]["leaves"]["big"]
+    told = report(capsys, "inspect", kernels)[1]["parameters"]["big"]
     values = safetensors.numpy.load_file(kernels)["big"]
     stream = zstandard.ZstdCompressor().compressobj()
     expected = len(stream.compress(values.tobytes()) + stream.flush())
@@ -135,9 +135,9 @@ def test_a_filter_chooses_leaves_by_path_or_regular_expression(saved, capsys):
     everything = named(load(path))
     prefix = "net/" if "net/kernel" in everything else ""
     code, found = report(capsys, "inspect", path, "--filter", f"{prefix}kernel")
-    assert (code, list(found["leaves"])) == (0, [f"{prefix}kernel"])
+    assert (code, list(found["parameters"])) == (0, [f"{prefix}kernel"])
     found = report(capsys, "inspect", path, "--filter", f"{prefix}(kernel|bias)")[1]
-    assert set(found["leaves"]) == {f"{prefix}kernel", f"{prefix}bias"}
+    assert set(found["parameters"]) == {f"{prefix}kernel", f"{prefix}bias"}
 
 
 def test_the_table_shows_leaves_as_they_are_called(tmp_path, capsys):
@@ -152,7 +152,7 @@ def test_the_table_shows_what_a_terminal_would_obey(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **{"up\n\x1b[31m": np.ones(2), "größe": np.ones(2)})
     assert main(["inspect", str(tmp_path / "a.npz")]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["leaf", "-" * 12, "größe", r"up\n\x1b[31m", "-" * 12, "total"]
+    assert names == ["parameter", "-" * 12, "größe", r"up\n\x1b[31m", "-" * 12, "total"]
 
 
 PACKAGES = ["flax", "msgpack", "orbax", "rich", "safetensors", "tensorstore", "zstandard"]
@@ -171,7 +171,7 @@ def test_npz_needs_no_other_package_and_says_once_what_is_left_out(tmp_path, cap
     assert printed.err.count("zstd") == printed.err.count("\n") == 1
     assert "pip install 'jax-sparsity[cli]'" in printed.err
     told = report(capsys, "inspect", path)[1]
-    assert told["leaves"]["w"]["bytes"] == {"dense": 32, "bitmask": 33, "zstd": None}
+    assert told["parameters"]["w"]["bytes"] == {"dense": 32, "bitmask": 33, "zstd": None}
     assert told["total"]["bytes"]["zstd"] is None
     assert main(["prune", str(path), str(pruned), *HALF]) == 0
     assert main(["diff", str(path), str(pruned)]) == 1
@@ -189,7 +189,7 @@ def test_a_format_without_its_package_says_what_to_install(tmp_path, capsys, mon
 def test_entries_in_the_order_of_fortran_are_read(tmp_path, capsys):
     mask = np.array(sparsity.NByM(2, 4, -2).select(helpers.normal(16, 12), 0.5))
     np.savez(tmp_path / "a.npz", w=np.asfortranarray(mask.astype(np.float32)))
-    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["leaves"]["w"]
+    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["parameters"]["w"]
     assert told["patterns"] == ["nm_2,4,-2"]
 
 
@@ -200,7 +200,7 @@ def test_an_array_that_flax_splits_is_one(tmp_path, capsys, monkeypatch):
     tree = {"w": helpers.normal(9, 9), "x": {"y": helpers.normal(3)}}
     path = tmp_path / "a.msgpack"
     path.write_bytes(flax.serialization.msgpack_serialize(tree))
-    told = report(capsys, "inspect", path)[1]["leaves"]
+    told = report(capsys, "inspect", path)[1]["parameters"]
     assert told["w"]["shape"] == [9, 9]
     assert told["w"]["nonzeros"] == np.count_nonzero(tree["w"])
     assert main(["prune", str(path), str(tmp_path / "b.msgpack"), *HALF]) == 0
@@ -223,7 +223,7 @@ def test_inspecting_takes_little_memory_beside_an_array(tmp_path, capsys, name):
     found = report(capsys, "inspect", tmp_path / name, "--filter", ".*w")[1]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    (told,) = found["leaves"].values()
+    (told,) = found["parameters"].values()
     assert told["patterns"] == ["channel_-1"]
     assert peak < MEMORY[name] * array.nbytes
 
@@ -251,7 +251,7 @@ def test_inspecting_a_folder_takes_the_memory_of_two_arrays(tmp_path):
         [sys.executable, "-c", INSPECT, str(tmp_path / "a")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["leaves"]["w"]["nonzeros"] == np.count_nonzero(tree["w"])
+    assert json.loads(done.stdout)["parameters"]["w"]["nonzeros"] == np.count_nonzero(tree["w"])
     kibibytes = int(done.stderr.splitlines()[-1])
     assert kibibytes * 1024 < 2.2 * tree["w"].nbytes
 
@@ -376,15 +376,15 @@ def test_diff_counts_what_moved_and_what_changed(tmp_path, capsys):
     arguments = ["diff", tmp_path / "old.npz", tmp_path / "new.safetensors"]
     code, found = report(capsys, *arguments)
     assert code == 1
-    counts = {key: found["leaves"]["w"][key] for key in ("kept", "dropped", "grown", "changed")}
+    counts = {key: found["parameters"]["w"][key] for key in ("kept", "dropped", "grown", "changed")}
     assert counts == {"kept": 5, "dropped": 1, "grown": 1, "changed": 3}
-    assert found["leaves"]["gone"]["new"] is None
-    assert found["leaves"]["new"]["old"] is None
+    assert found["parameters"]["gone"]["new"] is None
+    assert found["parameters"]["new"]["old"] is None
     assert report(capsys, *arguments, "--filter", "same")[0] == 0
     main([*map(str, arguments)])
     out = capsys.readouterr().out
     assert "2 float64 -> nothing" in out
-    assert "3 of 4 leaves differ" in out
+    assert "3 of 4 parameters differ" in out
     assert "same" not in out
 
 
@@ -425,9 +425,9 @@ def test_help_shows_examples_and_exit_codes(command, capsys):
         (["inspect", "nothing.npz"], "nothing.npz does not exist. Give the path"),
         (
             ["inspect", "{kernels}", "--filter", "smal"],
-            "no leaf; the nearest of 2 is 'small'",
+            "no parameter; the nearest of 2 is 'small'",
         ),
-        (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no leaf"),
+        (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no parameter"),
         (["diff", "{kernels}", "nothing.npz"], "nothing.npz does not exist"),
         (["diff", "nothing"], "nothing does not exist. Give the path of a delta"),
         (

@@ -58,7 +58,7 @@ def test_a_delta_of_two_checkpoints_makes_one_from_the_other(tmp_path, capsys, n
     old, new, out = (tmp_path / folder / name for folder in ("old", "new", "."))
     assert main(["diff", str(old), str(new), "--save", str(tmp_path / "delta")]) == 1
     assert main(["apply", str(old), str(tmp_path / "delta"), str(out)]) == 0
-    assert "leaves changed." in capsys.readouterr().out
+    assert "parameters changed." in capsys.readouterr().out
     assert main(["diff", str(out), str(new)]) == 0
     assert bits(arrays(out)) == bits(arrays(new))
     assert bits(arrays(old)) != bits(arrays(new))
@@ -120,7 +120,7 @@ def test_diff_shows_a_delta(files, capsys):
         (-2.0, 6.0),
     ]
     assert report["changes"][0]["density"] == 1 / 16
-    assert report["total"] == {"leaves": 2, "size": 40, "entries": 4, "bytes": 20}
+    assert report["total"] == {"parameters": 2, "size": 40, "entries": 4, "bytes": 20}
 
 
 def test_a_change_beyond_float64_is_null_in_json(files, capsys):

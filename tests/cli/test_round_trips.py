@@ -48,9 +48,9 @@ def test_prune_inspect_and_diff_agree(tmp_path_factory, capsys, ending, seed, ta
         return
     assert (code, error) == (0, "")
     pruned = load(after)
-    listed = json.loads(run(capsys, "inspect", after, "--json")[1])["leaves"]
+    listed = json.loads(run(capsys, "inspect", after, "--json")[1])["parameters"]
     code, out, _ = run(capsys, "diff", before, after, "--json")
-    moved = json.loads(out)["leaves"]
+    moved = json.loads(out)["parameters"]
     assert pruned.keys() == tree.keys() == listed.keys() == moved.keys()
     for name, leaf in tree.items():
         new = np.asarray(pruned[name])
