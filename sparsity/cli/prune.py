@@ -107,8 +107,8 @@ def _prune(
     if not any(map(trees.is_prunable, jax.tree.leaves(params))):
         dtypes = trees.listed(sorted({array.dtype.name for array in jax.tree.leaves(params)}))
         raise ValueError(
-            f"{arguments.source} has no weights to prune: its selected parameters are {dtypes}. Only "
-            "floating and complex arrays can be pruned."
+            f"{arguments.source} has no weights to prune: its selected parameters are {dtypes}. "
+            "Only floating and complex arrays can be pruned."
         )
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):

@@ -10,7 +10,7 @@ import jax
 
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import Refit, Select
-from sparsity.calibration.run.needs import read_refit_needs
+from sparsity.calibration.run.needs import method_name, read_refit_needs
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
@@ -56,7 +56,7 @@ def prune(
     check_pruner_and_refit(pruner, refit)
     if read_refit_needs(refit).shifts_biases:
         raise ValueError(
-            f"{type(refit).__name__} changes the biases that follow weights, which only the "
+            f"{method_name(refit)} changes the biases that follow weights, which only the "
             f"program of a model shows: give refit = {refit!r} to oneshot."
         )
     pruned, masks = prune_at_once(pruner, params, statistics)
@@ -132,7 +132,7 @@ def apply_refit(
     Raises:
       ValueError: a statistic is missing, does not fit its parameter, or lacks the refit's sums.
     """
-    needs, who = read_refit_needs(refit), type(refit).__name__
+    needs, who = read_refit_needs(refit), method_name(refit)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
