@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core import host
 from sparsity.core.checks import is_real
+from sparsity.core.trees import PyTree
 
 
 def readable(scores: chex.Array) -> jax.Array:
@@ -78,47 +80,38 @@ def _bits(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"int{8 if dtype == jnp.bool_ else max(8, jnp.iinfo(dtype).bits)}")
 
 
-def to_keys(scores: jax.Array) -> jax.Array:
-    """Returns signed integers in the order of the scores."""
-    dtype = scores.dtype
+def to_keys(scores: PyTree) -> PyTree:
+    """Returns signed integers in the order of the scores, by numpy for arrays of numpy."""
+    xp, dtype = host.namespace([scores]), scores.dtype
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")
-        moved = scores.astype(unsigned) ^ jnp.array(-low, unsigned)
-        return lax.bitcast_convert_type(moved, bits).astype(key)
+        moved = scores.astype(unsigned) ^ xp.array(-low, unsigned)
+        return _read_bits(moved, bits).astype(key)
     if not jnp.issubdtype(dtype, jnp.floating):
         return scores.astype(key)
-    raw = lax.bitcast_convert_type(scores, bits).astype(key)
-    magnitude = raw & jnp.array(-low - 1, key)
-    signed = jnp.where(raw < 0, -magnitude, magnitude)
+    raw = _read_bits(scores, bits).astype(key, copy=False)
+    if xp is np and raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their keys
+        return raw
+    magnitude = raw & xp.array(-low - 1, key)
+    signed = xp.where(raw < 0, -magnitude, magnitude)
     if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
-        nan = magnitude > jnp.array(top, key)
+        nan = magnitude > xp.array(top, key)
     else:  # a format without -0, whose bits mean NaN
-        nan = raw == jnp.array(low, key)
-    return jnp.where(nan, jnp.array(low, key), signed)
+        nan = raw == xp.array(low, key)
+    return xp.where(nan, xp.array(low, key), signed)
+
+
+def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
+    """Returns the integers that have the bits of an array."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(dtype)
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def numpy_keys(scores: np.ndarray) -> np.ndarray:
     """Does what `readable` and `to_keys` do with an array of numpy."""
-    dtype = _readable_dtype(scores.dtype)
-    scores = scores.astype(dtype, copy=False)
-    bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        unsigned = np.dtype(f"uint{bits.itemsize * 8}")
-        moved: np.ndarray = scores.astype(unsigned) ^ unsigned.type(-low)
-        return moved.view(bits).astype(key)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return scores.astype(key)
-    raw = np.ascontiguousarray(scores).view(bits).astype(key, copy=False)
-    if raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their own keys
-        return raw
-    magnitude = raw & key.type(-low - 1)
-    signed = np.where(raw < 0, -magnitude, magnitude)
-    if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
-        nan = magnitude > top
-    else:  # a format without -0, whose bits mean NaN
-        nan = raw == low
-    keys: np.ndarray = np.where(nan, key.type(low), signed)
+    keys: np.ndarray = to_keys(scores.astype(_readable_dtype(scores.dtype), copy=False))
     return keys
 
 
