@@ -32,14 +32,6 @@ from sparsity.patterns.base import absolute_axis
 from sparsity.training.base_updater import BaseUpdater
 
 
-class SquaredSums(NamedTuple):
-    """Sums of squares of outputs: those of the dense weights, and their losses."""
-
-    dense: jax.Array
-    lost: jax.Array
-    lost_before_refit: jax.Array
-
-
 class PrunedLayer(NamedTuple):
     """Pruned and refitted parameter, or one of its layers.
 
@@ -50,7 +42,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
-      sums: sums of squares of its outputs; `None` if the Gram matrices of the statistic have them.
+      sums: [2 or 3], sums of squares of the outputs of `matrices`; `None` if the Gram matrices of
+        the statistic have them.
     """
 
     statistic: Statistic
@@ -59,7 +52,7 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
-    sums: SquaredSums | None = None
+    sums: jax.Array | None = None
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, of 0 seconds."""
@@ -80,11 +73,6 @@ class PrunedLayer(NamedTuple):
         before = () if self.pruned is self.refitted else (self.pruned,)
         dense, *after = host.read((self.dense, self.refitted, *before))
         return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
-
-    def with_sums(self, sums: jax.Array) -> PrunedLayer:
-        """Returns a copy with the sums of squares of the outputs of `matrices`."""
-        dense, lost, *before = host.read(sums)
-        return self._replace(sums=SquaredSums(dense, lost, *(before or [lost])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +258,8 @@ def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array
         lost, total = (output_error(statistic, x).sum() for x in leaves)
         before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        total, lost, before = layer.sums
+        total, lost, *_ = layer.sums
+        before = layer.sums[-1]
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
