@@ -272,17 +272,11 @@ def keep_active(
     active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the units that stay active, and the number dropped in each slice."""
-    n = _count(active, batch_axes)
-    k = jnp.asarray(selection.num_kept(n, drop_fraction))
-    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
-
-
-def _count(active: jax.Array, batch_axes: int) -> jax.Array:
-    """Counts the non-zero units of each slice, int32[*batch]."""
     axes = range(batch_axes, active.ndim)
     # The barrier keeps the second operand, so that XLA fuses the loop.
-    counted: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
-    return counted
+    n: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
+    k = jnp.asarray(selection.num_kept(n, drop_fraction))
+    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
 
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:

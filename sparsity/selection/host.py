@@ -15,8 +15,7 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.trees import PyTree
-from sparsity.selection.cpu.sorting import mask_by_sorting
-from sparsity.selection.keys import numpy_keys
+from sparsity.selection.keys import mask_by_sorting, numpy_keys
 from sparsity.selection.scores import Ranked, Scores
 
 _SAMPLE = 1 << 13

@@ -118,6 +118,8 @@ TREE = {"up": jnp.ones((2, 1)), "bias": jnp.ones(1)}
 MASKS = {"up": jnp.ones((2, 1), jnp.uint8), "bias": None}
 SEEN = {("up",): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}
 
+BIAS = {("bias",): sparsity.Statistic(gram=jnp.eye(1), count=9, contracting=(0,), output=())}
+
 
 @pytest.mark.parametrize(
     ("returned", "got"),
@@ -162,7 +164,12 @@ def test_a_tree_of_ones_own_gets_the_dtypes_of_the_params_and_needs_each_mask():
 
 
 @pytest.mark.parametrize(
-    ("paths", "got"), [(None, "a list or an iterator"), ([("up",)], r"key paths .* got \('up',\)")]
+    ("paths", "got"),
+    [
+        (None, "must be a list or an iterator"),
+        ([("up",)], r"must return key paths .* got \('up',\)"),
+        ([(jax.tree_util.DictKey("bias"),)], "names 'bias', which has no sparsity"),
+    ],
 )
 def test_paths_of_ones_own_are_key_paths(paths, got):
     class Returning(StatisticsPruning):
@@ -170,8 +177,8 @@ def test_paths_of_ones_own_are_key_paths(paths, got):
             return paths
 
     pruner = Returning(sparsity_distribution_fn=helpers.half)
-    with pytest.raises(ValueError, match=rf"Returning\.calibrated_paths must .*{got}"):
-        pruner.instant_sparsify(TREE, statistics=SEEN)
+    with pytest.raises(ValueError, match=rf"Returning\.calibrated_paths {got}"):
+        pruner.instant_sparsify(TREE, statistics=SEEN | BIAS)
 
 
 @pytest.mark.parametrize(

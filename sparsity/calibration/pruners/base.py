@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     site: Site
     param: jax.Array
     statistic: Statistic
-    target: Any  # a sparsity, or `None` where only parameters beside this one have one
+    target: chex.Numeric | None  # `None` where only parameters beside this one have a sparsity
 
 
 Problems: TypeAlias = Mapping[KeyPath, Problem]
@@ -119,12 +119,17 @@ class StatisticsPruning(BaseUpdater):
         """
         solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
         for key, problem in problems.items():
-            param = problem.param
+            site, param, statistic, target = problem
+            if target is None:
+                raise ValueError(
+                    f"{type(self).__name__}.calibrated_paths names {site.name!r}, which has no "
+                    "sparsity, so that solve cannot prune it. Override solve_tree, too."
+                )
             if not param.size:
                 solved[key] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
-            solved[key] = self.solve(*problem)
-            check_solution(solved[key], f"{type(self).__name__}.solve", problem.site.name, param)
+            solved[key] = self.solve(site, param, statistic, target)
+            check_solution(solved[key], f"{type(self).__name__}.solve", site.name, param)
         weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
         return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
 

@@ -15,16 +15,12 @@ from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
 
 
-def _count_nothing(outputs: int, inputs: int) -> int:
-    return 0
-
-
 class Needs(NamedTuple):
     """Attributes that a pruner or a refit may state; `StatisticsPruning` and `Refit` tell more."""
 
     statistics_kind: Kind
     gram_copies: int = StatisticsPruning.gram_copies
-    count_bytes: Callable[[int, int], int] = _count_nothing
+    count_bytes: Callable[[int, int], int] = lambda outputs, inputs: 0
     damping: float | None = None
     shifts_biases: bool = False
 

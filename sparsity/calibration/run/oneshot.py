@@ -123,12 +123,7 @@ def oneshot(
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
     _check_data(batches, held, metric, folder)
-    if not (batches := list(batches)):
-        raise ValueError("batches has no batch: give at least one.")
-    if not estimate:
-        for name, tree in (("params", params), ("batches", batches)):
-            remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
-            check_values(name, tree, remedy)
+    batches = _read_batches(batches, params, may_be_shapes=estimate)
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
         return Meter(task, batches).estimate()
@@ -164,6 +159,17 @@ def _check_data(batches: object, output_batches: object, metric: object, folder:
         check_iterable("held", output_batches)
     check_function("metric", metric, "params", optional=True)
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
+
+
+def _read_batches(batches: Iterable[PyTree], params: PyTree, may_be_shapes: bool) -> list[PyTree]:
+    """Returns the batches; raises a ValueError without any, and for arrays without values."""
+    if not (listed := list(batches)):
+        raise ValueError("batches has no batch: give at least one.")
+    if not may_be_shapes:
+        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+        check_values("params", params, remedy)
+        check_values("batches", listed, remedy)
+    return listed
 
 
 def _show_progress(

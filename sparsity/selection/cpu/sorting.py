@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import host
 from sparsity.core.exact import Words, zero_like
-from sparsity.core.trees import PyTree
 from sparsity.selection.kept_counts import Removed, limit_kept
+from sparsity.selection.keys import mask_by_sorting
 from sparsity.selection.scores import Ranked
 
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
@@ -38,24 +37,6 @@ def select_by_sorting(
     rank = limit_kept(words, k)[1].astype(jnp.int32)
     best = mask_by_sorting(keys, allowed, rank[:, None])
     return _split(best.astype(jnp.uint8), leaves, across_leaves), words
-
-
-def mask_by_sorting(keys: PyTree, eligible: PyTree, counts: PyTree) -> PyTree:
-    """Returns the mask of the highest keys of each row, bool[rows, size]; by numpy for its arrays.
-
-    Args:
-      keys: [rows, size]; the lowest key where an entry is not eligible.
-      eligible: bool[rows, size], or `None`: all entries are.
-      counts: int[rows, 1], the number of eligible entries to keep.
-    """
-    xp, size = host.namespace([keys]), keys.shape[1]
-    # To keep none, the threshold is the highest key, which no key exceeds.
-    place = xp.clip(size - counts, 0, size - 1)
-    threshold = xp.take_along_axis(xp.sort(keys, axis=1), place, axis=1)
-    above, ties = keys > threshold, keys == threshold
-    ties = ties if eligible is None else ties & eligible
-    need = counts - xp.sum(above, axis=1, keepdims=True, dtype=np.int32)
-    return above | (ties & (xp.cumsum(ties, axis=1, dtype=np.int32) <= need))
 
 
 def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
