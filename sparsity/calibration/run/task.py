@@ -129,11 +129,13 @@ class PruningTask:
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
-        first, masks = prune_at_once(pruner, alone, {path: statistic}, [site.path])
-        last = first
+        pruned, masks = prune_at_once(pruner, alone, {path: statistic}, [site.path])
+        refitted = pruned
         if self.refit is not None and not self.needs.shifts_biases:
-            last, masks = apply_refit(self.refit, pruner, alone, first, masks, {path: statistic})
-        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
+            refit = self.refit
+            refitted, masks = apply_refit(refit, pruner, alone, pruned, masks, {path: statistic})
+        arrays = pruned, refitted, masks
+        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in arrays)
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
