@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
+    check_finite,
     check_solution,
     look_up_statistic,
     read_pruned,
 )
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_iterable
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
@@ -128,8 +129,10 @@ class StatisticsPruning(BaseUpdater):
             if not param.size:
                 solved[key] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
-            solved[key] = self.solve(site, param, statistic, target)
-            check_solution(solved[key], f"{type(self).__name__}.solve", site.name, param)
+            solution = self.solve(site, param, statistic, target)
+            check_solution(solution, f"{type(self).__name__}.solve", site.name, param)
+            new, mask = (sharding.place_like(param, x) for x in solution)
+            solved[key] = new, mask
         weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
         return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
 
@@ -180,6 +183,7 @@ class StatisticsPruning(BaseUpdater):
         who = f"{name}.{'solve_tree' if overrides else 'solve'}"
         solved = self.solve_tree(params, targets, problems)
         weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
+        check_finite(weights, who, params)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 

@@ -225,7 +225,7 @@ def check_solution(new: PyTree, who: str, name: str, param: jax.Array) -> None:
 def read_pruned(
     pruned: object, who: str, params: Params, required: Iterable[KeyPath], may_be_packed: bool
 ) -> tuple[Params, Masks]:
-    """Returns the params that a hook pruned, in the dtypes and shardings of before, and the masks.
+    """Returns the params that a hook pruned, in the dtypes of before, and uint8 masks.
 
     Args:
       pruned: the result of the hook.
@@ -236,7 +236,7 @@ def read_pruned(
 
     Raises:
       ValueError: the result is no pair of params and masks, or weights or a mask are missing, or
-        of another shape or kind; or weights are not finite that were so before.
+        of another shape or kind.
     """
     if not isinstance(pruned, tuple | list) or len(pruned) != 2:
         raise ValueError(f"{who} must return (params, masks), got {reprlib.repr(pruned)}.")
@@ -254,14 +254,20 @@ def read_pruned(
     def read(path: KeyPath, param: jax.Array) -> jax.Array:
         if not trees.is_prunable(param):
             return param
-        new, name = weights[path], trees.path_string(path)
+        new: jax.Array = weights[path]
         mask = masks_by_path.get(path, np.broadcast_to(np.uint8(1), param.shape))
-        check_solution((new, mask), who, name, param)
-        if not is_finite(new) and is_finite(param):
-            raise ValueError(
-                f"{who} must return finite weights of {name!r}, as they are before, got NaN or "
-                "infinities."
-            )
-        return sharding.place_like(param, new.astype(param.dtype))
+        check_solution((new, mask), who, trees.path_string(path), param)
+        return new if new.dtype == param.dtype else new.astype(param.dtype)
 
     return trees.map_matched(read, params), masks
+
+
+def check_finite(pruned: Params, who: str, params: Params) -> None:
+    """Raises a ValueError if a hook made weights that are not finite from weights that are."""
+    weights = trees.leaves_by_path(pruned)
+    for path, param in trees.leaves_by_path(trees.prunable(params)).items():
+        if not is_finite(weights[path]) and is_finite(param):
+            raise ValueError(
+                f"{who} must return finite weights of {trees.path_string(path)!r}, as they are "
+                "before, got NaN or infinities."
+            )
