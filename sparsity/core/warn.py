@@ -19,6 +19,6 @@ def warn(message: str) -> None:
       'All masks are ones.'
     """
     frame, level = sys._getframe(), 1
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES and frame.f_back:
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
