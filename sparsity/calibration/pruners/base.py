@@ -25,7 +25,7 @@ from sparsity.calibration.statistics.validation import (
 )
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_iterable
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
@@ -106,8 +106,8 @@ class StatisticsPruning(BaseUpdater):
         raise NotImplementedError(f"{type(self).__name__} must override solve.")
 
     def solve_tree(
-        self, params: PyTree, targets: PyTree, problems: Problems
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, targets: Sparsities, problems: Problems
+    ) -> tuple[Params, Masks]:
         """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
 
         Pruners that compare parameters override this method, as pruners of channels do. Weights of
@@ -136,18 +136,18 @@ class StatisticsPruning(BaseUpdater):
         weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
         return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
 
-    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+    def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that need statistics: all with a sparsity."""
         return trees.leaves_by_path(targets)
 
     def instant_sparsify(
         self,
-        params: PyTree,
+        params: Params,
         grads: PyTree | None = None,
         *,
         statistics: Statistics | None = None,
         **extra_args: ExtraArg,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[Params, Masks]:
         """Prunes and corrects at once.
 
         Args:

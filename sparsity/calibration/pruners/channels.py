@@ -113,7 +113,7 @@ class ChannelPruning(StatisticsPruning):
         fields = dataclasses.fields(ReaderChannels)
         return ReaderChannels(**{field.name: getattr(self.scope, field.name) for field in fields})
 
-    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+    def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
         scored = self.readers.scored_paths(params, targets)  # a set, whose order differs by process
         return [key for key in trees.leaves_by_path(params) if key in scored]

@@ -23,7 +23,7 @@ from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_real_array
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import ordered_sum
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Params, PyTree, Sparsities
 from sparsity.masks import (
     Layerwise,
     Scope,
@@ -74,7 +74,7 @@ class ScoredPruning(StatisticsPruning):
 
     def calculate_scores(
         self,
-        params: PyTree,
+        params: Params,
         sparse_state: SparseState | None = None,
         grads: PyTree | None = None,
         statistics: Statistics | None = None,
@@ -121,8 +121,8 @@ class ScoredPruning(StatisticsPruning):
     def create_masks(
         self,
         scores: PyTree,
-        sparsities: PyTree,
-        target_sparsities: PyTree | None = None,
+        sparsities: Sparsities,
+        target_sparsities: Sparsities | None = None,
         statistics: Statistics | None = None,
         *,
         sites: Sites | None = None,

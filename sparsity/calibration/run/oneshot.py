@@ -40,7 +40,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.masks import is_per_slice
 from sparsity.training.base_updater import BaseUpdater
 
@@ -49,7 +49,7 @@ from sparsity.training.base_updater import BaseUpdater
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     sequential: bool = True,
@@ -59,14 +59,14 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: Literal[False] = False,
-) -> tuple[PyTree, PyTree, Report]: ...
+) -> tuple[Params, Masks, Report]: ...
 
 
 @overload
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     *,
@@ -77,7 +77,7 @@ def oneshot(
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     sequential: bool = True,
@@ -87,7 +87,7 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: bool = False,
-) -> tuple[PyTree, PyTree, Report] | Estimate:
+) -> tuple[Params, Masks, Report] | Estimate:
     """Prunes a trained model by calibration data, layer by layer.
 
     Args:
@@ -161,7 +161,7 @@ def _check_data(batches: object, output_batches: object, metric: object, folder:
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
 
 
-def _read_batches(batches: Iterable[PyTree], params: PyTree, may_be_shapes: bool) -> list[PyTree]:
+def _read_batches(batches: Iterable[PyTree], params: Params, may_be_shapes: bool) -> list[PyTree]:
     """Returns the batches; raises a ValueError without any, and for arrays without values."""
     if not (listed := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
@@ -211,7 +211,7 @@ class _Run:
     def __init__(
         self,
         task: PruningTask,
-        params: PyTree,
+        params: Params,
         batches: Sequence[PyTree],
         store: LayerStore | None,
         on_layer_done: Callable[[Path, LayerIndex], None] | None,

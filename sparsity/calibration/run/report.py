@@ -23,7 +23,7 @@ from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_fraction, check_iterable
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, pick_axes
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Report(dict[Path, LayerReport]):
         self,
         pruner: BaseUpdater,
         fn: Callable[..., PyTree],
-        params: PyTree,
+        params: Params,
         batches: Iterable[PyTree],
         rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),
     ) -> Sensitivity:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from sparsity.calibration.rates import Rates
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path
 
 
 class Sensitivity(dict[Path, dict[float, float]]):
     """Errors {path: {rate: error}} of the model's outputs if one parameter is pruned at a rate."""
 
-    def distribution(self, params: PyTree, sparsity: float) -> Rates:
+    def distribution(self, params: Params, sparsity: float) -> Rates:
         """Returns the distribution of that mean whose errors have the smallest sum.
 
         Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;

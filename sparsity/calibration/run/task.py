@@ -23,7 +23,7 @@ from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.core.warn import warn
 from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
@@ -192,7 +192,7 @@ def make_task(
     pruner: BaseUpdater,
     refit: Refit | None,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batch: PyTree,
 ) -> PruningTask:
     """Traces a model, and finds the parameters to prune."""

@@ -27,7 +27,7 @@ from sparsity.calibration.statistics.validation import not_finite
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
 from sparsity.graph.graph import retrace
 from sparsity.programs.reuse import compile_at_call
@@ -35,7 +35,7 @@ from sparsity.programs.reuse import compile_at_call
 
 def calibrate(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     kind: Kind = "squares",
     filter_fn: Callable[[Path, Parameter], bool] | None = None,
@@ -166,7 +166,7 @@ class Calibration:
 
 def collect(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     make: Callable[[Graph], Calibration],
     sum_rows: Callable[..., PyTree] = Calibration.sum_inputs,
@@ -225,7 +225,7 @@ def collect(
 
 def sum_losses(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     matrices: Mapping[Path, Sequence[jax.Array]],
 ) -> dict[Path, jax.Array]:
