@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from sparsity.activations.functions import prune_act_struct, prune_act_unstruct
 from sparsity.core import extras, names, trees
 from sparsity.core.checks import check_bool, check_density, check_function, check_int, check_kind
+from sparsity.core.warn import warn
 from sparsity.patterns import NByM, parse_nm
 
 OutputPattern = float | str | tuple[int, int] | NByM
@@ -206,11 +206,10 @@ def _intercept(
 def _warn_of_unreported(reported: Mapping[str, bool]) -> None:
     """Warns of chosen layers whose sparsity a lifted transformation keeps to itself."""
     if unreported := [name for name, is_reported in reported.items() if not is_reported]:
-        warnings.warn(
+        warn(
             f"The activation_sparsity of {trees.listed(unreported)} is not reported: it runs "
             "in a transformation of flax without intermediates. Give nn.scan or nn.vmap "
             "variable_axes with 'intermediates': 0.",
-            stacklevel=3,
         )
 
 

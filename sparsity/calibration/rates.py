@@ -20,7 +20,7 @@ from sparsity.core.checks import (
     check_values,
 )
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, Sparsities
 from sparsity.masks.distributions import FilterFn
 
 
@@ -42,7 +42,7 @@ class Rates:
         for path, sparsity in self.sparsities.items():
             check_fraction(f"the sparsity of {trees.join_names(path)!r}", sparsity)
 
-    def __call__(self, params: PyTree) -> PyTree:
+    def __call__(self, params: Params) -> Sparsities:
         """Returns a tree like `params` of sparsities, `None` for parameters that stay dense."""
         return trees.map_matched(
             lambda path, _: self.sparsities.get(trees.path_names(path)), params
@@ -51,7 +51,7 @@ class Rates:
 
 def owl(
     statistics: Statistics,
-    params: PyTree,
+    params: Params,
     sparsity: float = 0.6,
     *,
     filter_fn: FilterFn | None = None,
@@ -112,7 +112,7 @@ def owl(
 
 
 def _select_leaves(
-    statistics: Statistics, params: PyTree, filter_fn: FilterFn | None
+    statistics: Statistics, params: Params, filter_fn: FilterFn | None
 ) -> dict[Path, jax.Array]:
     """Returns the selected parameters by path, checked against their statistics."""
     check_kind("statistics", statistics, Mapping, "a dict {path: Statistic}")

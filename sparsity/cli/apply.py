@@ -24,18 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes a copy with the changes of a delta and prints how many leaves changed."""
+    """Writes a copy with the changes of a delta and prints how many parameters changed."""
     checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
     if arguments.target.resolve() == arguments.delta.resolve():
         raise ValueError(f"{arguments.target} is the delta. Give another path.")
     delta = Delta.load(arguments.delta)
     delta = dataclasses.replace(delta, base=checkpoints.filter_leaves(delta.base, arguments.filter))
-    leaves = checkpoints.leaves_by_name(checkpoints.read(arguments.source))
+    params = checkpoints.leaves_by_name(checkpoints.read(arguments.source))
     changed = [
-        (leaves[name], array.astype(leaves[name].dtype))  # the byte order, nothing else
-        for name, array in delta.patches(leaves)
+        (params[name], array.astype(params[name].dtype))  # the byte order, nothing else
+        for name, array in delta.patches(params)
         if array is not None
     ]
     checkpoints.write(arguments.source, arguments.target, changed, overwrite=arguments.overwrite)
-    print(f"{len(changed)} of {len(leaves)} leaves changed.")
+    print(f"{len(changed)} of {len(params)} parameters changed.")
     return 0

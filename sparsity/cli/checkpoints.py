@@ -38,26 +38,28 @@ def read(path: Path) -> PyTree:
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, StoredArray]:
-    """Returns the leaves of a tree by their paths, joined by '/'.
+    """Returns the arrays of a tree by their paths, joined by '/'.
 
     Raises:
-      ValueError: the paths of two leaves are the same text.
+      ValueError: the paths of two arrays are the same text.
     """
     leaves = trees.leaves_by_path(tree)
     return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
 def filter_leaves(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
-    """Returns the leaves that a filter names; all leaves without a filter.
+    """Returns the parameters that a filter names; all without a filter.
 
     Raises:
-      ValueError: the filter names no leaf; the message has the nearest name.
+      ValueError: the filter names no parameter; the message has the nearest name.
     """
     selected = {name: leaf for name, leaf in leaves.items() if key is None or matches(key, name)}
     if key is not None and not selected:
         near = difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.0)
         hint = f"the nearest of {len(leaves)} is {near[0]!r}" if near else "there are none"
-        raise ValueError(f"--filter {key!r} names no leaf; {hint}. 'sparsity inspect' lists them.")
+        raise ValueError(
+            f"--filter {key!r} names no parameter; {hint}. 'sparsity inspect' lists them."
+        )
     return selected
 
 
@@ -89,7 +91,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 def write(
     source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]], *, overwrite: bool
 ) -> None:
-    """Writes a copy of a checkpoint with other values for some leaves, completely or not at all.
+    """Writes a copy of a checkpoint with other values for some arrays, completely or not at all.
 
     The copy is written next to the target and moved there when complete. If the process is killed
     while it replaces a folder, the old folder lies in a hidden folder next to the target.

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", metavar="DELTA", type=Path, help="write the changed entries, for 'sparsity apply'"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with all leaves")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all parameters")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,17 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save:
         base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))
         Delta.between(base, params).save(arguments.save)
-    leaves = {name: compare(old.get(name), new.get(name)) for name in selected}
-    total = {key: sum(leaf.get(key, 0) for leaf in leaves.values()) for key in COUNTS}
-    differing = {name: leaf for name, leaf in leaves.items() if _differs(leaf)}
+    reports = {name: compare(old.get(name), new.get(name)) for name in selected}
+    total = {key: sum(report.get(key, 0) for report in reports.values()) for key in COUNTS}
+    differing = {name: x for name, x in reports.items() if _differs(x)}
     if arguments.json:
-        print_json({"leaves": leaves, "total": total})
+        print_json({"leaves": reports, "total": total})
     elif differing:
-        rows = [[name, *_cells(leaf)] for name, leaf in differing.items()]
-        last = f"{len(differing)} of {len(leaves)} leaves differ"
-        print_table(["leaf", "array", *COUNTS], rows, [last, *_cells(total)], text=2)
+        rows = [[name, *_cells(report)] for name, report in differing.items()]
+        last = f"{len(differing)} of {len(reports)} parameters differ"
+        print_table(["parameter", "array", *COUNTS], rows, [last, *_cells(total)], text=2)
     else:
-        print(f"No difference in {len(leaves)} leaves.")
+        print(f"No difference in {len(reports)} parameters.")
     return 1 if differing else 0
 
 
@@ -93,7 +93,7 @@ def _show_delta(arguments: argparse.Namespace) -> int:
         print_json({"changes": rows, "total": {"leaves": len(selected), "size": size} | total})
     else:
         last = {"leaf": "total", "shape": [size], "density": total["entries"] / max(size, 1)}
-        columns = ["leaf", "array", "weight", "entries", "density", "bytes", "largest change"]
+        columns = ["parameter", "array", "weight", "entries", "density", "bytes", "largest change"]
         print_table(columns, map(_delta_cells, rows), _delta_cells(last | total), text=2)
     return 1 if rows else 0
 
@@ -131,19 +131,19 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
     return report | dict(zip(COUNTS, counts.tolist(), strict=True))
 
 
-def _kind(leaf: StoredArray | None) -> JsonObject | None:
-    return None if leaf is None else {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+def _kind(array: StoredArray | None) -> JsonObject | None:
+    return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
-def _differs(leaf: JsonObject) -> bool:
-    return leaf["old"] != leaf["new"] or any(leaf[key] for key in COUNTS[1:])
+def _differs(report: JsonObject) -> bool:
+    return report["old"] != report["new"] or any(report[key] for key in COUNTS[1:])
 
 
-def _cells(leaf: JsonObject) -> list[str]:
+def _cells(report: JsonObject) -> list[str]:
     """Returns the shape and dtype of an array, or those of both if they differ, and the counts."""
     kinds = [
         f"{trees.shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"
-        for kind in (leaf[key] for key in ("old", "new") if key in leaf)
+        for kind in (report[key] for key in ("old", "new") if key in report)
     ]
     change = " -> ".join(dict.fromkeys(kinds))
-    return [change, *(f"{leaf[key]:,}" if key in leaf else "" for key in COUNTS)]
+    return [change, *(f"{report[key]:,}" if key in report else "" for key in COUNTS)]

@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a row for each array of a checkpoint, and their sum."""
-    leaves_by_name = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
-    selected = checkpoints.filter_leaves(leaves_by_name, arguments.filter)
+    arrays = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
+    selected = checkpoints.filter_leaves(arrays, arguments.filter)
     zstd = _load_zstd()
-    leaves = {name: describe(leaf, zstd) for name, leaf in selected.items()}
-    total = _total(list(leaves.values()))
+    reports = {name: describe(array, zstd) for name, array in selected.items()}
+    total = _total(list(reports.values()))
     if arguments.json:
-        print_json({"path": str(arguments.path), "leaves": leaves, "total": total})
+        print_json({"path": str(arguments.path), "leaves": reports, "total": total})
     else:
-        rows = [[name, *_cells(leaf)] for name, leaf in leaves.items()]
-        columns = ["leaf", "shape", "dtype", "patterns", "sparsity", *BYTES]
+        rows = [[name, *_cells(report)] for name, report in reports.items()]
+        columns = ["parameter", "shape", "dtype", "patterns", "sparsity", *BYTES]
         print_table(columns, rows, ["total", *_cells(total)], text=4)
     return 0
 
@@ -54,11 +54,11 @@ def _load_zstd() -> ModuleType | None:
         return None
 
 
-def describe(leaf: StoredArray, zstd: ModuleType | None) -> JsonObject:
+def describe(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
     """Describes an array; reads it once, piece by piece.
 
     Args:
-      leaf: the array.
+      array: the array.
       zstd: the package `zstandard`, `None` where it is not installed.
 
     Returns:
@@ -68,30 +68,30 @@ def describe(leaf: StoredArray, zstd: ModuleType | None) -> JsonObject:
     packed = [np.empty(0, np.uint8)]
     compressor = zstd.ZstdCompressor().compressobj() if zstd else None
     compressed = 0
-    for piece in leaf.pieces():
+    for piece in array.pieces():
         packed.append(np.packbits(piece != 0))
         if compressor:
             compressed += len(compressor.compress(piece.view(np.uint8)))
     bits = np.concatenate(packed)
     nonzeros = int(np.bitwise_count(bits).sum())
     return {
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "size": leaf.size,
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "size": array.size,
         "nonzeros": nonzeros,
-        "sparsity": _sparsity(nonzeros, leaf.size),
-        "patterns": find_patterns(bits, leaf.shape),
+        "sparsity": _sparsity(nonzeros, array.size),
+        "patterns": find_patterns(bits, array.shape),
         "bytes": {
-            "dense": leaf.nbytes,
-            "bitmask": bits.size + nonzeros * leaf.dtype.itemsize,
+            "dense": array.nbytes,
+            "bitmask": bits.size + nonzeros * array.dtype.itemsize,
             "zstd": compressed + len(compressor.flush()) if compressor else None,
         },
     }
 
 
-def _total(leaves: list[JsonObject]) -> JsonObject:
-    size, nonzeros = (sum(leaf[key] for leaf in leaves) for key in ("size", "nonzeros"))
-    counts = {kind: [leaf["bytes"][kind] for leaf in leaves] for kind in BYTES}
+def _total(reports: list[JsonObject]) -> JsonObject:
+    size, nonzeros = (sum(report[key] for report in reports) for key in ("size", "nonzeros"))
+    counts = {kind: [report["bytes"][kind] for report in reports] for kind in BYTES}
     return {
         "size": size,
         "nonzeros": nonzeros,
@@ -104,11 +104,11 @@ def _sparsity(nonzeros: int, size: int) -> float:
     return (size - nonzeros) / max(size, 1)
 
 
-def _cells(leaf: JsonObject) -> list[str]:
+def _cells(report: JsonObject) -> list[str]:
     return [
-        trees.shape_text(leaf["shape"]) if "shape" in leaf else f"{leaf['size']:,}",
-        leaf.get("dtype", ""),
-        " ".join(leaf.get("patterns", [])),
-        f"{leaf['sparsity']:.4f}",
-        *(bytes_text(leaf["bytes"][kind]) for kind in BYTES),
+        trees.shape_text(report["shape"]) if "shape" in report else f"{report['size']:,}",
+        report.get("dtype", ""),
+        " ".join(report.get("patterns", [])),
+        f"{report['sparsity']:.4f}",
+        *(bytes_text(report["bytes"][kind]) for kind in BYTES),
     ]

@@ -60,7 +60,7 @@ def _parser() -> _Parser:
             name, help=command.ABOUT, description=command.ABOUT, epilog=_examples(name)
         )
         command.add_arguments(one)
-        key = "only leaves of this path, or whose path this regular expression matches as a whole"
+        key = "only parameters of this path, or whose path this regular expression fully matches"
         one.add_argument("--filter", metavar="KEY", help=key)
         one.set_defaults(run=command.run)
     return parser

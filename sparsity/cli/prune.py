@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--type",
         help="nm_2,4 or nm_2,4,-2 (with the axis), block_4,4, channel_-1, fanin_16 or fanin_16,-2 "
-        "(with one or more axes), or unstructured; leaves that do not fit stay dense",
+        "(with one or more axes), or unstructured; parameters that do not fit stay dense",
     )
     parser.add_argument(
         "--algorithm",
@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"magnitude by default; one of {', '.join(_algorithms())}",
     )
     parser.add_argument(
-        "--scope", help="layerwise (default) or global: all leaves share one threshold"
+        "--scope", help="layerwise (default) or global: all parameters share one threshold"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint at OUT")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes a pruned copy and prints the sparsity of its pruned leaves."""
+    """Writes a pruned copy and prints the sparsity of its pruned parameters."""
     checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
     reasons: list[str] = []
     try:
@@ -86,7 +86,7 @@ def _algorithms() -> list[str]:
 def _prune(
     arguments: argparse.Namespace, reasons: list[str]
 ) -> dict[str, tuple[StoredArray, np.ndarray]]:
-    """Returns pruned leaves by name, and their new values; appends why others stay dense."""
+    """Returns pruned parameters by name, and their new values; appends why others stay dense."""
     if arguments.algorithm not in _algorithms():
         raise ValueError(
             "--algorithm must name an algorithm that prunes without training or gradients, got "
@@ -107,14 +107,14 @@ def _prune(
     if not any(map(trees.is_prunable, jax.tree.leaves(params))):
         dtypes = trees.listed(sorted({array.dtype.name for array in jax.tree.leaves(params)}))
         raise ValueError(
-            f"{arguments.source} has no weights to prune: its selected leaves are {dtypes}. Only "
-            "floating and complex arrays can be pruned."
+            f"{arguments.source} has no weights to prune: its selected parameters are {dtypes}. "
+            "Only floating and complex arrays can be pruned."
         )
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
         params = trees.map_matched(_to_native, params)
         pattern = updater.sparsity_type
-        assert isinstance(pattern, SparsityType)  # a configuration names one for all leaves
+        assert isinstance(pattern, SparsityType)  # a configuration names one for all parameters
         fitting = functools.partial(_fit, pattern, reasons)
         updater = dataclasses.replace(updater, sparsity_type=fitting)
         pruned, masks = updater.instant_sparsify(params)
@@ -130,7 +130,7 @@ def _prune(
 def _fit(
     pattern: SparsityType, reasons: list[str], path: tuple[str, ...], param: jax.Array
 ) -> SparsityType | None:
-    """Returns the pattern; for a leaf that does not fit `None`, and appends the reason."""
+    """Returns the pattern; for a parameter that does not fit `None`, and appends the reason."""
     try:
         pattern.check(param.shape, 0, trees.join_names(path))
     except ValueError as error:
@@ -167,7 +167,7 @@ def _print(pruned: dict[str, np.ndarray]) -> None:
     zeros = {name: array.size - np.count_nonzero(array) for name, array in pruned.items()}
     size = sum(array.size for array in pruned.values())
     print_table(
-        ["leaf", "shape", "sparsity"],
+        ["parameter", "shape", "sparsity"],
         [
             [name, trees.shape_text(array.shape), f"{zeros[name] / max(array.size, 1):.4f}"]
             for name, array in pruned.items()

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import host, sharding, trees
+from sparsity.core.checks import is_real
 from sparsity.core.trees import Masks, Params, PyTree
 
 Param = TypeVar("Param", bound=chex.Array)
@@ -157,6 +158,12 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
 
     def read(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
         shape = jnp.shape(likes[path])
+        dtype: PyTree = getattr(mask, "dtype", type(mask))  # of a Python number, its class
+        if not is_real(dtype):
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} among the {role} must have real numbers, "
+                f"got {np.dtype(dtype).name}."
+            )
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
             kept: jax.Array = are_kept(mask)

@@ -20,6 +20,7 @@ from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, check_sizes, find_mesh
 from sparsity.masks.sites import Site, TopkFn
+from sparsity.patterns.base import expand_units, pool_units
 from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
 from sparsity.selection.kept_counts import num_kept
 
@@ -171,7 +172,7 @@ def _pool_scores(site: Site, scores: jax.Array | LazyScores) -> Ranked:
     pattern = site.pattern
     if pattern.is_elementwise:
         return Ranked(Scores.wrap(scores), None, site.batch_axes)
-    units = pattern.pool(compute_array(scores), site.batch_axes)
+    units = pool_units(pattern, compute_array(scores), site.batch_axes, site.name)
     return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
 
 
@@ -188,7 +189,7 @@ def _expand_mask(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> 
     pattern = site.pattern
     if pattern.is_elementwise:
         return units
-    return pattern.expand(units, like.shape, site.batch_axes)
+    return expand_units(pattern, units, like.shape, site.batch_axes, site.name)
 
 
 def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:

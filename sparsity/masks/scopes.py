@@ -7,6 +7,7 @@ or of all parameters.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -15,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_fraction, find_missing_method
+from sparsity.core.checks import check_fraction, check_real_array, find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import LazyScores, Scores, compute_array
@@ -228,7 +229,7 @@ class LeafScope(TreeScope):
                 leaves.append(ScoredLeaf(self.sites[path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
-        return _place(leaves, self.scope.select(leaves, self.topk_fn), scores)
+        return self._place("select", leaves, self.scope.select(leaves, self.topk_fn), scores)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -245,12 +246,24 @@ class LeafScope(TreeScope):
                 leaves.append(MovingLeaf(self.sites[path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
-        return _place(leaves, self.scope.move(leaves, drop_fraction), masks)
+        return self._place("move", leaves, self.scope.move(leaves, drop_fraction), masks)
 
-
-def _place(
-    leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf], masks: Sequence[jax.Array], like: PyTree
-) -> Masks:
-    """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
-    by_path = dict(zip([leaf.site.path for leaf in leaves], masks, strict=True))
-    return trees.map_matched(lambda path, _: by_path.get(path), like)
+    def _place(
+        self,
+        hook: str,
+        leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf],
+        masks: Sequence[jax.Array],
+        like: PyTree,
+    ) -> Masks:
+        """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+        if not isinstance(masks, Sequence) or len(masks) != len(leaves):
+            raise ValueError(
+                f"{type(self.scope).__name__}.{hook} must return a list of masks, one for each of "
+                f"{len(leaves)} parameters, got {reprlib.repr(masks)}."
+            )
+        paths, by_path = [leaf.site.path for leaf in leaves], {}
+        for path, mask in zip(paths, masks, strict=True):
+            who = f"the mask of {trees.path_string(path)!r} by {type(self.scope).__name__}.{hook}"
+            check_real_array(who, mask)
+            by_path[path] = mask
+        return trees.map_matched(lambda path, _: by_path.get(path), like)

@@ -53,10 +53,12 @@ def compute_targets(
         pattern = sites[path].pattern
         if not sites[path].has_override:
             _check_scope(scope, sites[path])
-        final = None if is_traced(target) else pattern.final_sparsity(float(target))
-        if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
-            message = "%s ends at sparsity %g, not at the target %g of %r."
-            _log.warning(message, pattern, final, float(target), name)
+        if not is_traced(target):
+            final = pattern.final_sparsity(float(target))
+            check_fraction(f"{pattern}.final_sparsity of {name!r}", final)
+            if not math.isclose(float(target), final, abs_tol=1e-6):
+                message = "%s ends at sparsity %g, not at the target %g of %r."
+                _log.warning(message, pattern, final, float(target), name)
         return target
 
     return trees.map_matched(

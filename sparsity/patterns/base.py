@@ -159,7 +159,8 @@ class SparsityType(DataclassBase):
         check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
 
         def create(scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
-            units, leading = self.pool(scores, batch_axes), batch_axes + self.group_axes
+            leading = batch_axes + self.group_axes
+            units = pool_units(self, scores, batch_axes)
             if topk_fn is None:
                 kept = selection.num_kept(math.prod(units.shape[leading:]), sparsity)
                 mask = selection.topk_mask(units, kept, batch_axes=leading)
@@ -174,7 +175,7 @@ class SparsityType(DataclassBase):
                         f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."
                     )
                 mask = jnp.asarray(chosen).astype(bool).astype(jnp.uint8)
-            return self.expand(mask, scores.shape, batch_axes)
+            return expand_units(self, mask, scores.shape, batch_axes)
 
         return sharding.shard_like(scores, create, scores, sparsity)
 
@@ -209,13 +210,40 @@ class SparsityType(DataclassBase):
             mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
             # A unit is all ones or all zeros.
-            active, drop, grow = (self.pool(x, batch_axes) for x in (mask, drop, grow))
+            active, drop, grow = (pool_units(self, x, batch_axes) for x in (mask, drop, grow))
             leading = batch_axes + self.group_axes
             kept, lost = keep_active(active, drop, fraction, leading)
             grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=leading)
-            return self.expand(kept | grown, mask.shape, batch_axes)
+            return expand_units(self, kept | grown, mask.shape, batch_axes)
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
+
+
+def pool_units(
+    pattern: SparsityType, scores: jax.Array, batch_axes: int, name: str = "scores"
+) -> jax.Array:
+    """Returns the scores of units by `pool` of a pattern; the error names the parameter."""
+    units = pattern.pool(scores, batch_axes)
+    check_real_array(f"{pattern}.pool of {name!r}", units)
+    if units.ndim < (least := batch_axes + pattern.group_axes):
+        raise ValueError(
+            f"{pattern}.pool of {name!r} must have {least} axes or more, those of batches and of "
+            f"groups, got shape {units.shape}."
+        )
+    return units
+
+
+def expand_units(
+    pattern: SparsityType,
+    units: jax.Array,
+    shape: tuple[int, ...],
+    batch_axes: int,
+    name: str = "scores",
+) -> jax.Array:
+    """Returns the mask of entries by `expand` of a pattern; the error names the parameter."""
+    mask = pattern.expand(units, shape, batch_axes)
+    check_real_array(f"{pattern}.expand of {name!r}", mask, shape)
+    return mask
 
 
 def check_select(scores: chex.Array, sparsity: chex.Numeric, batch_axes: int) -> None:
@@ -244,17 +272,11 @@ def keep_active(
     active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the units that stay active, and the number dropped in each slice."""
-    n = _count(active, batch_axes)
-    k = jnp.asarray(selection.num_kept(n, drop_fraction))
-    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
-
-
-def _count(active: jax.Array, batch_axes: int) -> jax.Array:
-    """Counts the non-zero units of each slice, int32[*batch]."""
     axes = range(batch_axes, active.ndim)
     # The barrier keeps the second operand, so that XLA fuses the loop.
-    counted: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
-    return counted
+    n: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
+    k = jnp.asarray(selection.num_kept(n, drop_fraction))
+    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
 
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:

@@ -91,7 +91,10 @@ def parse_sparsity_type(text: str) -> SparsityType:
         except TypeError:
             problem = "has too many numbers or too few."
         else:
-            return make(*numbers)
+            pattern = make(*numbers)
+            who = f"the pattern {name!r} of register_pattern"
+            check_kind(who, pattern, SparsityType, "a pattern")
+            return pattern
     else:
         problem = f"is not known. {suggest(name, _FORMS)}"
     *examples, last = (form.examples for form in _FORMS.values())

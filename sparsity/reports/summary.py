@@ -48,7 +48,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: _count_nonzero(leaves[path]) for path in sizes})
     nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
-    size, nonzero = sum(sizes.values()), _total(nonzeros)
+    size, nonzero = sum(sizes.values()), sum(nonzeros.values())
     single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
     summary = {} if only_total_sparsity else _named(dict.fromkeys(leaves) | single)
     summary["_total_sparsity"] = (size - nonzero) / max(size, 1)
@@ -94,7 +94,7 @@ def summarize_intersection(
     both = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
     single = {path: both[path] / _at_least_one(ones[path]) for path in pairs}
     summary = {} if only_total_intersection else _named(dict.fromkeys(leaves1) | single)
-    summary["_total_intersection"] = _total(both) / _at_least_one(_total(ones))
+    summary["_total_intersection"] = sum(both.values()) / _at_least_one(sum(ones.values()))
     return summary
 
 
@@ -221,10 +221,6 @@ def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, PyTree
         return {path: count.astype(jnp.float32) for path, count in counts.items()}
     counts = dict(zip(counts, jax.device_get(list(counts.values())), strict=True))
     return {path: int(count) for path, count in counts.items()}
-
-
-def _total(counts: dict[trees.KeyPath, PyTree]) -> PyTree:
-    return sum(counts.values())
 
 
 def _at_least_one(count: PyTree) -> PyTree:

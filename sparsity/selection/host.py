@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import numpy_keys
+from sparsity.selection.keys import mask_by_sorting, numpy_keys
 from sparsity.selection.scores import Ranked, Scores
 
 _SAMPLE = 1 << 13
@@ -84,31 +84,20 @@ class _Rows:
         step = max(1, host.CHUNK // max(self.mask.shape[1], 1))
         for start in range(0, len(self.mask), step):
             at = slice(start, start + step)
+            keys, kept = (
+                numpy_keys(self.scores.on_host([x[at] for x in self.arrays])),
+                counts[at, None],
+            )
             eligible = None if self.eligible is None else self.eligible[at]
-            keys = numpy_keys(self.scores.on_host([x[at] for x in self.arrays]))
-            self.mask[at] = _sorted_masks(keys, eligible, counts[at, None])
+            if eligible is not None:
+                kept = np.minimum(kept, eligible.sum(axis=1, keepdims=True))
+                keys = np.where(eligible, keys, np.iinfo(keys.dtype).min)
+            self.mask[at] = mask_by_sorting(keys, eligible, kept)
 
     def entries(self, row: int) -> _Entries:
         """Returns the entries of a row."""
         eligible = None if self.eligible is None else np.flatnonzero(self.eligible[row])
         return _Entries(self.scores, [x[row] for x in self.arrays], eligible, self.mask[row])
-
-
-def _sorted_masks(keys: np.ndarray, eligible: np.ndarray | None, counts: np.ndarray) -> np.ndarray:
-    """Returns masks of the `counts` best entries of each row, by sorting, bool[rows, size]."""
-    size = keys.shape[1]
-    if eligible is not None:
-        counts = np.minimum(counts, eligible.sum(axis=1, keepdims=True))
-        keys = np.where(eligible, keys, np.iinfo(keys.dtype).min)
-    places = np.clip(size - counts, 0, size - 1)
-    threshold = np.take_along_axis(np.sort(keys, axis=1), places, axis=1)
-    mask: np.ndarray = keys > threshold
-    ties = keys == threshold
-    if eligible is not None:
-        ties &= eligible
-    need = counts - mask.sum(axis=1, keepdims=True)
-    mask |= ties & (np.cumsum(ties, axis=1, dtype=np.int32) <= need)
-    return mask
 
 
 class _Entries:
@@ -194,7 +183,7 @@ def _select_within(
     need = count - above
     if not 0 <= need <= len(inside_keys):
         return False
-    kept = _sorted_masks(inside_keys[None], None, np.array([[need]]))[0]
+    kept = mask_by_sorting(inside_keys[None], None, np.array([[need]]))[0]
     for part, index in zip(parts, places, strict=True):
         part.mask[index] = kept[: len(index)]
         kept = kept[len(index) :]

@@ -1,10 +1,10 @@
-"""Signed integers in the order of scores: keys.
+"""Signed integers in the order of scores: keys, and masks by sorting them.
 
 NaN ranks below every number, -0.0 equals 0.0, and subnormals keep their order.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import chex
 import jax
@@ -12,7 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core import host
 from sparsity.core.checks import is_real
+from sparsity.core.trees import PyTree
+
+A = TypeVar("A", jax.Array, np.ndarray)
 
 
 def readable(scores: chex.Array) -> jax.Array:
@@ -76,48 +80,41 @@ def _bits(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"int{8 if dtype == jnp.bool_ else max(8, jnp.iinfo(dtype).bits)}")
 
 
-def to_keys(scores: jax.Array) -> jax.Array:
-    """Returns signed integers in the order of the scores."""
-    dtype = scores.dtype
+def to_keys(scores: A) -> A:
+    """Returns signed integers in the order of the scores, by numpy for arrays of numpy."""
+    xp, dtype = host.namespace([scores]), scores.dtype
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")
-        moved = scores.astype(unsigned) ^ jnp.array(-low, unsigned)
-        return lax.bitcast_convert_type(moved, bits).astype(key)
+        moved = scores.astype(unsigned) ^ xp.array(-low, unsigned)
+        unsigned_keys: A = _read_bits(moved, bits).astype(key)
+        return unsigned_keys
     if not jnp.issubdtype(dtype, jnp.floating):
-        return scores.astype(key)
-    raw = lax.bitcast_convert_type(scores, bits).astype(key)
-    magnitude = raw & jnp.array(-low - 1, key)
-    signed = jnp.where(raw < 0, -magnitude, magnitude)
+        integer_keys: A = scores.astype(key)
+        return integer_keys
+    raw: A = _read_bits(scores, bits).astype(key, copy=False)
+    if xp is np and raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their keys
+        return raw
+    magnitude = raw & xp.array(-low - 1, key)
+    signed = xp.where(raw < 0, -magnitude, magnitude)
     if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
-        nan = magnitude > jnp.array(top, key)
+        nan = magnitude > xp.array(top, key)
     else:  # a format without -0, whose bits mean NaN
-        nan = raw == jnp.array(low, key)
-    return jnp.where(nan, jnp.array(low, key), signed)
+        nan = raw == xp.array(low, key)
+    keys: A = xp.where(nan, xp.array(low, key), signed)
+    return keys
+
+
+def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
+    """Returns the integers that have the bits of an array."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(dtype)
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def numpy_keys(scores: np.ndarray) -> np.ndarray:
     """Does what `readable` and `to_keys` do with an array of numpy."""
-    dtype = _readable_dtype(scores.dtype)
-    scores = scores.astype(dtype, copy=False)
-    bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        unsigned = np.dtype(f"uint{bits.itemsize * 8}")
-        moved: np.ndarray = scores.astype(unsigned) ^ unsigned.type(-low)
-        return moved.view(bits).astype(key)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return scores.astype(key)
-    raw = np.ascontiguousarray(scores).view(bits).astype(key, copy=False)
-    if raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their own keys
-        return raw
-    magnitude = raw & key.type(-low - 1)
-    signed = np.where(raw < 0, -magnitude, magnitude)
-    if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
-        nan = magnitude > top
-    else:  # a format without -0, whose bits mean NaN
-        nan = raw == low
-    keys: np.ndarray = np.where(nan, key.type(low), signed)
-    return keys
+    return to_keys(scores.astype(_readable_dtype(scores.dtype), copy=False))
 
 
 def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:
@@ -128,3 +125,22 @@ def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:
     for mask in masks:
         keys = keys if mask is None else jnp.where(mask, keys, lowest)
     return keys
+
+
+def mask_by_sorting(keys: A, eligible: A | None, counts: A) -> A:
+    """Returns the mask of the highest keys of each row, bool[rows, size]; by numpy for its arrays.
+
+    Args:
+      keys: [rows, size]; the lowest key where an entry is not eligible.
+      eligible: bool[rows, size], or `None`: all entries are.
+      counts: int[rows, 1], the number of eligible entries to keep.
+    """
+    xp, size = host.namespace([keys]), keys.shape[1]
+    # To keep none, the threshold is the highest key, which no key exceeds.
+    place = xp.clip(size - counts, 0, size - 1)
+    threshold = xp.take_along_axis(xp.sort(keys, axis=1), place, axis=1)
+    above, ties = keys > threshold, keys == threshold
+    ties = ties if eligible is None else ties & eligible
+    need = counts - xp.sum(above, axis=1, keepdims=True, dtype=np.int32)
+    mask: A = above | (ties & (xp.cumsum(ties, axis=1, dtype=np.int32) <= need))
+    return mask

@@ -2,9 +2,10 @@
 
 A mask keeps exactly k entries. Ties go to the lowest flat index (across leaves: tree order), NaN
 ranks below every number, -0.0 equals 0.0, and subnormals keep their order. This module checks
-arguments, and chooses the search. No search can stand in for another at its speed; the last column
-names the section of benchmarks/RESULTS.md, or the docstring, that compares them.
+arguments, and chooses the search. No search can stand in for another at its speed.
 
+    where and what                           search                       compared in
+    ---------------------------------------  ---------------------------  --------------------------
     stored arrays on hosts, outside of jit   host.select_on_host          First calls
     accelerators                             search.select_by_counting    On a GPU
     hosts, arrays on a mesh or too large     + pivots of find_by_guesses  Selection, natural shape
@@ -12,8 +13,9 @@ names the section of benchmarks/RESULTS.md, or the docstring, that compares them
       2048 entries or fewer, with padding      cpu.sorting                cpu/sorting.py
       more                                     cpu.threshold              Selection
 
-Too large is an array of more than `cpu.MAX_ENTRIES`, which could not be padded to rows. Padding
-brings slices to one size, unless all entries compete.
+The last column names a section of benchmarks/RESULTS.md, or the file whose docstring compares. Too
+large is an array of more than `cpu.MAX_ENTRIES`, which could not be padded to rows. Padding brings
+slices to one size, unless all entries compete.
 """
 
 import contextlib

@@ -8,7 +8,6 @@ step and handles packing, sparse updates, the state of regrown weights and the o
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Self
 
@@ -19,6 +18,7 @@ from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
+from sparsity.core.warn import warn
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import (
     check_common_fields,
@@ -233,12 +233,11 @@ class BaseUpdater(Updater):
         if "keeps_dense_weights" in self._inferred and self.is_sparse_updates is None:
             _, hooks = INFERRED["keeps_dense_weights"]
             cls = next(x for x in type(self).__mro__ if not vars(x).keys().isdisjoint(hooks))
-            warnings.warn(
+            warn(
                 f"{cls.__name__} overrides {' or '.join(hooks)}, so that it is assumed "
                 "to keep the values of pruned weights: update does not set them to 0. State in the "
                 f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
                 "weights at exactly 0.",
-                stacklevel=2,
             )
         check_optimizer("inner", inner)
         step = (CompactStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)

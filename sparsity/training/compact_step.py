@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from sparsity.core import trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_int, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import has_updates
@@ -258,6 +258,8 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
             "Unstructured(), NByM, FanIn, or a Block that divides the axes; or give masks: "
             "wrap_optax(tx, masks=masks)."
         )
+    most = math.prod(shape[site.batch_axes :])
+    check_int(f"{site.pattern}.count_kept of {site.name!r}", count, 0, most)
     return int(count)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from sparsity.core import owners, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.kernels import at_runtime
 from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.core.warn import warn
 from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
@@ -124,11 +123,10 @@ def check_resettable(
             "entry belongs to which parameter, and regrown weights need a fresh state. Leave "
             f"{hidden} out."
         )
-    warnings.warn(
+    warn(
         f"{name} may regrow weights, and cannot give them a fresh optimizer state: that of "
         f"{hidden} hides which entry belongs to which parameter. State regrows = False in "
         f"the class {name} if its masks only shrink, or leave {hidden} out.",
-        stacklevel=4,
     )
 
 

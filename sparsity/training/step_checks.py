@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import chex
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
+from sparsity.core.warn import warn
 from sparsity.masks import (
     Sites,
     adapt_scope,
@@ -194,21 +194,19 @@ def warn_of_idle(
         starts_dense if is_traced(mask) else np.all(jax.device_get(mask)) for mask in leaves
     )
     if steps is None and prunes and leaves and dense:
-        warnings.warn(
+        warn(
             f"{type(updater).__name__} has target sparsities, but all masks are ones and "
             f"scheduler = {updater.scheduler!r} never updates them: training stays dense. Set a "
             "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
             "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
             "configuration), or start from masks with wrap_optax(tx, masks=masks).",
-            stacklevel=3,
         )
     has_no_target = updater.get_distribution_fn() is not None and not jax.tree.leaves(targets)
     if steps is not None and has_no_target and not leaves and _has_matrices(updater, params):
-        warnings.warn(
+        warn(
             f"{type(updater).__name__} has scheduler = {updater.scheduler!r}, but no parameter has "
             "a target sparsity: training stays dense. Set sparsity_distribution_fn, for example "
             "Uniform(0.8), or start from masks with wrap_optax(tx, masks=masks).",
-            stacklevel=3,
         )
     if updater.skip_gradients and steps is not None:
         start, end = steps
@@ -216,12 +214,11 @@ def warn_of_idle(
         samples = {start, start + 1, (start + last) // 2}
         every = all(bool(updater.scheduler.is_mask_update_iter(step)) for step in samples)
         if every and last > start + 1:
-            warnings.warn(
+            warn(
                 f"{type(updater).__name__} skips the gradients of steps that update masks, and "
                 f"scheduler = {updater.scheduler!r} updates them in every step from {start} "
                 f"{'on' if end is None else f'to {end}'}: no weight is trained then. Set a larger "
                 "update_freq, or skip_gradients=False.",
-                stacklevel=3,
             )
 
 

@@ -114,6 +114,95 @@ def test_solutions_of_other_shapes_or_kinds_are_refused_by_name(returned, got):
         pruner.instant_sparsify(jnp.ones((2, 1)), statistics={(): seen})
 
 
+TREE = {"up": jnp.ones((2, 1)), "bias": jnp.ones(1)}
+MASKS = {"up": jnp.ones((2, 1), jnp.uint8), "bias": None}
+SEEN = {("up",): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}
+
+BIAS = {("bias",): sparsity.Statistic(gram=jnp.eye(1), count=9, contracting=(0,), output=())}
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, r"must return \(params, masks\), got None"),
+        (TREE, r"must return \(params, masks\), got \{'bias'"),
+        ((TREE | {"more": 1.0}, MASKS), "they differ at 'more'"),
+        (({"up": TREE["up"]}, MASKS), "they differ at 'bias'"),
+        ((TREE | {"up": jnp.ones((2, 1), int)}, MASKS), "of 'up' with floating .* of int32"),
+        ((TREE | {"up": TREE["up"] + 1j}, MASKS), "of 'up' with floating .* of complex64"),
+        ((TREE | {"up": jnp.ones((1, 2))}, MASKS), r"of 'up', each of shape \(2, 1\), .*\(1, 2\)"),
+        ((TREE | {"bias": jnp.ones(3)}, MASKS), r"of 'bias', each of shape \(1,\), .*\(3,\)"),
+        ((TREE, MASKS | {"up": MASKS["up"] * 1j}), "'up' among the masks of .* got complex64"),
+    ],
+)
+@pytest.mark.parametrize("hook", ["solve_tree", "instant_sparsify"])
+def test_trees_of_a_hook_are_checked_by_the_name_of_hook_and_parameter(hook, returned, got):
+    class Returning(StatisticsPruning):
+        """Returns something else from a hook."""
+
+    setattr(Returning, hook, lambda self, *args, **kwargs: returned)
+    pruner = Returning(sparsity_distribution_fn=helpers.half)
+    with pytest.raises(ValueError, match=got) as error:
+        sparsity.calibration.prune(pruner, TREE, SEEN)
+    assert f"Returning.{hook}" in str(error.value)
+
+
+def test_a_tree_of_ones_own_gets_the_dtypes_of_the_params_and_needs_each_mask(monkeypatch):
+    class Returning(StatisticsPruning):
+        masks = MASKS
+
+        def solve_tree(self, params, targets, problems):
+            return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), self.masks
+
+    pruner = Returning(sparsity_distribution_fn=helpers.half)
+    pruned, _ = pruner.instant_sparsify(TREE, statistics=SEEN)
+    assert {x.dtype.name for x in jax.tree.leaves(pruned)} == {"float32"}
+    not_finite = TREE | {"up": jnp.array([[1.0], [jnp.nan]])}
+    monkeypatch.setattr(Returning, "solve_tree", lambda *args: (not_finite, MASKS))
+    with pytest.raises(ValueError, match=r"Returning\.solve_tree must return finite weights of"):
+        pruner.instant_sparsify(TREE, statistics=SEEN)
+    monkeypatch.undo()
+    Returning.masks = MASKS | {"up": None}
+    with pytest.raises(ValueError, match=r"Returning\.solve_tree must return a mask of 'up', got"):
+        pruner.instant_sparsify(TREE, statistics=SEEN)
+
+
+@pytest.mark.parametrize(
+    ("paths", "got"),
+    [
+        (None, "must be a list or an iterator"),
+        ([("up",)], r"must return key paths .* got \('up',\)"),
+        ([(jax.tree_util.DictKey("bias"),)], "names 'bias', which has no sparsity"),
+    ],
+)
+def test_paths_of_ones_own_are_key_paths(paths, got):
+    class Returning(StatisticsPruning):
+        def calibrated_paths(self, params, targets):
+            return paths
+
+    pruner = Returning(sparsity_distribution_fn=helpers.half)
+    with pytest.raises(ValueError, match=rf"Returning\.calibrated_paths {got}"):
+        pruner.instant_sparsify(TREE, statistics=SEEN | BIAS)
+
+
+@pytest.mark.parametrize(
+    ("score", "got"),
+    [
+        (lambda weights: None, "an array of real numbers, got .* = None"),
+        (lambda weights: weights[0], r"have shape \(1, 2\), got .* = \(2,\)"),
+        (lambda weights: weights * 1j, "an array of real numbers, got .*complex64"),
+    ],
+)
+def test_scores_of_ones_own_are_checked_by_the_name_of_their_parameter(score, got):
+    class Returning(ScoredPruning):
+        def score(self, weights, squares):
+            return score(weights)
+
+    pruner = Returning(sparsity_distribution_fn=helpers.half)
+    with pytest.raises(ValueError, match=rf"Returning\.score of 'up' must .*{got}"):
+        pruner.instant_sparsify(TREE, statistics=SEEN)
+
+
 def test_what_no_hook_can_do_is_refused_by_name():
     options = {"sparsity_distribution_fn": helpers.half}
     seen = {(): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}

@@ -261,6 +261,14 @@ def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned,
         prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, Returning())
 
 
+def test_a_function_as_a_refit_is_named_by_its_own_name():
+    weights, x, _ = oracles.layer()
+    kernel = jnp.asarray(weights.T, jnp.float32)
+    for refit in (lambda *args: None, functools.partial(lambda *args: None)):
+        with pytest.raises(ValueError, match="the function <lambda> must return"):
+            prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, refit)
+
+
 @pytest.mark.slow
 def test_admm_on_a_mask_is_that_of_a_plain_program():
     weights, x, _ = oracles.layer()

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import check_memory, output_error, prune
+from sparsity.calibration import output_error, prune
 from sparsity.calibration.statistics import memory
+from sparsity.calibration.statistics.memory import check_memory
 from tests import helpers
 from tests.calibration import oracles
 

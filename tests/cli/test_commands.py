@@ -46,7 +46,7 @@ def test_a_checkpoint_without_weights_is_refused_with_its_dtypes(tmp_path, capsy
     source, target = tmp_path / "in.npz", tmp_path / "out.npz"
     np.savez(source, a=np.arange(6), b=np.ones(2, bool))
     assert main(["prune", str(source), str(target), *HALF]) == 2
-    assert "its selected leaves are 'bool', 'int64'" in capsys.readouterr().err
+    assert "its selected parameters are 'bool', 'int64'" in capsys.readouterr().err
     assert not target.exists()
 
 
@@ -152,7 +152,7 @@ def test_the_table_shows_what_a_terminal_would_obey(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **{"up\n\x1b[31m": np.ones(2), "größe": np.ones(2)})
     assert main(["inspect", str(tmp_path / "a.npz")]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["leaf", "-" * 12, "größe", r"up\n\x1b[31m", "-" * 12, "total"]
+    assert names == ["parameter", "-" * 12, "größe", r"up\n\x1b[31m", "-" * 12, "total"]
 
 
 PACKAGES = ["flax", "msgpack", "orbax", "rich", "safetensors", "tensorstore", "zstandard"]
@@ -384,7 +384,7 @@ def test_diff_counts_what_moved_and_what_changed(tmp_path, capsys):
     main([*map(str, arguments)])
     out = capsys.readouterr().out
     assert "2 float64 -> nothing" in out
-    assert "3 of 4 leaves differ" in out
+    assert "3 of 4 parameters differ" in out
     assert "same" not in out
 
 
@@ -425,9 +425,9 @@ def test_help_shows_examples_and_exit_codes(command, capsys):
         (["inspect", "nothing.npz"], "nothing.npz does not exist. Give the path"),
         (
             ["inspect", "{kernels}", "--filter", "smal"],
-            "no leaf; the nearest of 2 is 'small'",
+            "no parameter; the nearest of 2 is 'small'",
         ),
-        (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no leaf"),
+        (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no parameter"),
         (["diff", "{kernels}", "nothing.npz"], "nothing.npz does not exist"),
         (["diff", "nothing"], "nothing does not exist. Give the path of a delta"),
         (

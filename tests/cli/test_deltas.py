@@ -58,7 +58,7 @@ def test_a_delta_of_two_checkpoints_makes_one_from_the_other(tmp_path, capsys, n
     old, new, out = (tmp_path / folder / name for folder in ("old", "new", "."))
     assert main(["diff", str(old), str(new), "--save", str(tmp_path / "delta")]) == 1
     assert main(["apply", str(old), str(tmp_path / "delta"), str(out)]) == 0
-    assert "leaves changed." in capsys.readouterr().out
+    assert "parameters changed." in capsys.readouterr().out
     assert main(["diff", str(out), str(new)]) == 0
     assert bits(arrays(out)) == bits(arrays(new))
     assert bits(arrays(old)) != bits(arrays(new))

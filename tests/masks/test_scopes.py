@@ -78,7 +78,6 @@ def test_each_leaf_by_itself_is_the_default():
 # Which weights stay.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.9, 0.999, 1.0])
 def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     params = _params(scales=(1, 5, 0.1))
@@ -86,7 +85,6 @@ def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     _check(masks, _best(_normalized(params), _num_kept(_ALL, share)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scales", [(1e30, 1e30, 1), (1e-30, 1e-30, 1e-30), (1e30, 1e-30, 1)])
 def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
     params = _params(scales=scales)
@@ -94,7 +92,6 @@ def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
     _check(masks, _best(_normalized(params), _ALL // 2))
 
 
-@pytest.mark.slow
 def test_weights_of_bfloat16_are_ranked_in_float32():
     params = _params(dtype=jnp.bfloat16) | {"b": _params()["b"]}
     masks = _make(sparsity.MagnitudePruning, 0.6).instant_sparsify(params)[1]
@@ -400,6 +397,23 @@ def test_a_scope_of_ones_own_selects_and_moves():
     assert _counts(state.masks) == {"a": 48, "b": 24, "c": 4}
     _, state = tx.update(params, state, params)
     assert _counts(state.masks) == {"a": 0, "b": 0, "c": 76}
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "must return a list of masks, one for each of 3 parameters, got None"),
+        ([jnp.ones(3)], "must return a list of masks, one for each of 3 parameters, got "),
+        ([None] * 3, "the mask of 'a' by Returning.select must be an array of real numbers"),
+    ],
+)
+def test_masks_of_a_scope_of_ones_own_are_checked(returned, got):
+    class Returning(FirstServed):
+        def select(self, leaves, topk_fn):
+            return returned
+
+    with pytest.raises(ValueError, match=got):
+        _make(sparsity.MagnitudePruning, scope=Returning()).instant_sparsify(_params())
 
 
 def test_layerwise_is_the_scope_at_the_top():

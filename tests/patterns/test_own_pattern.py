@@ -334,3 +334,36 @@ def test_a_pattern_that_numbers_an_axis_and_cannot_renumber_it_is_refused_by_nam
 
 def _run_layers(params, x):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "got"),
+    [
+        ("pool", None, r"pool of 'w' must be an array of real numbers, got .* = None"),
+        ("pool", jnp.ones(2, complex), "pool of 'w' must be an array of real .*complex64"),
+        ("expand", None, "expand of 'w' must be an array of real numbers, got .* = None"),
+        ("expand", jnp.ones(3), r"expand of 'w' must have shape \(2, 4\), got .* = \(3,\)"),
+        ("select", None, "mask of 'w' by Layerwise.select must be an array of real .* = None"),
+        ("final_sparsity", None, r"final_sparsity of 'w' must be in \[0, 1\] .* = None"),
+        ("final_sparsity", np.nan, r"final_sparsity of 'w' must be in \[0, 1\] .* = nan"),
+    ],
+)
+def test_results_of_hooks_are_checked_by_the_name_of_hook_and_parameter(hook, returned, got):
+    kind = type("Odd", (Rows,), {hook: lambda self, *args, **kwargs: returned})
+    pruner = sparsity.MagnitudePruning(sparsity_type=kind(), sparsity_distribution_fn=_HALF)
+    with pytest.raises(ValueError, match=got):
+        pruner.instant_sparsify({"w": jnp.ones((2, 4))})
+
+
+def test_a_count_of_ones_own_is_a_number_of_entries():
+    @dataclasses.dataclass(frozen=True)
+    class Miscounted(sparsity.Unstructured):
+        def count_kept(self, shape, sparsity, batch_axes=0):
+            return 9
+
+    pruner = sparsity.StaticRandomSparse(
+        sparsity_type=Miscounted(), sparsity_distribution_fn=_HALF, use_compact_state=True
+    )
+    message = r"Miscounted\(\)\.count_kept of 'w' must be at most 8, got .* = 9"
+    with pytest.raises(ValueError, match=message):
+        pruner.wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 4))})

@@ -186,6 +186,9 @@ def test_a_registered_name_stands_for_a_pattern_with_the_numbers_that_its_functi
         register_pattern("nm", tile)
     with pytest.raises(ValueError, match=r"pattern = <class 'int'>\. Wrap"):
         register_pattern("integer", int)
+    register_pattern("nothing", lambda: None)
+    with pytest.raises(ValueError, match=r"'nothing' of register_pattern must be a pat.*None"):
+        parse_sparsity_type("nothing")
 
 
 @pytest.mark.parametrize("text", ["channel", "nm_2", "block_2", "unstructured_1"])

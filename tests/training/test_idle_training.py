@@ -1,5 +1,6 @@
 """Warnings about settings under which nothing is pruned, or nothing is trained."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -149,8 +150,19 @@ def test_a_pruner_that_skips_is_warned_of_too():
     _init(sparsity.MagnitudePruning(**options))
 
 
-def test_the_warning_names_the_line_of_the_user():
-    tx = sparsity.MagnitudePruning(sparsity_distribution_fn=_HALF).wrap_optax(optax.sgd(0.1))
-    with pytest.warns(UserWarning, match="training stays dense") as caught:
-        tx.init(_PARAMS)
-    assert caught[0].filename == __file__
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tx: tx.init(_PARAMS),
+        lambda tx: optax.chain(tx).init(_PARAMS),
+        lambda tx: jax.jit(tx.init)(_PARAMS),
+        lambda tx: jax.eval_shape(tx.init, _PARAMS),
+    ],
+    ids=["plain", "chain", "jit", "eval_shape"],
+)
+def test_the_warning_names_the_line_of_the_user(call):
+    options = {"scheduler": sparsity.OneShotSchedule(0)}
+    tx = sparsity.MagnitudePruning(**options).wrap_optax(optax.sgd(0.1))
+    with pytest.warns(UserWarning, match="no parameter has a target sparsity") as caught:
+        call(tx)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, call.__code__.co_firstlineno)

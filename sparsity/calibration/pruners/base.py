@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -17,10 +17,16 @@ import jax.numpy as jnp
 
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.calibration.statistics.validation import check_solution, look_up_statistic
+from sparsity.calibration.statistics.validation import (
+    check_finite,
+    check_solution,
+    look_up_statistic,
+    read_pruned,
+)
 from sparsity.core import sharding, trees
-from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks, read_masks
+from sparsity.core.checks import check_iterable
+from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Sparsities
+from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg
@@ -32,7 +38,7 @@ class Problem(NamedTuple):
     site: Site
     param: jax.Array
     statistic: Statistic
-    target: Any  # a sparsity, or `None` where only parameters beside this one have one
+    target: chex.Numeric | None  # `None` where only parameters beside this one have a sparsity
 
 
 Problems: TypeAlias = Mapping[KeyPath, Problem]
@@ -100,11 +106,12 @@ class StatisticsPruning(BaseUpdater):
         raise NotImplementedError(f"{type(self).__name__} must override solve.")
 
     def solve_tree(
-        self, params: PyTree, targets: PyTree, problems: Problems
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, targets: Sparsities, problems: Problems
+    ) -> tuple[Params, Masks]:
         """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
 
-        Pruners that compare parameters override this method, as pruners of channels do.
+        Pruners that compare parameters override this method, as pruners of channels do. Weights of
+        another floating dtype are cast to that of their parameter.
 
         Args:
           params: tree of parameters.
@@ -113,30 +120,34 @@ class StatisticsPruning(BaseUpdater):
         """
         solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
         for key, problem in problems.items():
-            param = problem.param
+            site, param, statistic, target = problem
+            if target is None:
+                raise ValueError(
+                    f"{type(self).__name__}.calibrated_paths names {site.name!r}, which has no "
+                    "sparsity, so that solve cannot prune it. Override solve_tree, too."
+                )
             if not param.size:
                 solved[key] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
-            solution = self.solve(*problem)
-            check_solution(solution, f"{type(self).__name__}.solve", problem.site.name, param)
-            new, mask = solution
-            new = sharding.place_like(param, new.astype(param.dtype))
-            solved[key] = new, sharding.place_like(param, mask)
+            solution = self.solve(site, param, statistic, target)
+            check_solution(solution, f"{type(self).__name__}.solve", site.name, param)
+            new, mask = (sharding.place_like(param, x) for x in solution)
+            solved[key] = new, mask
         weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
         return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
 
-    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+    def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that need statistics: all with a sparsity."""
         return trees.leaves_by_path(targets)
 
     def instant_sparsify(
         self,
-        params: PyTree,
+        params: Params,
         grads: PyTree | None = None,
         *,
         statistics: Statistics | None = None,
         **extra_args: ExtraArg,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[Params, Masks]:
         """Prunes and corrects at once.
 
         Args:
@@ -157,12 +168,22 @@ class StatisticsPruning(BaseUpdater):
         targets = self.compute_targets(params, sites)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
         problems = {}
-        for key in self.calibrated_paths(params, targets):
+        name = type(self).__name__
+        paths = self.calibrated_paths(params, targets)
+        check_iterable(f"the result of {name}.calibrated_paths", paths)
+        for key in paths:
+            if key not in leaves:
+                raise ValueError(
+                    f"{name}.calibrated_paths must return key paths of the params, got {key!r}."
+                )
             site, param = sites[key], leaves[key]
             statistic = self.statistic(statistics, site, param.shape)
             problems[key] = Problem(site, param, statistic, sparsities.get(key))
-        weights, masks = self.solve_tree(params, targets, problems)
-        masks = read_masks(masks, params, self.use_packed_masks)
+        overrides = type(self).solve_tree is not StatisticsPruning.solve_tree
+        who = f"{name}.{'solve_tree' if overrides else 'solve'}"
+        solved = self.solve_tree(params, targets, problems)
+        weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
+        check_finite(weights, who, params)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
@@ -17,6 +16,7 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
+from sparsity.core.warn import warn
 from sparsity.graph import Coupled, Graph
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
@@ -90,10 +90,9 @@ class ReaderChannels(Coupled):
             stays = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
             kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.full.size
             if kept * _FEW < size:
-                warnings.warn(
+                warn(
                     f"The group {group.channels.name!r} keeps {kept} of {size} channels, as others "
                     "matter more. Raise min_channels of Coupled, or leave it out with filter_fn.",
-                    stacklevel=2,
                 )
 
 
@@ -114,7 +113,7 @@ class ChannelPruning(StatisticsPruning):
         fields = dataclasses.fields(ReaderChannels)
         return ReaderChannels(**{field.name: getattr(self.scope, field.name) for field in fields})
 
-    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+    def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
         scored = self.readers.scored_paths(params, targets)  # a set, whose order differs by process
         return [key for key in trees.leaves_by_path(params) if key in scored]

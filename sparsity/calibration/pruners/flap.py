@@ -18,7 +18,7 @@ from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph import Bias
 from sparsity.masks import Sites, apply_masks
 from sparsity.training.state import SparseState
@@ -74,7 +74,7 @@ class FLAPPruning(ChannelPruning):
 
     def calculate_scores(
         self,
-        params: PyTree,
+        params: Params,
         sparse_state: SparseState | None = None,
         grads: PyTree | None = None,
         statistics: Statistics | None = None,
@@ -91,16 +91,16 @@ class FLAPPruning(ChannelPruning):
     def create_masks(
         self,
         scores: PyTree,
-        sparsities: PyTree,
-        target_sparsities: PyTree | None = None,
+        sparsities: Sparsities,
+        target_sparsities: Sparsities | None = None,
         *,
         sites: Sites | None = None,
     ) -> PyTree:
         return self.readers.select_tree(scores, sparsities)
 
     def solve_tree(
-        self, params: PyTree, targets: PyTree, problems: Problems
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, targets: Sparsities, problems: Problems
+    ) -> tuple[Params, Masks]:
         biases = self._biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
         names = {key: param.path for key, param in graph.parameters.match(params).items()}
@@ -119,7 +119,7 @@ class FLAPPruning(ChannelPruning):
         return trees.map_matched(compensate, params), masks
 
     def _biases(
-        self, params: PyTree, problems: Problems
+        self, params: Params, problems: Problems
     ) -> dict[KeyPath, list[tuple[KeyPath, Bias]]]:
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)

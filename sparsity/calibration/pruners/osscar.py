@@ -20,7 +20,7 @@ from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Sparsities
 from sparsity.graph.scope.placed import PlacedGroup
 from sparsity.masks import apply_masks
 
@@ -79,8 +79,8 @@ class OSSCARPruning(ChannelPruning):
             )
 
     def solve_tree(
-        self, params: PyTree, targets: PyTree, problems: Problems
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, targets: Sparsities, problems: Problems
+    ) -> tuple[Params, Masks]:
         for problem in problems.values():
             self._check(problem)
         choose_channels = functools.partial(_choose, list(problems), self.swap, self.damping)

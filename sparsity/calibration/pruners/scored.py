@@ -20,9 +20,10 @@ from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
+from sparsity.core.checks import check_real_array
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import ordered_sum
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Params, PyTree, Sparsities
 from sparsity.masks import (
     Layerwise,
     Scope,
@@ -73,7 +74,7 @@ class ScoredPruning(StatisticsPruning):
 
     def calculate_scores(
         self,
-        params: PyTree,
+        params: Params,
         sparse_state: SparseState | None = None,
         grads: PyTree | None = None,
         statistics: Statistics | None = None,
@@ -86,17 +87,21 @@ class ScoredPruning(StatisticsPruning):
             if isinstance(statistics, Mapping) and trees.path_names(key) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
             statistic = self.statistic(statistics, sites[key], param.shape)
-            return self._score_leaf(statistic, param, statistic.sums_of_squares())
+            return self._score_leaf(sites[key].name, statistic, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
 
-    def _score_leaf(self, statistic: Statistic, param: jax.Array, squares: jax.Array) -> jax.Array:
+    def _score_leaf(
+        self, name: str, statistic: Statistic, param: jax.Array, squares: jax.Array
+    ) -> jax.Array:
         """Returns the scores of a parameter, by numpy where `score` has a body for numpy."""
 
         def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
             weights = abs(statistic.matrices(param))
             weights = weights.astype(promote(weights.dtype, squares.dtype))
             scores = score(weights, squares.astype(weights.dtype)[..., None, :])
+            who = f"the result of {type(self).__name__}.score of {name!r}"
+            check_real_array(who, scores, weights.shape)
             return statistic.parameter(scores, param.shape)
 
         def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
@@ -116,8 +121,8 @@ class ScoredPruning(StatisticsPruning):
     def create_masks(
         self,
         scores: PyTree,
-        sparsities: PyTree,
-        target_sparsities: PyTree | None = None,
+        sparsities: Sparsities,
+        target_sparsities: Sparsities | None = None,
         statistics: Statistics | None = None,
         *,
         sites: Sites | None = None,

@@ -8,7 +8,6 @@ of unit norm, XY = XX W.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -104,12 +103,7 @@ def _run(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Calls a function of arrays: compiled, or as it is for arrays of numpy."""
     if host.namespace(jax.tree.leaves(args)) is np:
         return fn(*args)
-    return sharding.shard_like(like, _compile(fn), *args)
-
-
-@functools.cache
-def _compile(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    return jax.jit(fn)
+    return sharding.shard_like(like, jax.jit(fn), *args)
 
 
 def _start(

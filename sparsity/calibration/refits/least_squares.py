@@ -77,8 +77,8 @@ def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Stati
         for i, gram in enumerate(grams.reshape(lead, *grams.shape[-2:])):
             before, after = (x[i].astype(dtype) for x in matrices[:2])
             support = matrices[2][i] > 0
-            most, is_shared = _supports(support)
-            solve = _solve_shared if is_shared else functools.partial(_solve_on_host, most)
+            max_kept, is_shared = _supports(support)
+            solve = _solve_shared if is_shared else functools.partial(_solve_on_host, max_kept)
             refitted[i] = _refit_matrix(
                 solve, dense.dtype, before, after, support, gram.astype(dtype)
             )
@@ -90,20 +90,20 @@ def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Stati
 @host.instead(_refit_on_host)
 def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the refitted parameter."""
-    most, is_shared = statistic.inputs(dense.shape), False
+    max_kept, is_shared = statistic.inputs(dense.shape), False
     if not is_traced(mask):
         with sharding.evaluate_now():
-            most, is_shared = _supports(statistic.matrices(mask))
+            max_kept, is_shared = _supports(statistic.matrices(mask))
     step = max(-(-statistic.inputs(dense.shape) // _PROGRAMS), 1)
-    most = min(-(-most // step) * step, statistic.inputs(dense.shape))
-    refit = functools.partial(_refit_by_xla, most, is_shared)
+    max_kept = min(-(-max_kept // step) * step, statistic.inputs(dense.shape))
+    refit = functools.partial(_refit_by_xla, max_kept, is_shared)
     refitted: jax.Array = sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
     return refitted
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _refit_by_xla(
-    most: int,
+    max_kept: int,
     is_shared: bool,
     dense: jax.Array,
     pruned: jax.Array,
@@ -112,7 +112,7 @@ def _refit_by_xla(
 ) -> jax.Array:
     """Returns the refitted parameter, from a bound on the inputs that an output keeps."""
     matrices = math.prod(statistic.lead(dense.shape))
-    solve = _solve_shared if is_shared else functools.partial(_solve_by_xla, most, matrices)
+    solve = _solve_shared if is_shared else functools.partial(_solve_by_xla, max_kept, matrices)
 
     def refit_matrix(*arrays: jax.Array) -> jax.Array:
         return _refit_matrix(solve, dense.dtype, *arrays)
@@ -166,17 +166,17 @@ def _solve_shared(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.
     return _by_factor(gradient[None], kept.any(axis=0)[None], gram, kept.shape[-1])[0]
 
 
-def _solve_on_host(most: int, gradient: PyTree, kept: PyTree, gram: PyTree) -> PyTree:
+def _solve_on_host(max_kept: int, gradient: PyTree, kept: PyTree, gram: PyTree) -> PyTree:
     """Returns corrections on the support of each output, [outputs, inputs].
 
     Conjugate gradients solve all outputs at once, by products with the Gram matrix. Outputs that
     these leave far from their solutions are solved by Cholesky factors, some at once.
     """
-    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(most, len(gram)))
+    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     counts = kept.sum(axis=-1)
     rows = np.flatnonzero(~is_solved)
     rows = rows[np.argsort(counts[rows], kind="stable")]
-    at_once = max(_AT_ONCE // (most**2 * gram.itemsize), 1)
+    at_once = max(_AT_ONCE // (max_kept**2 * gram.itemsize), 1)
     for start in range(0, len(rows), at_once):
         some = rows[start : start + at_once]
         gains[some] = _by_factor(gradient[some, None], kept[some], gram, counts[some[-1]])[:, 0]
@@ -184,18 +184,18 @@ def _solve_on_host(most: int, gradient: PyTree, kept: PyTree, gram: PyTree) -> P
 
 
 def _solve_by_xla(
-    most: int, matrices: int, gradient: jax.Array, kept: jax.Array, gram: jax.Array
+    max_kept: int, matrices: int, gradient: jax.Array, kept: jax.Array, gram: jax.Array
 ) -> jax.Array:
     """Does what `_solve_on_host` does, for so many matrices at once."""
-    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(most, len(gram)))
+    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     outputs = len(gradient)
-    at_once = max(1, min(_AT_ONCE // (most**2 * gram.dtype.itemsize * matrices), outputs))
+    at_once = max(1, min(_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs))
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
     order = jnp.pad(order, (0, -outputs % at_once), constant_values=outputs)
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:
         rows = lax.dynamic_slice_in_dim(order, i * at_once, at_once)
-        solved = _by_factor(gradient[rows, None], kept[rows], gram, most)[:, 0]
+        solved = _by_factor(gradient[rows, None], kept[rows], gram, max_kept)[:, 0]
         return gains.at[rows].set(solved, mode="drop")
 
     count = jnp.sum(~is_solved, dtype=jnp.int32)
@@ -203,24 +203,24 @@ def _solve_by_xla(
     return solved
 
 
-def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int) -> jax.Array:
+def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, max_kept: int) -> jax.Array:
     """Returns corrections of outputs on supports of at most so many inputs.
 
     Args:
       gradient: [supports, outputs, inputs].
       kept: [supports, inputs].
       gram: [inputs, inputs].
-      most: bound on the inputs of a support.
+      max_kept: bound on the inputs of a support.
     """
     xp, diagonal = host.namespace([gram]), gram.diagonal()
     scale = xp.where(diagonal > 0, 1 / xp.sqrt(xp.where(diagonal > 0, diagonal, 1)), 0)
-    places = xp.argsort(~kept, axis=-1, stable=True)[:, :most]
+    places = xp.argsort(~kept, axis=-1, stable=True)[:, :max_kept]
     scales = xp.take_along_axis(xp.where(kept, scale, 0), places, -1).astype(gram.dtype)
     factor = gram[places[:, :, None], places[:, None, :]]
     factor *= scales[:, :, None]
     factor *= scales[:, None, :]
     # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
-    shift = xp.where(scales > 0, most * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
+    shift = xp.where(scales > 0, max_kept * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
     factor = factor_inverse(shift_diagonals(factor, shift))
     places, scales = places[:, None], scales[:, None]
     gains: jax.Array = xp.zeros_like(gradient)
@@ -291,10 +291,10 @@ def _norms(rows: jax.Array) -> jax.Array:
     return norms
 
 
-def _repeat(step: Callable[[_Steps], _Steps], state: _Steps, most: int) -> _Steps:
+def _repeat(step: Callable[[_Steps], _Steps], state: _Steps, max_steps: int) -> _Steps:
     """Repeats a step while an output is active, at most so many times."""
     if isinstance(state.gains, np.ndarray):
-        for _ in range(most):
+        for _ in range(max_steps):
             if not state.is_active.any():
                 break
             state = step(state)
@@ -303,10 +303,12 @@ def _repeat(step: Callable[[_Steps], _Steps], state: _Steps, most: int) -> _Step
     def step_counted(counted: tuple[jax.Array, _Steps]) -> tuple[jax.Array, _Steps]:
         return counted[0] + 1, step(counted[1])
 
-    first = jnp.int32(0), state
-    return lax.while_loop(lambda x: (x[0] < most) & x[1].is_active.any(), step_counted, first)[1]
+    def continues(counted: tuple[jax.Array, _Steps]) -> jax.Array:
+        return (counted[0] < max_steps) & counted[1].is_active.any()
+
+    return lax.while_loop(continues, step_counted, (jnp.int32(0), state))[1]
 
 
-def _count_steps(most: int, inputs: int) -> int:
+def _count_steps(max_kept: int, inputs: int) -> int:
     """Returns the steps of conjugate gradients that take as long as factors do, roughly."""
-    return max(32, min(most**3 // inputs**2, inputs // 8))
+    return max(32, min(max_kept**3 // inputs**2, inputs // 8))

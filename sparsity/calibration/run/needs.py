@@ -15,16 +15,12 @@ from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
 
 
-def _count_nothing(outputs: int, inputs: int) -> int:
-    return 0
-
-
 class Needs(NamedTuple):
     """Attributes that a pruner or a refit may state; `StatisticsPruning` and `Refit` tell more."""
 
     statistics_kind: Kind
     gram_copies: int = StatisticsPruning.gram_copies
-    count_bytes: Callable[[int, int], int] = _count_nothing
+    count_bytes: Callable[[int, int], int] = lambda outputs, inputs: 0
     damping: float | None = None
     shifts_biases: bool = False
 
@@ -53,11 +49,23 @@ def combine_needs(pruner: object, refit: object | None) -> Needs:
     )
 
 
+def method_name(method: object) -> str:
+    """Returns the name of a pruner's or refit's class, or of a function, for messages.
+
+    Example:
+      >>> method_name(lambda dense, pruned, mask, statistic, select: (pruned, mask))
+      'the function <lambda>'
+    """
+    function = method.func if isinstance(method, functools.partial) else method
+    name = getattr(function, "__name__", None)
+    return type(method).__name__ if name is None else f"the function {name}"
+
+
 def _read(method: object, kind: Kind) -> Needs:
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
     needs = Needs(**{"statistics_kind": kind, **stated})
-    who = type(method).__name__
+    who = method_name(method)
     check_statistics_kind(needs.statistics_kind, who)
     check_int(f"gram_copies of {who}", needs.gram_copies, 1)
     check_function(f"count_bytes of {who}", needs.count_bytes, "(outputs, inputs)")

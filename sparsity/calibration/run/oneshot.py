@@ -40,7 +40,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.masks import is_per_slice
 from sparsity.training.base_updater import BaseUpdater
 
@@ -49,7 +49,7 @@ from sparsity.training.base_updater import BaseUpdater
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     sequential: bool = True,
@@ -59,14 +59,14 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: Literal[False] = False,
-) -> tuple[PyTree, PyTree, Report]: ...
+) -> tuple[Params, Masks, Report]: ...
 
 
 @overload
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     *,
@@ -77,7 +77,7 @@ def oneshot(
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     sequential: bool = True,
@@ -87,7 +87,7 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: bool = False,
-) -> tuple[PyTree, PyTree, Report] | Estimate:
+) -> tuple[Params, Masks, Report] | Estimate:
     """Prunes a trained model by calibration data, layer by layer.
 
     Args:
@@ -122,11 +122,11 @@ def oneshot(
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    batches = _read_batches(batches, held, metric, folder)
-    if estimate:
-        return Meter(make_task(pruner, refit, fn, params, batches[0]), batches).estimate()
-    _check_values(params=params, batches=batches)
+    _check_data(batches, held, metric, folder)
+    batches = _read_batches(batches, params, may_be_shapes=estimate)
     task = make_task(pruner, refit, fn, params, batches[0])
+    if estimate:
+        return Meter(task, batches).estimate()
     identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
     store = None if folder is None else LayerStore(folder, identity())
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
@@ -152,25 +152,24 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) 
         )
 
 
-def _read_batches(
-    batches: Iterable[PyTree], output_batches: object, metric: object, folder: object
-) -> list[PyTree]:
-    """Returns the batches; raises a ValueError without any, or for arguments that do not fit."""
+def _check_data(batches: object, output_batches: object, metric: object, folder: object) -> None:
+    """Raises a ValueError for arguments of other types."""
     check_iterable("batches", batches)
     if output_batches is not None:
         check_iterable("held", output_batches)
     check_function("metric", metric, "params", optional=True)
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
+
+
+def _read_batches(batches: Iterable[PyTree], params: Params, may_be_shapes: bool) -> list[PyTree]:
+    """Returns the batches; raises a ValueError without any, and for arrays without values."""
     if not (listed := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
+    if not may_be_shapes:
+        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+        check_values("params", params, remedy)
+        check_values("batches", listed, remedy)
     return listed
-
-
-def _check_values(**trees: PyTree) -> None:
-    """Raises a ValueError that names an array without values, which an estimate may have."""
-    remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
-    for name, tree in trees.items():
-        check_values(name, tree, remedy)
 
 
 def _show_progress(
@@ -212,7 +211,7 @@ class _Run:
     def __init__(
         self,
         task: PruningTask,
-        params: PyTree,
+        params: Params,
         batches: Sequence[PyTree],
         store: LayerStore | None,
         on_layer_done: Callable[[Path, LayerIndex], None] | None,
@@ -242,7 +241,7 @@ class _Run:
                 layer = task.solve(self.weights, path, index, statistic)
                 if task.needs.has_grams:
                     return layer
-                return layer.with_sums(reached.losses(*layer.matrices()))
+                return layer._replace(sums=reached.losses(*layer.matrices()))
 
             self._finish(path, index, solve)
 
@@ -263,7 +262,7 @@ class _Run:
             layers = {path: solve(path) for path in paths}
             matrices = {path: layer.matrices() for path, layer in layers.items()}
             losses = sum_losses(*model, matrices)
-            return {path: layers[path].with_sums(losses[path]) for path in paths}
+            return {path: layers[path]._replace(sums=losses[path]) for path in paths}
 
         def solve(path: Path) -> PrunedLayer:
             return task.solve(self.weights, path, (), calibrate_all().get(path))
@@ -286,7 +285,13 @@ class _Run:
                 self._store.write(number, stored)
         if place is not None and stored.bias is not None:
             self.weights.replace(*place, stored.bias)
-        self._accept(path, index, stored)
+        self.weights.replace(path, index, stored.weights)
+        self.weights.replace_mask(path, index, stored.mask)
+        layers = self._layers.setdefault(path, {})
+        layers[index] = stored.report
+        self.report[path] = LayerReport.combine([*layers.values()])
+        if self._on_layer_done is not None:
+            self._on_layer_done(path, index)
 
     def _compute(
         self,
@@ -302,16 +307,6 @@ class _Run:
         weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
         shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
         return StoredLayer(weights, mask, report, shifted)
-
-    def _accept(self, path: Path, index: LayerIndex, stored: StoredLayer) -> None:
-        """Puts a finished parameter, or one layer of it, into the weights and the report."""
-        self.weights.replace(path, index, stored.weights)
-        self.weights.replace_mask(path, index, stored.mask)
-        layers = self._layers.setdefault(path, {})
-        layers[index] = stored.report
-        self.report[path] = LayerReport.combine([*layers.values()])
-        if self._on_layer_done is not None:
-            self._on_layer_done(path, index)
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""

@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.calibration.statistics.capture import check_structure
 from sparsity.core import trees
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.programs.reuse import compile_at_call
 
 
@@ -49,8 +49,8 @@ class OutputReport:
 
 def compare_outputs(
     fn: Callable[..., PyTree],
-    dense: PyTree,
-    pruned: PyTree,
+    dense: Params,
+    pruned: Params,
     batches: Iterable[PyTree],
     metric: Callable[[PyTree], chex.Numeric] | None = None,
 ) -> OutputReport | None:
@@ -94,7 +94,7 @@ def compare_outputs(
     )
 
 
-def _measure(metric: Callable[[PyTree], chex.Numeric], params: PyTree) -> float:
+def _measure(metric: Callable[[PyTree], chex.Numeric], params: Params) -> float:
     """Returns the number that a metric returns; raises a ValueError for anything else."""
     value = metric(params)
     try:
@@ -104,7 +104,7 @@ def _measure(metric: Callable[[PyTree], chex.Numeric], params: PyTree) -> float:
 
 
 def make_outputs(
-    fn: Callable[..., PyTree], params: PyTree, batch: PyTree
+    fn: Callable[..., PyTree], params: Params, batch: PyTree
 ) -> Callable[[PyTree, PyTree], list[jax.Array]]:
     """Returns a compiled function from parameters and a batch to the outputs with fractions.
 
@@ -123,7 +123,7 @@ def make_outputs(
 
     compiled = compile_at_call(outputs)
 
-    def run(params: PyTree, batch: PyTree) -> list[jax.Array]:
+    def run(params: Params, batch: PyTree) -> list[jax.Array]:
         inputs = [trees.split_arrays(x)[0] for x in (params, batch)]
         arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
         devices = {device for x in arrays for device in x.devices()}

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import chex
 import jax
 
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import Refit, Select
-from sparsity.calibration.run.needs import read_refit_needs
+from sparsity.calibration.run.needs import method_name, read_refit_needs
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
     check_solution,
     check_solvable,
     look_up_statistic,
+    read_pruned,
 )
 from sparsity.core import host, sharding, trees
-from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import ScoredLeaf, Site, are_kept, is_per_slice, pack_masks, read_masks
+from sparsity.core.trees import KeyPath, Masks, Params
+from sparsity.masks import ScoredLeaf, Site, are_kept, is_per_slice, pack_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
 def prune(
-    pruner: BaseUpdater, params: PyTree, statistics: Statistics, refit: Refit | None = None
-) -> tuple[PyTree, PyTree]:
+    pruner: BaseUpdater, params: Params, statistics: Statistics, refit: Refit | None = None
+) -> tuple[Params, Masks]:
     """Prunes with statistics of the inputs, and refits the kept weights.
 
     Args:
@@ -54,13 +56,29 @@ def prune(
     check_pruner_and_refit(pruner, refit)
     if read_refit_needs(refit).shifts_biases:
         raise ValueError(
-            f"{type(refit).__name__} changes the biases that follow weights, which only the "
+            f"{method_name(refit)} changes the biases that follow weights, which only the "
             f"program of a model shows: give refit = {refit!r} to oneshot."
         )
-    pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
-    if refit is None:
-        return pruned, masks
-    return apply_refit(refit, pruner, params, pruned, masks, statistics)
+    pruned, masks = prune_at_once(pruner, params, statistics)
+    if refit is not None:
+        pruned, masks = apply_refit(refit, pruner, params, pruned, masks, statistics)
+    return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
+
+
+def prune_at_once(
+    pruner: BaseUpdater, params: Params, statistics: Statistics, required: Iterable[KeyPath] = ()
+) -> tuple[Params, Masks]:
+    """Returns what `instant_sparsify` returns, checked, with masks that are not packed.
+
+    Args:
+      pruner: the updater.
+      params: tree of parameters.
+      statistics: `{path: Statistic}` for each parameter that has a sparsity.
+      required: paths of the parameters that must have a mask.
+    """
+    pruned = pruner.instant_sparsify(params, statistics=statistics)
+    who = f"{type(pruner).__name__}.instant_sparsify"
+    return read_pruned(pruned, who, params, required, pruner.use_packed_masks)
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
@@ -91,11 +109,11 @@ def _got(value: object) -> str:
 def apply_refit(
     refit: Refit,
     pruner: BaseUpdater,
-    params: PyTree,
-    pruned: PyTree,
-    masks: PyTree,
+    params: Params,
+    pruned: Params,
+    masks: Masks,
     statistics: Statistics,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Params, Masks]:
     """Refits the weights that a pruner kept; a parameter that the refit makes worse stays as it is.
 
     Without a Gram matrix a parameter stays as it is if the refit returns NaN or infinities.
@@ -105,7 +123,7 @@ def apply_refit(
       pruner: the updater that has pruned.
       params: tree of parameters before pruning.
       pruned: tree of parameters after pruning.
-      masks: as the pruner returned them.
+      masks: tree of masks, not packed.
       statistics: `{path: Statistic}` for each parameter that has a mask.
 
     Returns:
@@ -114,8 +132,7 @@ def apply_refit(
     Raises:
       ValueError: a statistic is missing, does not fit its parameter, or lacks the refit's sums.
     """
-    needs, who = read_refit_needs(refit), type(refit).__name__
-    masks = read_masks(masks, params, pruner.use_packed_masks)
+    needs, who = read_refit_needs(refit), method_name(refit)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
@@ -138,8 +155,7 @@ def apply_refit(
         new = host.instead(_choose_better)(better)(dense, new, before, statistic)
         refitted[key] = sharding.place_like(dense, new[0]), sharding.place_like(dense, new[1])
     pruned = trees.map_matched(lambda key, param: refitted.get(key, (param,))[0], pruned)
-    masks = trees.map_matched(lambda key, _: refitted[key][1], masks)
-    return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
+    return pruned, trees.map_matched(lambda key, _: refitted[key][1], masks)
 
 
 def _choose_better(

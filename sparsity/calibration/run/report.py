@@ -9,11 +9,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsity.calibration.run.outputs import OutputReport
-from sparsity.calibration.run.sensitivity import Sensitivity, measure
+from sparsity.calibration.rates import Rates
+from sparsity.calibration.run.needs import read_pruner_needs
+from sparsity.calibration.run.outputs import (
+    OutputReport,
+    make_outputs,
+    sum_lost_squares,
+    sum_squares,
+)
+from sparsity.calibration.run.prune import check_pruner_and_refit, prune
+from sparsity.calibration.run.sensitivity import Sensitivity
+from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import extras, trees
+from sparsity.core.checks import check_fraction, check_iterable
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, pick_axes
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
 
 if TYPE_CHECKING:
@@ -106,7 +116,7 @@ class Report(dict[Path, LayerReport]):
         self,
         pruner: BaseUpdater,
         fn: Callable[..., PyTree],
-        params: PyTree,
+        params: Params,
         batches: Iterable[PyTree],
         rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),
     ) -> Sensitivity:
@@ -123,4 +133,33 @@ class Report(dict[Path, LayerReport]):
           A dictionary from paths to rates to the relative squared error of the model's outputs. Its
           `distribution(params, sparsity)` distributes a sparsity with the smallest errors.
         """
-        return measure(pruner, fn, params, batches, list(self), rates)
+        check_pruner_and_refit(pruner)
+        check_iterable("rates", rates)
+        rates = tuple(rates)
+        if not rates:
+            raise ValueError(
+                "rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75)."
+            )
+        for rate in rates:
+            check_fraction("rates", rate)
+            if rate == 0:
+                raise ValueError(
+                    "rates must be above 0, at which nothing is lost, got a rate of 0."
+                )
+        seen = list(batches)
+        kind = read_pruner_needs(pruner).statistics_kind
+        statistics = calibrate(fn, params, seen, kind, lambda path, _: path in self)
+        outputs = make_outputs(fn, params, seen[0])
+        dense = [outputs(params, batch) for batch in seen]
+        norm = sum(float(sum_squares(expected)) for expected in dense)
+        sensitivity = Sensitivity({path: {} for path in self})
+        for path in self:
+            for rate in rates:
+                alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
+                pruned = prune(alone, params, statistics)[0]
+                lost = sum(
+                    float(sum_lost_squares(expected, outputs(pruned, batch)))
+                    for expected, batch in zip(dense, seen, strict=True)
+                )
+                sensitivity[path][rate] = lost / norm if norm else 0.0
+        return sensitivity

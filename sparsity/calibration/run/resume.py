@@ -17,7 +17,7 @@ from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras, trees
 from sparsity.core.files import reading, writing
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.graph import trace
 
 
@@ -99,7 +99,7 @@ def _tree(layer: StoredLayer) -> dict[str, PyTree]:
 def identify(
     task: PruningTask,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Sequence[PyTree],
     **others: object,
 ) -> dict[str, str]:

@@ -1,25 +1,19 @@
-"""Sensitivity of a model to the pruning of single layers, and the best rates for a sparsity."""
+"""Errors of a model by pruned layer and rate, and the best rates for a sparsity."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from sparsity.calibration.rates import Rates
-from sparsity.calibration.run.needs import read_pruner_needs
-from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
-from sparsity.calibration.run.prune import check_pruner_and_refit, prune
-from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction, check_iterable
-from sparsity.core.trees import Path, PyTree
-from sparsity.training.base_updater import BaseUpdater
+from sparsity.core.checks import check_fraction
+from sparsity.core.trees import Params, Path
 
 
 class Sensitivity(dict[Path, dict[float, float]]):
     """Errors {path: {rate: error}} of the model's outputs if one parameter is pruned at a rate."""
 
-    def distribution(self, params: PyTree, sparsity: float) -> Rates:
+    def distribution(self, params: Params, sparsity: float) -> Rates:
         """Returns the distribution of that mean whose errors have the smallest sum.
 
         Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;
@@ -69,42 +63,6 @@ class Sensitivity(dict[Path, dict[float, float]]):
             rates[path] += min(count, remaining) / sizes[path]
             remaining -= min(count, remaining)
         return Rates(rates)
-
-
-def measure(
-    pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
-    params: PyTree,
-    batches: Iterable[PyTree],
-    paths: Sequence[Path],
-    rates: Sequence[float],
-) -> Sensitivity:
-    """Does what `Report.sensitivity` does, for some parameters."""
-    check_pruner_and_refit(pruner)
-    check_iterable("rates", rates)
-    if not (rates := tuple(rates)):
-        raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
-    for rate in rates:
-        check_fraction("rates", rate)
-        if rate == 0:
-            raise ValueError("rates must be above 0, at which nothing is lost, got a rate of 0.")
-    seen = list(batches)
-    kind = read_pruner_needs(pruner).statistics_kind
-    statistics = calibrate(fn, params, seen, kind, lambda path, _: path in paths)
-    outputs = make_outputs(fn, params, seen[0])
-    dense = [outputs(params, batch) for batch in seen]
-    norm = sum(float(sum_squares(expected)) for expected in dense)
-    sensitivity = Sensitivity({path: {} for path in paths})
-    for path in paths:
-        for rate in rates:
-            alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
-            pruned = prune(alone, params, statistics)[0]
-            lost = sum(
-                float(sum_lost_squares(expected, outputs(pruned, batch)))
-                for expected, batch in zip(dense, seen, strict=True)
-            )
-            sensitivity[path][rate] = lost / norm if norm else 0.0
-    return sensitivity
 
 
 def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import Refit
 from sparsity.calibration.refits.means import holds_outputs, shift_bias
 from sparsity.calibration.run.needs import Needs, combine_needs
-from sparsity.calibration.run.prune import apply_refit
+from sparsity.calibration.run.prune import apply_refit, prune_at_once
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
@@ -23,19 +22,14 @@ from sparsity.calibration.statistics.errors import output_error, ratio, squared_
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import host, sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.checks import check_kind
+from sparsity.core.trees import Params, Path, PyTree
+from sparsity.core.warn import warn
 from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
+from sparsity.patterns import SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.training.base_updater import BaseUpdater
-
-
-class SquaredSums(NamedTuple):
-    """Sums of squares of outputs: those of the dense weights, and their losses."""
-
-    dense: jax.Array
-    lost: jax.Array
-    lost_before_refit: jax.Array
 
 
 class PrunedLayer(NamedTuple):
@@ -48,7 +42,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
-      sums: sums of squares of its outputs; `None` if the Gram matrices of the statistic have them.
+      sums: [2 or 3], sums of squares of the outputs of `matrices`; `None` if the Gram matrices of
+        the statistic have them.
     """
 
     statistic: Statistic
@@ -57,7 +52,7 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
-    sums: SquaredSums | None = None
+    sums: jax.Array | None = None
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, of 0 seconds."""
@@ -78,11 +73,6 @@ class PrunedLayer(NamedTuple):
         before = () if self.pruned is self.refitted else (self.pruned,)
         dense, *after = host.read((self.dense, self.refitted, *before))
         return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
-
-    def with_sums(self, sums: jax.Array) -> PrunedLayer:
-        """Returns a copy with the sums of squares of the outputs of `matrices`."""
-        dense, lost, *before = host.read(sums)
-        return self._replace(sums=SquaredSums(dense, lost, *(before or [lost])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +129,13 @@ class PruningTask:
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
-        first, masks = pruner.instant_sparsify(alone, statistics={path: statistic})
-        last = first
+        pruned, masks = prune_at_once(pruner, alone, {path: statistic}, [site.path])
+        refitted = pruned
         if self.refit is not None and not self.needs.shifts_biases:
-            last, masks = apply_refit(self.refit, pruner, alone, first, masks, {path: statistic})
-        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
+            refit = self.refit
+            refitted, masks = apply_refit(refit, pruner, alone, pruned, masks, {path: statistic})
+        arrays = pruned, refitted, masks
+        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in arrays)
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
@@ -185,6 +177,8 @@ class PruningTask:
             return without(axis) - batch_axes
 
         pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
+        who = f"{site.pattern}.renumber_axes of {site.name!r}"
+        check_kind(who, pattern, SparsityType, "a pattern")
         return dataclasses.replace(
             self.pruner,
             sparsity_distribution_fn=Rates({path: self.targets[path]}),
@@ -198,7 +192,7 @@ def make_task(
     pruner: BaseUpdater,
     refit: Refit | None,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batch: PyTree,
 ) -> PruningTask:
     """Traces a model, and finds the parameters to prune."""
@@ -222,11 +216,10 @@ def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     biases = {path: graph.biases[path] for path in sites if path in graph.biases}
     biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in biases]:
-        warnings.warn(
+        warn(
             f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
             "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
             "its running mean or its shift is among the params.",
-            stacklevel=4,
         )
     return biases
 
@@ -267,7 +260,8 @@ def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array
         lost, total = (output_error(statistic, x).sum() for x in leaves)
         before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        total, lost, before = layer.sums
+        total, lost, *_ = layer.sums
+        before = layer.sums[-1]
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance

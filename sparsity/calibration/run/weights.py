@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path
 from sparsity.masks import pack_masks
 
 # (axis, index) of each axis that scans take apart.
@@ -30,7 +30,7 @@ class ModelWeights:
       dense: the tree before pruning.
     """
 
-    def __init__(self, params: PyTree, paths: Iterable[Path]) -> None:
+    def __init__(self, params: Params, paths: Iterable[Path]) -> None:
         self.dense = params
         self._arrays, self._rebuild = trees.split_arrays(params)
         self._before = list(self._arrays)
@@ -38,11 +38,11 @@ class ModelWeights:
         self._masks: dict[Path, jax.Array] = {}
         self._copied: set[int] = set()  # arrays that change in place: copies of the user's
 
-    def tree(self) -> PyTree:
+    def tree(self) -> Params:
         """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
         return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in self._arrays])
 
-    def masks(self, pack: bool) -> PyTree:
+    def masks(self, pack: bool) -> Masks:
         """Returns the tree of masks, `None` for parameters that stay dense."""
         masks = trees.map_matched(
             lambda path, _: self._masks.get(trees.path_names(path)), self.dense

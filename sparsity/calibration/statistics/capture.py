@@ -24,10 +24,10 @@ from sparsity.calibration.statistics.summing import (
     add_in_place,
 )
 from sparsity.calibration.statistics.validation import not_finite
-from sparsity.core import extras, sharding, trees
-from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
+from sparsity.core import sharding, trees
+from sparsity.core.checks import check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
 from sparsity.graph.graph import retrace
 from sparsity.programs.reuse import compile_at_call
@@ -35,11 +35,10 @@ from sparsity.programs.reuse import compile_at_call
 
 def calibrate(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     kind: Kind = "squares",
     filter_fn: Callable[[Path, Parameter], bool] | None = None,
-    progress: bool = False,
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
 
@@ -54,7 +53,6 @@ def calibrate(
         complex inputs X^H X) and x.
       filter_fn: `filter_fn(path, parameter)` chooses parameters, by their shape and dtype; by
         default all that products contract.
-      progress: show a progress bar.
 
     Returns:
       A dictionary from paths to `Statistic`, which holds sums in promote_types(dtype, float32) over
@@ -77,8 +75,6 @@ def calibrate(
         raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
     check_iterable("batches", batches)
     check_function("filter_fn", filter_fn, "(path, parameter)", optional=True)
-    check_bool("progress", progress)
-    shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
 
     def make(graph: Graph) -> Calibration:
         calibration = Calibration(graph, kind, filter_fn)
@@ -87,7 +83,7 @@ def calibrate(
             check_memory(calibration.gram_shapes(), copies=3)
         return calibration
 
-    calibration, total = collect(fn, params, shown, make)
+    calibration, total = collect(fn, params, batches, make)
     return calibration.statistics(total)
 
 
@@ -170,7 +166,7 @@ class Calibration:
 
 def collect(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     make: Callable[[Graph], Calibration],
     sum_rows: Callable[..., PyTree] = Calibration.sum_inputs,
@@ -229,7 +225,7 @@ def collect(
 
 def sum_losses(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     batches: Iterable[PyTree],
     matrices: Mapping[Path, Sequence[jax.Array]],
 ) -> dict[Path, jax.Array]:

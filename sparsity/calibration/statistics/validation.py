@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,11 @@ import numpy as np
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.core import host, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
-from sparsity.core.sharding import evaluate_now
-from sparsity.core.trees import PyTree
-from sparsity.masks import Site
+from sparsity.core.trees import KeyPath, Masks, Params, PyTree
+from sparsity.core.warn import warn
+from sparsity.masks import Site, read_masks
 
 
 def look_up_statistic(
@@ -144,7 +143,7 @@ def _all(condition: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
     """Returns whether a condition holds for all entries; traced ones pass."""
     if is_traced(value):
         return True
-    with evaluate_now():  # a constant within a function that is traced
+    with sharding.evaluate_now():  # a constant within a function that is traced
         return bool(condition(host.read(value)).all())
 
 
@@ -153,15 +152,14 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
     sums = statistic.grams() if statistic.squares is None else statistic.squares
     if is_traced(sums) or not sums.size:
         return
-    with evaluate_now():
+    with sharding.evaluate_now():
         is_zero = np.asarray((host.read(statistic.sums_of_squares()) == 0).all(axis=-1))
     if is_zero.any():
         where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
-        warnings.warn(
+        warn(
             f"{where} {name!r} met nothing but zeros in the calibration data, which say nothing "
             "about these weights: ties decide which of them stay. Calibrate with data that reach "
             "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}.",
-            stacklevel=1,  # one place, so that a weight is named once
         )
 
 
@@ -192,10 +190,9 @@ def check_solvable(
         remedy = "Weights that the data leave free stay near those of the pruner."
         if damping:
             remedy = f"What the data do not say, damping = {damping} decides."
-        warnings.warn(
+        warn(
             f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
             f"matrix is singular. {remedy} More calibration data would say more.",
-            stacklevel=2,
         )
 
 
@@ -223,3 +220,54 @@ def check_solution(new: PyTree, who: str, name: str, param: jax.Array) -> None:
         )
     if isinstance(mask, str) or not is_real(mask):
         raise ValueError(f"{start} with a mask of real numbers, got a mask of {mask}.")
+
+
+def read_pruned(
+    pruned: object, who: str, params: Params, required: Iterable[KeyPath], may_be_packed: bool
+) -> tuple[Params, Masks]:
+    """Returns the params that a hook pruned, in the dtypes of before, and uint8 masks.
+
+    Args:
+      pruned: the result of the hook.
+      who: the hook, for messages.
+      params: tree of parameters before pruning.
+      required: paths of the parameters that must have a mask.
+      may_be_packed: whether masks may be packed.
+
+    Raises:
+      ValueError: the result is no pair of params and masks, or weights or a mask are missing, or
+        of another shape or kind.
+    """
+    if not isinstance(pruned, tuple | list) or len(pruned) != 2:
+        raise ValueError(f"{who} must return (params, masks), got {reprlib.repr(pruned)}.")
+    weights, likes = map(trees.leaves_by_path, (pruned[0], params))
+    if differing := sorted(map(trees.path_string, weights.keys() ^ likes.keys())):
+        raise ValueError(
+            f"{who} must return a tree of params like that before, and they differ at "
+            f"{trees.listed(differing)}."
+        )
+    masks = read_masks(pruned[1], params, may_be_packed, f"masks of {who}")
+    masks_by_path = trees.leaves_by_path(masks)
+    if missing := [trees.path_string(path) for path in required if path not in masks_by_path]:
+        raise ValueError(f"{who} must return a mask of {trees.listed(missing)}, got None.")
+
+    def read(path: KeyPath, param: jax.Array) -> jax.Array:
+        if not trees.is_prunable(param):
+            return param
+        new: jax.Array = weights[path]
+        mask = masks_by_path.get(path, np.broadcast_to(np.uint8(1), param.shape))
+        check_solution((new, mask), who, trees.path_string(path), param)
+        return new if new.dtype == param.dtype else new.astype(param.dtype)
+
+    return trees.map_matched(read, params), masks
+
+
+def check_finite(pruned: Params, who: str, params: Params) -> None:
+    """Raises a ValueError if a hook made weights that are not finite from weights that are."""
+    weights = trees.leaves_by_path(pruned)
+    for path, param in trees.leaves_by_path(trees.prunable(params)).items():
+        if not is_finite(weights[path]) and is_finite(param):
+            raise ValueError(
+                f"{who} must return finite weights of {trees.path_string(path)!r}, as they are "
+                "before, got NaN or infinities."
+            )

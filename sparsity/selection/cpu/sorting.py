@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.kept_counts import Removed, limit_kept
+from sparsity.selection.keys import mask_by_sorting
 from sparsity.selection.scores import Ranked
 
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
@@ -34,13 +35,7 @@ def select_by_sorting(
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
     rank = limit_kept(words, k)[1].astype(jnp.int32)
-    last = keys.shape[1] - 1
-    # To keep none, the threshold is the highest key, which no key exceeds.
-    place = jnp.clip(keys.shape[1] - rank, 0, last)[:, None]
-    kth = jnp.take_along_axis(jnp.sort(keys, axis=1), place, axis=1)
-    above, ties = keys > kth, (keys == kth) & allowed
-    need = rank - jnp.sum(above, axis=1, dtype=jnp.int32)
-    best = above | (ties & (jnp.cumsum(ties, axis=1, dtype=jnp.int32) <= need[:, None]))
+    best = mask_by_sorting(keys, allowed, rank[:, None])
     return _split(best.astype(jnp.uint8), leaves, across_leaves), words
 
 

@@ -19,7 +19,7 @@ import sparsity
 from sparsity.cli import main
 from tests.cli import test_orbax
 from tests.graph import removal
-from tests.lies import lie
+from tests.malformed import lie
 from tests.properties.strategies import EXAMPLES, FIRST
 
 FILES = EXAMPLES or 60
