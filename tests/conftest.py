@@ -18,11 +18,12 @@ collect_ignore = ["typing"]  # programs of users, for checkers of types
 
 # The files that take longest start first, so that no worker waits for another in the end.
 _LONGEST = (
-    "test_colabs", "test_meshes", "test_kills", "test_move", "test_matrix", "test_docs",
-    "test_baselines", "test_compact_state", "test_trees", "test_selection", "test_threshold",
-    "test_mnist_compact", "test_fuzz", "test_compacting_on_meshes", "test_benchmarks",
-    "test_examples", "test_optimizers", "test_checkpoints", "test_competition", "test_typing",
-    "test_prune", "test_selection_sharded", "test_shrinking_on_meshes", "test_processes",
+    "test_meshes", "test_colabs", "test_kills", "test_matrix", "test_docs", "test_baselines",
+    "test_move", "test_compact_state", "test_fuzz", "test_mnist_compact", "test_examples",
+    "test_trees", "test_checkpoints", "test_compacting_on_meshes", "test_selection_sharded",
+    "test_shrinking_on_meshes", "test_mnist_shrinking", "test_selection", "test_threshold",
+    "test_benchmarks", "test_optimizers", "test_competition", "test_typing", "test_prune",
+    "test_processes", "test_random_networks",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import pathlib
 import subprocess
@@ -49,6 +50,14 @@ def counted_programs():
         yield count
     finally:
         _COUNTS.remove(count)
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """Looks for tracers that leak; collections of garbage pass over objects of earlier tests."""
+    gc.freeze()
+    with jax.checking_leaks():
+        yield
 
 
 def slow_but(quick, cases):

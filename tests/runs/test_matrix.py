@@ -183,7 +183,9 @@ def _train_by_scan(updater, params):
     step = _step_fn(updater)
     state = _optimizer(updater).init(params)
     (params, last), _ = jax.lax.scan(
-        lambda carry, batch: (step(*carry, *batch), None), (params, state), _batches()
+        lambda carry, batch: (step(*carry, *batch), None),
+        (params, state),
+        _batches(params["out"]["bias"].dtype),
     )
     return params, last, state
 
@@ -196,20 +198,20 @@ def _run_scan(name):
 
 
 def _run_vmap(name):
-    """The whole training function, over three seeds of parameters and masks."""
+    """The whole training function in bfloat16, over three seeds of parameters and masks."""
 
     def train(key, params):
         return _train_by_scan(_make(name, rng_seed=key, **_ONE_LAYER), params)
 
     keys = jax.random.split(jax.random.key(0), 3)
-    starts = [_network(seed) for seed in range(3)]
+    starts = [_network(seed, jnp.bfloat16) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
     found = jax.jit(jax.vmap(train))(keys, stacked)
     masks = []
     for index in range(3):
         updater = _make(name, rng_seed=keys[index], **_ONE_LAYER)
         params, state, start = jax.tree.map(lambda leaf, i=index: leaf[i], found)
-        _check(name, updater, params, state, start)
+        _check(name, updater, params, state, start, dtype=jnp.bfloat16)
         masks += [mask.tobytes() for mask in _masks(updater, params, state).values()]
     assert len(set(masks)) == len(masks)
 
@@ -226,19 +228,12 @@ def _run_packed(name):
             np.testing.assert_array_equal(mask, plain_state.masks[layer]["kernel"])
 
 
-def _run_bf16(name):
-    updater = _make(name, **_ONE_LAYER)
-    found = _train_in(updater, _network(dtype=jnp.bfloat16))
-    _check(name, updater, *found, dtype=jnp.bfloat16)
-
-
 _CASES = {
     "jit and donation": _run_jit,
     "eager": _run_eager,
     "scan": _run_scan,
-    "vmap": _run_vmap,
+    "vmap of bfloat16": _run_vmap,
     "packed": _run_packed,
-    "bf16": _run_bf16,
 }
 # Each algorithm has one of them by default or neither; gradients are less precise than weights.
 _OPTIONS = {
@@ -260,21 +255,30 @@ def test_algorithm(name, case):
     _CASES[case](name)
 
 
+def _train_with(name, case, **options):
+    updater = _make(name, **_OPTIONS[case], **options, **_ONE_LAYER)
+    params, state, start = _train_in(updater, _network(), grad_dtype=jnp.bfloat16)
+    _check(name, updater, params, state, start)
+    return updater, params, state
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
-    [(name, case) for name in _NAMES for case, opts in _OPTIONS.items() if _differs(name, opts)],
+    [
+        (name, case)
+        for name in _NAMES
+        for case, options in _OPTIONS.items()
+        if name not in _TYPED and _differs(name, options)  # types are tested with both options
+    ],
 )
 def test_option(name, case):
-    updater = _make(name, **_OPTIONS[case], **_ONE_LAYER)
-    _check(name, updater, *_train_in(updater, _network(), grad_dtype=jnp.bfloat16))
+    _train_with(name, case)
 
 
-@pytest.mark.parametrize("kind", _TYPES)
+@pytest.mark.parametrize(("kind", "case"), [*zip(_TYPES, [*_OPTIONS] * 2, strict=True)])
 @pytest.mark.parametrize("name", _TYPED)
-def test_type(name, kind):
-    updater = _make(name, sparsity_type=_TYPES[kind], **_ONE_LAYER)
-    params, state, start = _train_in(updater, _network())
-    _check(name, updater, params, state, start)
+def test_type(name, kind, case):
+    updater, params, state = _train_with(name, case, sparsity_type=_TYPES[kind])
     for mask in _masks(updater, params, state).values():
         if kind == "nm":
             units = mask.reshape(-1, 4).sum(axis=1)

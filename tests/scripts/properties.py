@@ -52,7 +52,7 @@ def check_meshes(auto, seed, run, cases):
 
 
 def masks_of_random_trees_are_those_of_one_device(auto):
-    @draws.examples(6, VALUES)
+    @draws.examples(4, VALUES)
     @hypothesis.given(draws.seeds, draws.trees(shapes=SHAPES), draws.sparsities, st.booleans())
     def check(seed, params, target, is_global):
         hypothesis.assume(not is_global or len({x.dtype for x in jax.tree.leaves(params)}) == 1)
@@ -76,7 +76,7 @@ def masks_of_random_trees_are_those_of_one_device(auto):
 def steps_of_random_trees_are_those_of_one_device(auto):
     names = [n for n in helpers.names_of(helpers.prunes) if n not in ("top_kast", "admm")]
 
-    @draws.examples(4, VALUES)
+    @draws.examples(3, VALUES)
     @hypothesis.given(
         draws.seeds,
         st.lists(st.sampled_from(SHAPES[:3]), min_size=1, max_size=3),

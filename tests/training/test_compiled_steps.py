@@ -164,7 +164,7 @@ def test_the_second_call_compiles_nothing(algorithm):
 
 @pytest.mark.slow
 def test_a_training_step_leaks_no_tracer():
-    with jax.checking_leaks():
+    with helpers.checking_leaks():
         for algorithm in (sparsity.RigL, sparsity.SteMagnitudePruning):
             step, params, state = _training_step(
                 algorithm(sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE)
