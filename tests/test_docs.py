@@ -140,8 +140,8 @@ def parts_on_pages():
         yield "docs/choosing.md", f'`"{name}_'
     for name in STORAGES:
         yield "docs/howto/compact.md", f"| `{name}` |"
-    for ending in FORMATS:
-        yield "docs/howto/command_line.md", f" {ending[1:]}"
+    for name in FORMATS:
+        yield "docs/howto/command_line.md", f" {name.removeprefix('.')}"
 
 
 @pytest.mark.parametrize(("page", "part"), list(parts_on_pages()))
