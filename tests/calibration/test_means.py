@@ -149,10 +149,9 @@ def test_a_refit_of_ones_own_may_shift_biases():
     np.testing.assert_allclose(pruned["bias"], (MLP["bias"] + means["bias"]) / 2, rtol=1e-6)
     with pytest.raises(ValueError, match=r"HalfOfMeans changes .*refit = HalfOfMeans\(\) to"):
         sparsity.calibration.prune(PRUNER, MLP, {}, HalfOfMeans())
-    with pytest.warns(UserWarning, match="HalfOfMeans leaves 'down' as the pruner does"):
-        params, refit = {name: MLP[name] for name in ("up", "bias", "down")}, HalfOfMeans()
-        without_last = lambda params, x: mlp(MLP | params, x)
-        sparsity.oneshot(PRUNER, without_last, params, BATCHES, refit, estimate=True)
+    kernel, refit = MLP["up"], HalfOfMeans()
+    with pytest.warns(UserWarning, match="HalfOfMeans leaves 'params' as the pruner does"):
+        sparsity.oneshot(PRUNER, lambda w, x: x @ w, kernel, BATCHES, refit, estimate=True)
 
 
 def scanned(params, x):

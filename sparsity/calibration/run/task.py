@@ -211,17 +211,15 @@ def make_task(
     )
 
 
-def _find_biases(
-    refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]
-) -> dict[Path, Bias]:
+def _find_biases(refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
     biases = {path: graph.biases[path] for path in sites if path in graph.biases}
     biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in biases]:
         warn(
-            f"{method_name(refit)} leaves {trees.listed(missing, len(missing))} as the pruner does: "
-            "the model adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
-            "its running mean or its shift is among the params.",
+            f"{method_name(refit)} leaves {trees.listed(missing, len(missing))} as the pruner "
+            "does: the model adds no bias of their own to their outputs. A BatchNorm in inference "
+            "mode serves if its running mean or its shift is among the params.",
         )
     return biases
 
