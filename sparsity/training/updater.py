@@ -233,8 +233,7 @@ class Updater(DataclassBase):
         is_lazy = not is_overridden(self, "create_masks")  # overrides get arrays
         scores: ScoreTree | None = None
         if is_lazy:
-            # Parameters and masks are read as they are stored: masked parameters need no memory.
-            scores = defer_scores(self.calculate_scores, inputs.weights, inputs.masks, grads)
+            scores = self._defer_scores(inputs)
         if scores is None:
             draw = make_draw(inputs.weights) if is_lazy else generate_random_scores
             scores = inputs.call(
@@ -242,10 +241,15 @@ class Updater(DataclassBase):
                 inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=grads,
-                named={"draw": draw, "is_lazy": is_lazy},
+                named={"draw": draw},
             )
         named: HookArgs = {"target_sparsities": targets}
         return inputs.call(self.create_masks, scores, sparsities, named=named)
+
+    def _defer_scores(self, inputs: Inputs) -> ScoreTree | None:
+        """Returns scores that the search computes; `None` if `calculate_scores` has to."""
+        # Parameters and masks are read as they are stored: masked parameters need no memory.
+        return defer_scores(self.calculate_scores, inputs.weights, inputs.masks, inputs.grads)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
