@@ -67,7 +67,8 @@ def show_fields(app, what, name, obj, options, signature, result):
 
     A class that users do not make ("Made by `trace`."), and the base of patterns, show none.
     """
-    if obj is sparsity.SparsityType or (what == "class" and "Made by `" in (obj.__doc__ or "")):
+    is_made = what == "class" and "Made by `" in (obj.__doc__ or "")
+    if obj is sparsity.SparsityType or (is_made and signature):
         return "", None
     if what != "class" or not dataclasses.is_dataclass(obj):
         return None
