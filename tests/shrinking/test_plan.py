@@ -83,6 +83,8 @@ LEAVES = {
     "evidence of floats": ({"evidence": {"1": [[1.0]]}}, rf"evidence for axis 1 .*'{WHERE}'.*1\.0"),
     "evidence that stays": ({"evidence": {"1": [[1, 2]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence out of range": ({"evidence": {"1": [[1, 4]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
+    "unsorted evidence": ({"evidence": {"1": [[3, 1]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
+    "negative evidence": ({"evidence": {"1": [[-1, 1]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence twice": ({"evidence": {"1": [[1, 1]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence of layers": ({"evidence": {"1": [[1], [3]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence of a complete axis": ({"evidence": {"0": [[1]]}}, rf"evidence .* axis 0 .*'{WHERE}'"),
