@@ -188,6 +188,11 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     """
     options = {key: value for key, value in _as_dict(config).items() if value is not None}
     name = options.pop("algorithm", None)
+    if name is None:
+        raise ValueError(
+            f"The configuration has no key 'algorithm'. {suggest('algorithm', options)} Give one "
+            f"of {', '.join(ALGORITHM_REGISTRY)}."
+        )
     if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
             f"algorithm: {name!r} is not known. {suggest(name, ALGORITHM_REGISTRY)} "
