@@ -209,7 +209,7 @@ def compare_kept_updates(
     masked = trees.map_matched(mask, trees.only_arrays(params))
     if isinstance(jax.eval_shape(tx.init, masked), SparseState):
         raise ValueError(
-            "tx is a wrapped optimizer, whose masks move within dense parameters: kept values train "
+            "tx is a wrapped optimizer, whose masks are for dense parameters: kept values train "
             "without a wrapper. Give the optimizer that wrap_optax got, as tx and in training."
         )
     return check_updates(

@@ -81,7 +81,8 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
         return state
     places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in nodes)
     raise ValueError(
-        f"Exactly one SparseState is needed, but the optimizer state, a {type(opt_state).__name__}, "
+        "Exactly one SparseState is needed, but the optimizer state, a "
+        + f"{type(opt_state).__name__}, "
         + (f"holds {len(nodes)}, at {places}" if nodes else "holds none")
         + ". Pass the state of an optimizer that was wrapped once with wrap_optax, or the part of "
         "it that you mean."

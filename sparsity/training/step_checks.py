@@ -155,7 +155,7 @@ def take_user_masks(
     return state._replace(masks=first, target_sparsities=targets)
 
 
-def _check_units(updater: Updater, sites: Sites, path: trees.KeyPath, mask: jax.Array) -> None:
+def _check_units(updater: Updater, sites: Sites, path: trees.KeyPath, mask: chex.Array) -> None:
     """Raises a ValueError if a mask that will move keeps parts of units.
 
     A move keeps the number of units of which a mask keeps any part, and keeps these as a unit: a
@@ -168,7 +168,7 @@ def _check_units(updater: Updater, sites: Sites, path: trees.KeyPath, mask: jax.
     if pattern.is_elementwise or not pattern.ranks_units:
         return
     pattern.check(mask.shape, axes, sites[path].name)
-    kept = pattern.expand(are_kept(pattern.pool(mask, axes)), mask.shape, axes)
+    kept = pattern.expand(are_kept(pattern.pool(jnp.asarray(mask), axes)), mask.shape, axes)
     if not np.array_equal(jax.device_get(are_kept(kept)), jax.device_get(are_kept(mask))):
         raise ValueError(
             f"The mask of {sites[path].name!r} among the masks of wrap_optax keeps parts of the "

@@ -130,7 +130,7 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     moving = sparsity.SET(scheduler=sparsity.PeriodicSchedule(2), **options)
     entries = np.zeros((4, 8), np.uint8)
     entries[::2, ::2] = entries[1::2, 1::2] = 1  # half of the entries, and a part of every unit
-    with pytest.raises(ValueError, match="'w' among .* keeps parts of the units"):
+    with pytest.raises(ValueError, match=r"'w' among .* keeps parts of the units"):
         _start(moving, _masks(w=entries))
     units = np.zeros((4, 8), np.uint8)
     units[:2, :4] = units[2:, 4:] = 1
