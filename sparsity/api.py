@@ -213,8 +213,8 @@ def _take_name(options: Options) -> str:
     name = options.pop("algorithm", None)
     if name is None:
         raise ValueError(
-            f"The configuration has no key 'algorithm'. {suggest('algorithm', options)} Give one "
-            f"of {', '.join(ALGORITHM_REGISTRY)}."
+            f"algorithm: None, the configuration has no such key. Its keys: {', '.join(options)}. "
+            f"Give one of {', '.join(ALGORITHM_REGISTRY)}."
         )
     if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
