@@ -144,10 +144,10 @@ def take_user_masks(
     ) -> chex.Numeric | None:
         if mask is None:
             return None
-        _check_units(updater, sites, path, mask)
         if target is None:
             check_user_mask(updater.scope, sites, path)
             target = 1 - jnp.mean(mask, dtype=jnp.float32)
+        _check_units(updater, sites, path, mask)
         return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
