@@ -21,7 +21,7 @@ import optax
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.training.state import SparseState
+from sparsity.training.state import SparseState, check_no_state
 from sparsity.training.step_checks import check_optimizer
 
 _MOST_UPDATES = 64
@@ -36,6 +36,7 @@ def check_arguments(
     """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
     if masks is None:
         raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
+    check_no_state(masks)
     check_values("masks", masks, "Call this function outside of jit, scan and vmap.")
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
