@@ -65,8 +65,10 @@ def masks_of_random_trees_are_those_of_one_device(auto):
         def redraw(leaf):
             return draws.values(rng, leaf.shape, leaf.dtype.name)
 
+        prune = jax.jit(pruner.instant_sparsify)
+
         def run(put, params):
-            return pruner.instant_sparsify(params)
+            return prune(params)
 
         check_meshes(auto, seed, run, [[jax.tree.map(redraw, params)] for _ in range(VALUES)])
 
@@ -88,11 +90,11 @@ def steps_of_random_trees_are_those_of_one_device(auto):
         options = {"sparsity_type": pattern} if helpers.takes_types(name) else {}
         updater = helpers.make_updater(name, sparsity=target, skip_gradients=False, **options)
         tx = updater.wrap_optax(optax.sgd(0.125))
-        update = jax.jit(tx.update)
+        init, update = jax.jit(tx.init), jax.jit(tx.update)
 
         def run(put, params, *grads):
             try:
-                state = tx.init(params)
+                state = init(params)
             except ValueError as error:  # of SRigL
                 assert "keeps a weight of every neuron" in str(error)  # noqa: PT017
                 return None
