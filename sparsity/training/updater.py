@@ -13,7 +13,7 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
-from sparsity.core.checks import DataclassBase
+from sparsity.core.checks import DataclassBase, check_values
 from sparsity.core.hashing import DEFAULT_SEED, Seed, generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
@@ -134,6 +134,9 @@ class Updater(DataclassBase):
         """
         inputs = Inputs(params, None, sites or self.sites(params), {})
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
+        masked = trees.map_matched(lambda _, x, t: None if t is None else x, params, targets)
+        remedy = "jax.eval_shape(tx.init, params) computes with shapes."
+        check_values("params", masked, remedy, may_be_traced=True)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         state = SparseState(masks, target_sparsities=targets)
         return store_first(state, params, self.use_packed_masks)
