@@ -185,6 +185,12 @@ class SliceCounter:
         return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)
 
 
+@jax.jit  # which traces once for all parameters of a shape and a score
+def mask_entries(leaf: Ranked, key: jax.Array, cut: jax.Array) -> jax.Array:
+    """Returns `SliceCounter.mask` of a parameter."""
+    return SliceCounter(leaf).mask(key, cut)
+
+
 def totals(counts: Sequence[jax.Array], across_leaves: bool = False) -> Words:
     """Returns int32[slices, ...] of each parameter as words [brackets, ...], or their sum."""
     joined = jnp.concatenate(counts)

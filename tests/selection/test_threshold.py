@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sparsity import selection
 from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, sorting, threshold, visits
@@ -200,3 +201,12 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     kept = [helpers.num_kept(int(count), 0.3) for count in counts]
     expected = [best(*slice_) for slice_ in zip(scores, kept, where, strict=True)]
     np.testing.assert_array_equal(mask, expected)
+
+
+def test_masks_of_leaves_of_one_shape_are_traced_once():
+    leaves = [jax.ShapeDtypeStruct((60, 50), jnp.float32)] * 3
+    search = jax.make_jaxpr(lambda tree: selection.global_topk_mask(tree, jnp.int32(900)))(leaves)
+    (compiled,) = (x for x in search.eqns if x.params.get("name") == "_topk_masks")
+    calls = [x for x in compiled.params["jaxpr"].eqns if x.params.get("name") == "mask_entries"]
+    assert len(calls) == 3
+    assert len({id(x.params["jaxpr"]) for x in calls}) == 1

@@ -27,7 +27,7 @@ from sparsity.selection.cpu.visits import Parts, arrange
 from sparsity.selection.kept_counts import Removed, limit_kept
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
-from sparsity.selection.search import SliceCounter, tie_shares
+from sparsity.selection.search import mask_entries, tie_shares
 
 _SAMPLE_SHIFT = 8  # together, every 256th key is sampled: to sort them costs less than a pass,
 _SAMPLE_SIZES = (256, 4096)  # but at least and at most so many: 4096 are sorted in 0.15 ms
@@ -78,9 +78,7 @@ def select_by_thresholds(
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
         # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
-        SliceCounter(leaf).mask(
-            read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices)
-        )
+        mask_entries(leaf, read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices))
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not across_leaves:
