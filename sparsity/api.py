@@ -302,28 +302,29 @@ def _take_distribution(
     kind = options.pop("dist_type", None)
     if kind is not None:
         DISTRIBUTIONS.find(kind)
-    keys = _pop_keys(options, _config_keys(DISTRIBUTIONS.values()) - fields)
-    if issubclass(algorithm, ALGORITHM_REGISTRY["no_prune"]):
-        _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
+    missing = f"sparsity is missing in the configuration of {name!r}."
+    allowed = _config_keys(DISTRIBUTIONS.values()) & options.keys()
+    if not algorithm.takes_distribution:
+        keys = _pop_keys(options, allowed - fields)
+        if "sparsity" not in fields:
+            _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks values
+        elif "sparsity" not in options:
+            raise ValueError(missing)
+        elif kind not in (None, "uniform"):
+            _log.warning("%s takes no distribution and has no use for %r.", name, kind)
         return None
-    is_global = "sparsity" in fields  # global pruners take the sparsity itself
-    if is_global:
-        if kind not in (None, "uniform"):
-            _log.warning("%s ranks all leaves together and has no use for %r.", name, kind)
-        missing = "sparsity" not in options
-    elif "sparsity_distribution_fn" in options:
+    if "sparsity_distribution_fn" in options:
+        keys = _pop_keys(options, allowed - fields)
         if keys or kind:
             raise ValueError(
                 f"{sorted([*keys, *(['dist_type'] if kind else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
-    else:
-        missing = "sparsity" not in keys
-    if missing:
-        raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
-    if is_global:
-        return None
+    keys = {key: options[key] for key in allowed}  # a field of the same name gets the value, too
+    _pop_keys(options, allowed - fields)
+    if "sparsity" not in keys:
+        raise ValueError(missing)
     return _make(DISTRIBUTIONS.find(kind or "uniform"), keys, f"dist_type {kind or 'uniform'!r}")
 
 

@@ -445,6 +445,19 @@ def test_a_registered_baseline_without_masks_needs_no_sparsity(registry):
         assert updater.sparsity_distribution_fn is None
 
 
+def test_a_field_named_sparsity_takes_nothing_from_the_distribution(registry):
+    @dataclasses.dataclass(kw_only=True)
+    class Reported(sparsity.MagnitudePruning):
+        sparsity: float = 0.0
+
+    sparsity.register_algorithm("reported", Reported)
+    updater = create(config(algorithm="reported", dist_type="erk"))
+    assert updater.sparsity == 0.5
+    assert updater.get_distribution_fn() == sparsity.ERK(0.5)
+    with pytest.raises(ValueError, match="sparsity is missing"):
+        create({"algorithm": "reported"})
+
+
 def test_registering_the_same_class_again_changes_nothing(registry):
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("mine", Mine)

@@ -30,6 +30,7 @@ class NoPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool | None] = False
+    takes_distribution: ClassVar[bool] = False
     unused_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             "calculate_scores",

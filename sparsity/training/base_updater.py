@@ -79,6 +79,8 @@ class BaseUpdater(Updater):
       unused_hooks: class attribute: hooks that the class never calls, each with the hook to
         override in its place. An override of such a hook is an error, unless the subclass also
         overrides a hook that may call it.
+      takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
+        False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
       config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts

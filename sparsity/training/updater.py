@@ -76,6 +76,7 @@ class Updater(DataclassBase):
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
     prunes_at_once: ClassVar[bool] = True
+    takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
     unused_hooks: ClassVar[Mapping[str, str]] = {}
