@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import chex
 import jax
@@ -20,6 +20,7 @@ from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, S
 from sparsity.masks import (
     BatchAxes,
     Layerwise,
+    MaskBudget,
     Scope,
     Site,
     Sites,
@@ -29,7 +30,6 @@ from sparsity.masks import (
     make_draw,
     read_overrides,
 )
-from sparsity.masks.affordable import MaskBudget
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
@@ -112,8 +112,7 @@ class Updater(DataclassBase):
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         distribution_fn = self.get_distribution_fn()
         overrides = read_overrides(distribution_fn)
-        has_budget = hasattr(distribution_fn, "cost")
-        budget = cast(MaskBudget, distribution_fn) if has_budget else None
+        budget = distribution_fn if isinstance(distribution_fn, MaskBudget) else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
     def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
