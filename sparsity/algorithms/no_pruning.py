@@ -55,6 +55,7 @@ class NoPruning(BaseUpdater):
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
     ) -> tuple[Params, Masks]:
+        self.check_fields()
         return params, self.get_initial_masks(params, None)
 
     def wrap_optax(

@@ -67,8 +67,8 @@ class OSSCARPruning(ChannelPruning):
     swap: int = 8
     damping: float = 0.01
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_int("swap", self.swap, 0)
         check_number("damping", self.damping, 0)
         scope = self.readers

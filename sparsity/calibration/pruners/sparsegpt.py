@@ -59,8 +59,8 @@ class SparseGPTPruning(StatisticsPruning):
     block_size: int = 128
     damping: float = 0.01
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_int("block_size", self.block_size, 1)
         check_number("damping", self.damping, 0)
 
