@@ -64,7 +64,9 @@ class NoPruning(BaseUpdater):
         """Returns `inner` with a SparseState around its state; `params` are optional."""
         self.check_fields()
         if masks is not None:
-            raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
+            raise ValueError(
+                f"{type(self).__name__} keeps all parameters dense and takes no masks."
+            )
         check_optimizer("inner", inner)
         inner = optax.with_extra_args_support(inner)
 

@@ -314,8 +314,8 @@ class RigL(DropAndGrow):
     def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         if grads is None:
             raise ValueError(
-                "RigL grows weights by their gradients, got grads = None: pass "
-                "them, or loss to Compact.move."
+                f"{type(self).__name__} grows weights by their gradients, got grads = None: pass "
+                "them."
             )
         return jax.tree.map(jnp.abs, grads)
 

@@ -74,8 +74,9 @@ class OSSCARPruning(ChannelPruning):
         scope = self.readers
         if scope.across or scope.normalize or scope.order != 1:
             raise ValueError(
-                "OSSCARPruning compares whole sets of channels, which have no scores: leave order, "
-                f"normalize and across of Coupled as they are, got scope = {self.scope!r}."
+                f"{type(self).__name__} compares whole sets of channels, which have no scores: "
+                f"leave order, normalize and across of Coupled as they are, got scope = "
+                f"{self.scope!r}."
             )
 
     def solve_tree(
