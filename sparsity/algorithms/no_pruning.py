@@ -13,7 +13,7 @@ import optax
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks.distributions import Distribution
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import is_placeholder
 from sparsity.training.step_checks import check_optimizer, check_state
@@ -49,7 +49,7 @@ class NoPruning(BaseUpdater):
     def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         return jax.tree.map(lambda _: None, params)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         return sparse_state.masks
 
     def instant_sparsify(

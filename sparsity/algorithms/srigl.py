@@ -42,7 +42,7 @@ from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
 from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
-from sparsity.training.hooks import Inputs, SliceRule
+from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
@@ -154,7 +154,7 @@ class SRigL(RigL):
     def _move_masks(
         self,
         sparse_state: SparseState,
-        inputs: Inputs,
+        inputs: StepInputs,
         drop_scores: ScoreTree,
         grow_scores: ScoreTree,
         fraction: chex.Numeric,

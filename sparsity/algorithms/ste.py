@@ -23,7 +23,7 @@ from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState, get_sparse_state
 from sparsity.training.updater import is_overridden
 
@@ -85,7 +85,7 @@ class StraightThrough(BaseUpdater):
             check_masks(params, masks, are_packed=is_packed)
             return unpack_masks(masks, params) if is_packed else masks
         weights = jax.lax.stop_gradient(trees.prunable(params))
-        masks = super().new_masks(state, Inputs(weights, None, self.sites(params), {}))
+        masks = super().new_masks(state, StepInputs(weights, None, self.sites(params), {}))
         return jax.tree.map(lambda mask: self._delay_mask(mask, state.count), masks)
 
     def _delay_mask(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
@@ -110,7 +110,7 @@ class StraightThrough(BaseUpdater):
             )
         return super().wrap_optax(inner, masks)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         if self.store_masks:
             return super().new_masks(sparse_state, inputs)
         return sparse_state.masks

@@ -26,7 +26,7 @@ from sparsity.training.field_checks import (
     hash_of_fields,
     have_equal_fields,
 )
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
 from sparsity.training.updater import INFERRED, Updater, check_overrides, is_overridden
@@ -177,7 +177,7 @@ class BaseUpdater(Updater):
         self.check_fields()
         remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
         check_values("params", params, remedy, may_be_traced=True)
-        inputs = Inputs(params, grads, self.sites(params), extra_args)
+        inputs = StepInputs(params, grads, self.sites(params), extra_args)
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:
             check_gradients(grads, params, targets)

@@ -17,7 +17,7 @@ from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
-from sparsity.training.compact_step import check_rules
+from sparsity.training.compact_step import check_compact_fields
 from sparsity.training.updater import Updater
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def check_common_fields(updater: Updater) -> None:
         )
     scope.check(kind, updater.batch_axes, updater.topk_fn)
     if updater.use_compact_state:
-        check_rules(updater)
+        check_compact_fields(updater)
 
 
 def _check_seed(seed: object) -> None:

@@ -23,7 +23,7 @@ from sparsity.masks import (
 )
 from sparsity.masks.sites import leading_axes
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater
 
@@ -87,7 +87,7 @@ def check_masked(
         )
 
 
-def take_gradients(updater: Updater, modified: PyTree, inputs: Inputs) -> PyTree:
+def take_gradients(updater: Updater, modified: PyTree, inputs: StepInputs) -> PyTree:
     """Returns the gradients of a step with those of a hook in place of the weights' gradients.
 
     Raises:
@@ -153,7 +153,7 @@ def take_user_masks(
     return state._replace(masks=first, target_sparsities=targets)
 
 
-def check_algorithm_state(updater: Updater, state: SparseState, inputs: Inputs) -> None:
+def check_algorithm_state(updater: Updater, state: SparseState, inputs: StepInputs) -> None:
     """Raises a ValueError if an updater starts with an `algorithm_state`, which the state lacks."""
     init = functools.partial(inputs.call, updater.init_algorithm_state)
     if jax.eval_shape(init, inputs.masked_weights, state.masks) is not None:

@@ -33,7 +33,7 @@ from sparsity.masks import (
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule, call_hook
+from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -132,7 +132,7 @@ class Updater(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        inputs = Inputs(params, None, sites or self.sites(params), {})
+        inputs = StepInputs(params, None, sites or self.sites(params), {})
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         state = SparseState(masks, target_sparsities=targets)
@@ -221,7 +221,7 @@ class Updater(DataclassBase):
             lambda path, target: target if sites[path].has_override else sparsity, targets
         )
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
 
         Args:
@@ -289,7 +289,7 @@ class Updater(DataclassBase):
           **extra_args: other arguments of `update`; `calculate_scores` and `create_masks` get the
             arguments that their signatures name.
         """
-        inputs = Inputs(params, grads, sites or self.sites(params), extra_args)
+        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
         return sparse_state._replace(masks=inputs.call(self.new_masks, sparse_state, inputs))
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
