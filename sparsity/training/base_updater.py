@@ -20,12 +20,8 @@ from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.core.warn import warn
 from sparsity.training.compact_step import CompactStep
-from sparsity.training.field_checks import (
-    check_common_fields,
-    check_names,
-    hash_of_fields,
-    have_equal_fields,
-)
+from sparsity.training.field_checks import check_common_fields, check_names
+from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
@@ -33,7 +29,7 @@ from sparsity.training.updater import INFERRED, Updater, check_overrides, is_ove
 
 
 @dataclasses.dataclass(kw_only=True)
-class BaseUpdater(Updater):
+class BaseUpdater(ComparedByFields, Updater):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
 
     Updaters compare and hash by class and fields, so that they serve as static arguments of
@@ -100,12 +96,6 @@ class BaseUpdater(Updater):
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
-        for name in {"__eq__", "__hash__"} - vars(cls).keys():
-            setattr(cls, name, getattr(BaseUpdater, name))
-
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         updater = super().__new__(cls)
         check_names(cls, kwargs)
@@ -115,23 +105,6 @@ class BaseUpdater(Updater):
         if self.rng_seed is None:
             self.rng_seed = DEFAULT_SEED
         self.check_fields()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and have_equal_fields(self, other)
-
-    def __hash__(self) -> int:
-        result = hash_of_fields(self)
-        object.__setattr__(self, "_is_hashed", True)
-        return result
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self.__dict__.get("_is_hashed") and name in {x.name for x in dataclasses.fields(self)}:
-            raise dataclasses.FrozenInstanceError(
-                f"{name} of this {type(self).__name__} cannot be assigned: it was hashed, as a "
-                "static argument or a key, and compiled functions would go on with the old value. "
-                f"Use dataclasses.replace(updater, {name}=...)."
-            )
-        super().__setattr__(name, value)
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
