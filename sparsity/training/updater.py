@@ -57,7 +57,54 @@ _CALLERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(kw_only=True)
 class Updater(DataclassBase):
-    """Fields and hooks of `BaseUpdater`, which adds the entry points and explains the fields."""
+    """Fields, class attributes and hooks of `BaseUpdater`, which adds the entry points.
+
+    Attributes:
+      scheduler: schedule of the mask updates and their sparsities.
+      skip_gradients: leave weights and optimizer state as they are in steps that update masks.
+      is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
+      sparsity_type: pattern of the weights that are kept or removed together: an instance such as
+        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a parameter that stays
+        dense whatever the distribution selects.
+      sparsity_distribution_fn: function from params to a tree of target sparsities; `None`, and
+        the default without a sparsity, leave all parameters dense.
+      scope: decides what competes: `Layerwise()` (the weights of each parameter), `Global()`
+        (those of all parameters) or `Coupled(graph)` (whole channels).
+      rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
+      use_packed_masks: store one bit a weight instead of a byte.
+      topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
+        scores, and is called for each slice; `SET` and `RigL` select their first masks by it.
+      is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
+        without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
+        last transformation: scaling or clipping goes inside. `None` means on, unless the class
+        `keeps_dense_weights`.
+      batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
+        a function of (path, param); each slice has an exact mask.
+      use_compact_state: keep the optimizer's state of kept weights only, in arrays [*batch, k].
+        The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
+        final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
+      regrows: class attribute. True: pruned weights may return to the mask, and `wrap_optax`
+        refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
+        never return, which makes updates of masks a tenth faster. `None`: unknown; returning
+        weights restart if pruned weights are 0, and `wrap_optax` warns instead of refusing. A
+        weight that restarts is 0, with the optimizer state of `init`. The page on algorithms of
+        your own lists the overrides that change this attribute and the next two.
+      keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
+        If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
+      keeps_count: class attribute. True: each slice keeps the number that the target sparsity
+        gives. `None`: at most that number. False: any number.
+      prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
+        classes that train sparse from the start.
+      unused_hooks: class attribute: hooks that the class never calls, each with the hook to
+        override in its place. An override of such a hook is an error, unless the subclass also
+        overrides a hook that may call it.
+      takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
+        False for classes that take no distribution, such as global pruners.
+      schedule_type: class attribute: the schedule of configurations that name no schedule, made
+        from start, end and frequency.
+      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
+        these keys to fields.
+    """
 
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
