@@ -68,13 +68,14 @@ def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
     ALGORITHM_REGISTRY.add(name, algorithm)
 
 
-def register_distribution(name: str, distribution: type[Distribution]) -> None:
-    """Registers a class of distributions for the key `dist_type` of a configuration.
+def register_distribution(name: str, distribution: Callable[..., Distribution]) -> None:
+    """Registers a class or function for the key `dist_type` of a configuration.
 
     Args:
       name: value of `dist_type`.
-      distribution: a class whose instances are distributions; its attribute `config_keys` maps keys
-        of a configuration to arguments of the class, or lists keys that are arguments.
+      distribution: a class whose instances are distributions, or a function that returns one. Its
+        attribute `config_keys` maps keys of a configuration to arguments, or lists keys that are
+        arguments. By default the fields of a dataclass are its keys.
 
     Raises:
       ValueError: the name is taken by another class, or an instance takes the place of the class.
@@ -89,13 +90,13 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
     DISTRIBUTIONS.add(name, distribution)
 
 
-def register_schedule(name: str, schedule: type[Schedule]) -> None:
-    """Registers a class of schedules for the key `schedule_type` of a configuration.
+def register_schedule(name: str, schedule: Callable[..., Schedule]) -> None:
+    """Registers a class or function for the key `schedule_type` of a configuration.
 
     Args:
       name: value of `schedule_type`.
-      schedule: a class with the methods of `Schedule`, and `config_keys` as in
-        `register_distribution`.
+      schedule: a class with the methods of `Schedule`, or a function that returns such an object;
+        its keys are found as in `register_distribution`.
 
     Raises:
       ValueError: the name is taken by another class, or the class lacks a method of `Schedule`.
@@ -198,7 +199,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    options["scheduler"] = _take_scheduler(name, algorithm, options)
+    options["scheduler"] = _take_scheduler(name, algorithm, options, fields)
     scope = _take_scope(options, fields)
     if scope is not None:
         options["scope"] = scope
@@ -228,10 +229,14 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
             )
 
 
-def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -> Schedule:
+def _take_scheduler(
+    name: str, algorithm: type[BaseUpdater], options: Options, fields: set[str]
+) -> Schedule:
     """Takes the keys of schedules out of the options and makes the schedule."""
-    keys = _pop_keys(options, _config_keys(SCHEDULES.values()))
     kind = options.pop("schedule_type", None)
+    chosen = "polynomial" if kind is None else kind  # a ramp has the keys of every default
+    algorithm_keys = fields - _config_keys([SCHEDULES.find(chosen)])
+    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - algorithm_keys)
     if "scheduler" in options:
         if keys or kind:
             raise ValueError(
@@ -363,9 +368,17 @@ def _config_keys(kinds: Iterable[object]) -> set[str]:
 
 
 def _read_config_keys(kind: object) -> Mapping[str, str]:
-    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name."""
-    keys: Mapping[str, str] | tuple[str, ...] = getattr(kind, "config_keys", ())
-    return keys if isinstance(keys, Mapping) else {key: key for key in keys}
+    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name.
+
+    Fields that subclasses of the class with `config_keys` add are keys, too. Those of algorithms
+    are keys of one algorithm only, see `_check_keys`.
+    """
+    stated: Mapping[str, str] | tuple[str, ...] = getattr(kind, "config_keys", ())
+    keys = stated if isinstance(stated, Mapping) else {key: key for key in stated}
+    if not isinstance(kind, type) or issubclass(kind, BaseUpdater):
+        return keys
+    base = next((x for x in kind.__mro__ if "config_keys" in vars(x)), object)
+    return {**keys, **{name: name for name in sorted(_field_names(kind) - _field_names(base))}}
 
 
 def _field_names(kind: type) -> set[str]:

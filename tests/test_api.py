@@ -458,6 +458,30 @@ def test_a_field_named_sparsity_takes_nothing_from_the_distribution(registry):
         create({"algorithm": "reported"})
 
 
+@dataclasses.dataclass(frozen=True)
+class Listed(sparsity.NoUpdateSchedule):
+    """Updates masks in the steps of a list."""
+
+    steps: tuple[int, ...] = ()
+    decay: float = 1.0
+
+    def is_mask_update_iter(self, step):
+        return jnp.isin(step, jnp.array(self.steps))
+
+
+def test_the_fields_of_a_registered_schedule_are_its_keys(monkeypatch):
+    monkeypatch.setattr(api, "SCHEDULES", type(api.SCHEDULES)("schedule_type", dict(api.SCHEDULES)))
+    sparsity.register_schedule("listed", Listed)
+    listed = config(schedule_type="listed", steps=(1, 5))
+    assert create(listed).scheduler == Listed((1, 5))
+    assert create(listed | {"decay": 0.5}).scheduler == Listed((1, 5), 0.5)
+    with pytest.raises(ValueError, match=r"\['steps'\] is no key of schedule_type 'periodic'"):
+        create(config(schedule_type="periodic", update_freq=2, steps=(1, 5)))
+    # A field of the algorithm stays a key of the algorithm.
+    updater = create(config(algorithm="sr_ste", decay=0.5))
+    assert (updater.decay, updater.scheduler) == (0.5, sparsity.NoUpdateSchedule())
+
+
 def test_registering_the_same_class_again_changes_nothing(registry):
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("mine", Mine)
