@@ -27,7 +27,14 @@ import optax
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
+from sparsity.training.hook_results import (
+    take_algorithm_state,
+    take_gradients,
+    take_masks,
+    take_user_masks,
+)
 from sparsity.training.hooks import ExtraArg, StepInputs
+from sparsity.training.idle_training import warn_of_idle
 from sparsity.training.regrow import pack_before_update
 from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState, store_first
@@ -37,11 +44,6 @@ from sparsity.training.step_checks import (
     check_is_tree,
     check_masked,
     check_state,
-    take_algorithm_state,
-    take_gradients,
-    take_masks,
-    take_user_masks,
-    warn_of_idle,
 )
 from sparsity.training.updater import Updater, is_overridden
 
