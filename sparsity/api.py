@@ -235,8 +235,10 @@ def _take_scheduler(
     """Takes the keys of schedules out of the options and makes the schedule."""
     kind = options.pop("schedule_type", None)
     chosen = "polynomial" if kind is None else kind  # a ramp has the keys of every default
-    algorithm_keys = fields - _config_keys([SCHEDULES.find(chosen)])
-    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - algorithm_keys)
+    others = (fields | _config_keys(DISTRIBUTIONS.values())) - _config_keys(
+        [SCHEDULES.find(chosen)]
+    )
+    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - others)
     if "scheduler" in options:
         if keys or kind:
             raise ValueError(
@@ -326,7 +328,9 @@ def _take_distribution(
                 "sparsity_distribution_fn."
             )
         return None
-    keys = {key: options[key] for key in allowed}  # a field of the same name gets the value, too
+    chosen = _config_keys([DISTRIBUTIONS.find(kind or "uniform")])
+    # A field of the algorithm gets the value, too.
+    keys = {key: options[key] for key in allowed if key in chosen or key not in fields}
     _pop_keys(options, allowed - fields)
     if "sparsity" not in keys:
         raise ValueError(missing)

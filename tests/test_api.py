@@ -464,6 +464,7 @@ class Listed(sparsity.NoUpdateSchedule):
 
     steps: tuple[int, ...] = ()
     decay: float = 1.0
+    filter_fn: object = None
 
     def is_mask_update_iter(self, step):
         return jnp.isin(step, jnp.array(self.steps))
@@ -480,6 +481,25 @@ def test_the_fields_of_a_registered_schedule_are_its_keys(monkeypatch):
     # A field of the algorithm stays a key of the algorithm.
     updater = create(config(algorithm="sr_ste", decay=0.5))
     assert (updater.decay, updater.scheduler) == (0.5, sparsity.NoUpdateSchedule())
+    # And a key of distributions stays one.
+    assert targets(create(config(filter_fn=lambda path, param: True)))["bias"] == 0.5
+
+
+def test_fields_of_a_registered_distribution_leave_those_of_algorithms(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Sliced:
+        sparsity: float
+        batch_axes: int = 0
+
+        def __call__(self, params):
+            return dict.fromkeys(params, self.sparsity)
+
+    tables = api.DISTRIBUTIONS
+    monkeypatch.setattr(api, "DISTRIBUTIONS", type(tables)("dist_type", dict(tables)))
+    sparsity.register_distribution("sliced", Sliced)
+    assert create(config(batch_axes=1)).batch_axes == 1
+    updater = create(config(batch_axes=1, dist_type="sliced"))
+    assert (updater.batch_axes, updater.sparsity_distribution_fn) == (1, Sliced(0.5, 1))
 
 
 def test_registering_the_same_class_again_changes_nothing(registry):
