@@ -136,10 +136,9 @@ def measure(layers: int, width: int, tokens: int, rounds: int) -> list[list[str]
     forward = count_operations(functools.partial(loss, network), (params, x))
     columns, runs = {}, {}
     for name, step in steps.items():
-        at_many, at_two, at_sixteen = (
-            count_bytes(step, jnp.ones((2, length, width), x.dtype))
-            for length in (tokens // 2, 1, 8)
-        )
+        lengths = tokens // 2, 1, 8
+        counts = {n: count_bytes(step, jnp.ones((2, n, width), x.dtype)) for n in {*lengths}}
+        at_many, at_two, at_sixteen = (counts[n] for n in lengths)
         columns[name] = [
             at_many.argument_size_in_bytes / weights - 2,
             at_many.temp_size_in_bytes / weights,

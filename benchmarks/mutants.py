@@ -42,6 +42,7 @@ ROOMS = {
     "sparsity_schedules.py": ["test_sparsity_schedules.py", "test_api_schedules.py"],
     "masks": ["masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"],
     "training": ["training", "updaters"],
+    "algorithms": ["algorithms", "updaters"],
     "programs": ["programs", "graph"],
     "shrinking": ["shrinking"],
     "graph": ["graph"],

@@ -65,10 +65,12 @@ def escape_markup(app, what, name, obj, options, lines):
 def show_fields(app, what, name, obj, options, signature, result):
     """The signature of a dataclass: its fields; of an algorithm those that are not the base's.
 
-    A class that users do not make ("Made by `trace`."), and the base of patterns, show none.
+    A class that users do not make ("Made by `trace`."), a protocol and the base of patterns show
+    none.
     """
-    if obj is sparsity.SparsityType or (what == "class" and "Made by `" in (obj.__doc__ or "")):
-        return "", None
+    is_unmade = getattr(obj, "_is_protocol", False) or "Made by `" in (obj.__doc__ or "")
+    if obj is sparsity.SparsityType or (what == "class" and is_unmade):
+        return ("", None) if signature else None  # a class without a signature has none to hide
     if what != "class" or not dataclasses.is_dataclass(obj):
         return None
     if not issubclass(obj, sparsity.BaseUpdater):

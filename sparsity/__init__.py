@@ -1,10 +1,13 @@
 """Pruning and sparse training for any optax optimizer.
 
-Three lines of a training program change:
+Two lines of a training program change:
 
   pruner = sparsity.create_updater_from_config({"algorithm": "magnitude", "sparsity": 0.9, ...})
   tx = pruner.wrap_optax(tx)  # masks live in the state of the optimizer
-  params = pruner.post_gradient_update(params, opt_state)  # at the end of each step
+
+`tx.update` puts pruned weights at zero; `post_gradient_update` at the end of a step does so, too,
+for values that other code changes. Straight-through methods add `pre_forward_update` before the
+model.
 """
 
 # The rooms: not in `__all__`, but reachable as `sparsity.masks` and so on.

@@ -188,12 +188,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
       NoUpdateSchedule()
     """
     options = {key: value for key, value in _as_dict(config).items() if value is not None}
-    name = options.pop("algorithm", None)
-    if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
-        raise ValueError(
-            f"algorithm: {name!r} is not known. {suggest(name, ALGORITHM_REGISTRY)} "
-            "sparsity.all_algorithm_names() lists them, sparsity.register_algorithm() adds one."
-        )
+    name = _take_name(options)
     algorithm = ALGORITHM_REGISTRY[name]
     fields = _field_names(algorithm)
     _check_keys(name, fields, options)
@@ -212,6 +207,22 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options.pop(key, None)  # one configuration serves several algorithms
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
+
+
+def _take_name(options: Options) -> str:
+    """Takes the name of the algorithm out of the options."""
+    name = options.pop("algorithm", None)
+    if name is None:
+        raise ValueError(
+            f"algorithm: None, the configuration has no such key. Its keys: {', '.join(options)}. "
+            f"Give one of {', '.join(ALGORITHM_REGISTRY)}."
+        )
+    if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
+        raise ValueError(
+            f"algorithm: {name!r} is not known. {suggest(name, ALGORITHM_REGISTRY)} "
+            "sparsity.all_algorithm_names() lists them, sparsity.register_algorithm() adds one."
+        )
+    return name
 
 
 def _check_keys(name: str, fields: set[str], options: Options) -> None:

@@ -233,7 +233,11 @@ def check_schedule(schedule: object) -> None:
     is_class = isinstance(schedule, type)
     method = find_missing_schedule_method(schedule) or ("is_mask_update_iter" if is_class else None)
     if method is not None:
-        raise ValueError(f"scheduler must have a method {method}, got scheduler = {schedule!r}.")
+        raise ValueError(
+            f"scheduler must have a method {method}, got scheduler = {schedule!r}. Give a schedule "
+            "in steps, such as PolynomialSchedule(update_freq=100, update_start_step=1_000, "
+            "update_end_step=10_000)."
+        )
 
 
 def find_missing_schedule_method(schedule: object) -> str | None:

@@ -274,6 +274,7 @@ def test_a_compiled_apply_is_refused():
         ),
         ({"sparsiti_type": "2:4"}, "'sparsiti_type' is no key.*Did you mean 'sparsity_type'"),
         ({"sparsity_type": "blok_4,4"}, "'blok_4,4' is not known. Did you mean 'block'"),
+        ({"algorithm": None, "algoritm": 1}, "no such key. Its keys: sparsity, algoritm. Give"),
         ({"algorithm": "magnitud"}, "'magnitud' is not known. Did you mean 'magnitude'"),
         ({"algorithm": "global_magnitude", "scope": "global"}, "this algorithm sets its own scope"),
     ],

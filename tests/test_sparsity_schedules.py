@@ -16,6 +16,9 @@ from sparsity.sparsity_schedules import (
     PolynomialSchedule,
     boundary_values,
     check_schedule,
+    find_first_update,
+    find_last_update,
+    has_updates,
 )
 
 STEPS = 60
@@ -368,3 +371,23 @@ def test_a_schedule_without_a_method_is_refused_by_the_name_of_the_method(missin
     schedule = type("Own", (), dict.fromkeys(methods, lambda *_: None))()
     with pytest.raises(ValueError, match=rf"must have a method {missing}, got scheduler = <"):
         check_schedule(schedule)
+
+
+def test_a_schedule_that_does_not_tell_its_steps_may_update_masks_from_step_0_on():
+    class EverySecond:
+        def is_mask_update_iter(self, step):
+            return step % 2 == 0
+
+        def get_sparsity_at_step(self, target_sparsities, step):
+            return target_sparsities
+
+    schedule = EverySecond()
+    assert (has_updates(schedule), find_first_update(schedule)) == (True, 0)
+    assert find_last_update(schedule) is None
+    assert boundary_values(lambda step: step + 3, schedule) == {0: 3}
+    never = NoUpdateSchedule()
+    assert (has_updates(never), find_first_update(never), find_last_update(never)) == (
+        False,
+        0,
+        None,
+    )

@@ -1,4 +1,4 @@
-"""Pruners: training starts dense and becomes sparse; each class scores weights in its way."""
+"""Pruners: training starts dense and becomes sparse; each class has its own scores."""
 
 from __future__ import annotations
 

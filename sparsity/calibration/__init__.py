@@ -13,7 +13,7 @@ from sparsity.calibration.pruners.scored import RIAPruning, ScoredPruning, Wanda
 from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning
 from sparsity.calibration.rates import Rates, owl
 from sparsity.calibration.refits.admm import ADMM
-from sparsity.calibration.refits.base import Refit
+from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.least_squares import LeastSquares
 from sparsity.calibration.refits.means import Means
 from sparsity.calibration.run.estimate import Estimate
@@ -28,6 +28,7 @@ from sparsity.calibration.statistics.statistic import Statistic
 
 __all__ = [
     "ADMM",
+    "BiasRefit",
     "Count",
     "Estimate",
     "FLAPPruning",

@@ -1,13 +1,16 @@
-"""Checkpoints by path: detects the format, reads lazily, writes a copy completely or not at all."""
+"""Checkpoints by path: detects the format, reads lazily, writes a copy completely or not at all.
+
+A format is an entry of `FORMATS`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,8 +23,44 @@ from sparsity.core.names import matches
 from sparsity.core.trees import PyTree
 
 T = TypeVar("T")
-FORMATS = {".safetensors": safetensors, ".npz": npz, ".msgpack": msgpack}
-FORMATS_TEXT = f"files that end in {', '.join(FORMATS)}, and folders of Orbax"
+Changes: TypeAlias = list[tuple[StoredArray, np.ndarray]]  # arrays, each with its new values
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFormat:
+    """A format of checkpoints.
+
+    Attributes:
+      is_at: returns whether what exists at a path has the format.
+      read: returns the tree of a checkpoint, with a `StoredArray` for each array and `None` for
+        other values; may raise any exception that a damaged checkpoint leads to.
+      write: `write(source, target, changed)` writes a copy with other values for some arrays;
+        `None` for a format that can only be inspected.
+      find_foreign_files: returns the files of a folder that are not part of the checkpoint.
+    """
+
+    is_at: Callable[[Path], bool]
+    read: Callable[[Path], PyTree]
+    write: Callable[[Path, Path, Changes], None] | None = None
+    find_foreign_files: Callable[[Path], list[str]] = lambda path: []
+
+
+def _has_ending(ending: str) -> Callable[[Path], bool]:
+    return lambda path: path.suffix == ending and path.is_file()
+
+
+# By the ending of a file, or by the name of a folder's format. The first that is at a path counts.
+FORMATS: dict[str, CheckpointFormat] = {
+    ".safetensors": CheckpointFormat(
+        _has_ending(".safetensors"), safetensors.read, safetensors.write
+    ),
+    ".npz": CheckpointFormat(_has_ending(".npz"), npz.read, npz.write),
+    ".msgpack": CheckpointFormat(_has_ending(".msgpack"), msgpack.read, msgpack.write),
+    "Orbax": CheckpointFormat(Path.is_dir, orbax.read, orbax.write, orbax.find_foreign_files),
+}
+_ENDINGS = [name for name in FORMATS if name.startswith(".")]
+_FOLDERS = [name for name in FORMATS if name not in _ENDINGS]
+FORMATS_TEXT = f"files that end in {', '.join(_ENDINGS)}, and folders of {', '.join(_FOLDERS)}"
 
 
 def read(path: Path) -> PyTree:
@@ -74,7 +113,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
     if not target.absolute().parent.is_dir():
         raise ValueError(f"{target}: its folder does not exist. Make it first.")
     endings = {path.suffix for path in (source, target)}
-    if len(endings) > 1 and not endings.isdisjoint(FORMATS):
+    if len(endings) > 1 and not endings.isdisjoint(_ENDINGS):
         raise ValueError(
             f"{target} must have the format of {source}: give a path with the ending "
             f"{source.suffix!r}."
@@ -86,11 +125,11 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise ValueError(f"{target} and {source} contain one another. Give a path outside.")
     if exists:
         _check_replaced(source, target)
+    if source.exists():
+        _find_writer(source)
 
 
-def write(
-    source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]], *, overwrite: bool
-) -> None:
+def write(source: Path, target: Path, changed: Changes, *, overwrite: bool) -> None:
     """Writes a copy of a checkpoint with other values for some arrays, completely or not at all.
 
     The copy is written next to the target and moved there when complete. If the process is killed
@@ -99,7 +138,7 @@ def write(
     with writing(target), temporary_folder(target) as folder:
         new, old = folder / f"new{target.suffix}", folder / "old"
         with reading(source):
-            _find_format(source).write(source, new, changed)
+            _find_writer(source)(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there
         try:
             if target.is_dir():  # no folder takes the place of one that is not empty
@@ -119,8 +158,7 @@ def _check_replaced(source: Path, target: Path) -> None:
         if source.is_dir() != target.is_dir():
             raise ValueError("one is a file, the other a folder.")
         read(target)
-        foreign = orbax.foreign_files(target) if target.is_dir() else []
-        if foreign:
+        if foreign := _find_format(target).find_foreign_files(target):
             raise ValueError(f"it has other files: {trees.listed(foreign)}.")
     except ValueError as error:
         raise ValueError(
@@ -129,9 +167,18 @@ def _check_replaced(source: Path, target: Path) -> None:
         ) from error
 
 
-def _find_format(path: Path) -> ModuleType:
-    if path.is_dir():
-        return orbax
-    if path.suffix not in FORMATS or not path.is_file():
-        raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
-    return FORMATS[path.suffix]
+def _find_format(path: Path) -> CheckpointFormat:
+    for file_format in FORMATS.values():
+        if file_format.is_at(path):
+            return file_format
+    raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
+
+
+def _find_writer(source: Path) -> Callable[[Path, Path, Changes], None]:
+    write_copy = _find_format(source).write
+    if write_copy is None:
+        raise ValueError(
+            f"{source} has a format that can be inspected and not written. Save the checkpoint in "
+            "another format first."
+        )
+    return write_copy

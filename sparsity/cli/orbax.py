@@ -136,7 +136,7 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
             array.write(values).result()
 
 
-def foreign_files(path: Path) -> list[str]:
+def find_foreign_files(path: Path) -> list[str]:
     """Returns the files of a folder that are not part of its checkpoint, by relative path."""
     folder, entries = _describe(path)
     arrays = "|".join(re.escape(entry.name) for entry in entries)

@@ -207,6 +207,11 @@ def compare_kept_updates(
         return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
+    if isinstance(jax.eval_shape(tx.init, masked), SparseState):
+        raise ValueError(
+            "tx is a wrapped optimizer, whose masks are for dense parameters: kept values train "
+            "without a wrapper. Give the optimizer that wrap_optax got, as tx and in training."
+        )
     return check_updates(
         tx,
         masked,

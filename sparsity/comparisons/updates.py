@@ -21,7 +21,7 @@ import optax
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.training.state import SparseState
+from sparsity.training.state import SparseState, check_no_state
 from sparsity.training.step_checks import check_optimizer
 
 _MOST_UPDATES = 64
@@ -36,6 +36,7 @@ def check_arguments(
     """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
     if masks is None:
         raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
+    check_no_state(masks)
     check_values("masks", masks, "Call this function outside of jit, scan and vmap.")
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
@@ -143,8 +144,14 @@ def _explain_errors(
 def _compare(expected: PyTree, computed: PyTree, model: str, remedy: str) -> float:
     """Returns the largest difference; raises a ValueError if it is more than rounding."""
     largest = 0.0
-    leaves = zip(trees.leaves_by_path(expected).items(), jax.tree.leaves(computed), strict=True)
-    for (path, exact), got in leaves:
+    exact_leaves, leaves = trees.leaves_by_path(expected), jax.tree.leaves(computed)
+    if len(leaves) != len(exact_leaves):
+        raise ValueError(
+            f"The optimizer would not train the {model} as the masked one: updates and state have "
+            f"{len(leaves)} leaves in place of {len(exact_leaves)}. Use an optimizer whose state "
+            f"does not depend on the shapes of arrays, or {remedy}."
+        )
+    for (path, exact), got in zip(exact_leaves.items(), leaves, strict=True):
         if jnp.issubdtype(exact.dtype, jax.dtypes.prng_key) or not exact.size:
             continue
         # Sums over other numbers of terms round otherwise, and a transform may amplify that.

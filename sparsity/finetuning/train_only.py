@@ -27,6 +27,7 @@ from sparsity.training.kept_state import (
     find_sharding,
     gather,
 )
+from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_optimizer
 
 
@@ -93,6 +94,7 @@ def train_only(
       Array([ 1. , -2.5,  3. ], dtype=float32)
     """
     check_optimizer("tx", tx)
+    check_no_state(masks)
     trainer = _Trainer(optax.with_extra_args_support(tx), read_supports(masks))
     return optax.GradientTransformationExtraArgs(trainer.init, trainer.update)
 

@@ -64,11 +64,6 @@ class Graph:
         self.parameters = Parameters(model.parameters, self.removal.list_members)
         self.retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
 
-    @property
-    def leaves(self) -> list[Parameter]:
-        """The earlier name of `parameters`, as a list."""
-        return list(self.parameters)
-
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:
         """{weight: parameter that shifts the outputs of the weight, and nothing else}."""

@@ -1,4 +1,17 @@
-"""Scores to rank: stored, or computed where they are read."""
+"""Scores to rank: stored, or computed where they are read.
+
+    name                       made by                          read by
+    -------------------------  -------------------------------  ------------------------------------
+    LazyScores                 `LampPruning`, classes of users  scopes: `compute`, `select_together`
+    Scores, of an entry        `masks.defer_scores` for hooks   scopes; searches, through `Ranked`
+                               marked `elementwise`;
+                               `make_draw` for random scores;
+                               `Scores.wrap` for stored arrays
+    Ranked, with the mask of   scopes, `topk_masks`             searches
+    entries that compete
+
+The page on the design says what each of them saves.
+"""
 
 from __future__ import annotations
 

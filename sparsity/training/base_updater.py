@@ -24,6 +24,7 @@ from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.masked_step import MaskedStep
+from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
 from sparsity.training.updater import INFERRED, Updater, check_overrides, is_overridden
 
@@ -171,6 +172,7 @@ class BaseUpdater(ComparedByFields, Updater):
                 "weights at exactly 0.",
             )
         check_optimizer("inner", inner)
+        check_no_state(masks)
         step = (CompactStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
         return optax.GradientTransformationExtraArgs(step.init, step.update)
 

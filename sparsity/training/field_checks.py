@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core.checks import check_bool, check_int
+from sparsity.core.checks import check_bool, check_function, check_int
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
@@ -45,10 +45,13 @@ def check_common_fields(updater: Updater) -> None:
             f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {kind!r}."
         )
     check_schedule(updater.scheduler)
-    for name in ("sparsity_distribution_fn", "topk_fn"):
-        value = getattr(updater, name)
-        if value is not None and not callable(value):
-            raise ValueError(f"{name} must be a function or None, got {value!r}.")
+    distribution = updater.sparsity_distribution_fn
+    if distribution is not None and (not callable(distribution) or isinstance(distribution, type)):
+        raise ValueError(
+            "sparsity_distribution_fn must be a function of params or None, for example "
+            f"Uniform(0.8), got sparsity_distribution_fn = {distribution!r}."
+        )
+    check_function("topk_fn", updater.topk_fn, "(scores, sparsity)", optional=True)
     _check_seed(updater.rng_seed)
     for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks", "use_compact_state"):
         check_bool(name, getattr(updater, name))

@@ -16,6 +16,8 @@ from sparsity.masks import (
     place_masks,
     read_masks,
 )
+from sparsity.masks.bits import are_kept
+from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater
@@ -80,11 +82,35 @@ def take_user_masks(
         if target is None:
             check_user_mask(updater.scope, sites, path)
             target = 1 - jnp.mean(mask, dtype=jnp.float32)
+        _check_units(updater, sites, path, mask)
         return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
     targets = trees.map_matched(target_sparsity, params, first, state.target_sparsities)
     return state._replace(masks=first, target_sparsities=targets)
+
+
+def _check_units(updater: Updater, sites: Sites, path: trees.KeyPath, mask: chex.Array) -> None:
+    """Raises a ValueError if a mask that will move keeps parts of units.
+
+    A move keeps the number of units of which a mask keeps any part, and keeps these as a unit: a
+    random mask of half of the entries would keep nearly all blocks.
+    """
+    moves = updater.regrows and updater.keeps_count and has_updates(updater.scheduler)
+    if not moves or path not in sites or is_traced(mask):
+        return
+    pattern, axes = sites[path].pattern, sites[path].batch_axes
+    if pattern.is_elementwise or not pattern.ranks_units:
+        return
+    pattern.check(mask.shape, axes, sites[path].name)
+    kept = pattern.expand(are_kept(pattern.pool(jnp.asarray(mask), axes)), mask.shape, axes)
+    if not np.array_equal(jax.device_get(are_kept(kept)), jax.device_get(are_kept(mask))):
+        raise ValueError(
+            f"The mask of {sites[path].name!r} among the masks of wrap_optax keeps parts of the "
+            f"units of sparsity_type = {pattern!r}: {type(updater).__name__} would complete them, "
+            "and keep more weights. Leave masks out, or give masks of this pattern, such as those "
+            "of MagnitudePruning(sparsity_type=...).instant_sparsify(params)."
+        )
 
 
 def take_algorithm_state(new: PyTree, old: PyTree) -> PyTree:

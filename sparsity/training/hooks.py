@@ -23,13 +23,11 @@ class HookArgs(TypedDict, total=False):
     Attributes:
       sites: table of the parameters that can have a mask, with patterns and batch axes.
       draw: draws random scores that a mask update need not store.
-      is_lazy: whether a tree of scores may hold `LazyScores` in place of arrays.
       target_sparsities: tree of the sparsities at the end of a ramp.
     """
 
     sites: Sites
     draw: Draw
-    is_lazy: bool
     target_sparsities: Sparsities | None
 
 

@@ -81,11 +81,21 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
         return state
     places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in nodes)
     raise ValueError(
-        "Exactly one SparseState is needed, but the optimizer state holds "
-        + (f"{len(nodes)}, at {places}" if nodes else "none")
+        "Exactly one SparseState is needed, but the optimizer state, a "
+        + f"{type(opt_state).__name__}, "
+        + (f"holds {len(nodes)}, at {places}" if nodes else "holds none")
         + ". Pass the state of an optimizer that was wrapped once with wrap_optax, or the part of "
         "it that you mean."
     )
+
+
+def check_no_state(masks: PyTree) -> None:
+    """Raises a ValueError if masks are the state of a wrapped optimizer, which holds them."""
+    if trees.find_nodes(masks, SparseState):
+        raise ValueError(
+            f"masks must be a tree of masks, got the state of an optimizer, a "
+            f"{type(masks).__name__}. Give sparsity.get_sparse_state(opt_state).masks."
+        )
 
 
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:

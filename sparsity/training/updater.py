@@ -13,7 +13,7 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
-from sparsity.core.checks import DataclassBase
+from sparsity.core.checks import DataclassBase, check_values
 from sparsity.core.hashing import DEFAULT_SEED, Seed, generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
@@ -181,6 +181,9 @@ class Updater(DataclassBase):
         """
         inputs = StepInputs(params, None, sites or self.sites(params), {})
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
+        masked = trees.map_matched(lambda _, x, t: None if t is None else x, params, targets)
+        remedy = "jax.eval_shape(tx.init, params) computes with shapes."
+        check_values("params", masked, remedy, may_be_traced=True)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         state = SparseState(masks, target_sparsities=targets)
         return store_first(state, params, self.use_packed_masks)
@@ -280,8 +283,7 @@ class Updater(DataclassBase):
         is_lazy = not is_overridden(self, "create_masks")  # overrides get arrays
         scores: ScoreTree | None = None
         if is_lazy:
-            # Parameters and masks are read as they are stored: masked parameters need no memory.
-            scores = defer_scores(self.calculate_scores, inputs.weights, inputs.masks, grads)
+            scores = self._defer_scores(inputs)
         if scores is None:
             draw = make_draw(inputs.weights) if is_lazy else generate_random_scores
             scores = inputs.call(
@@ -289,10 +291,15 @@ class Updater(DataclassBase):
                 inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=grads,
-                named={"draw": draw, "is_lazy": is_lazy},
+                named={"draw": draw},
             )
         named: HookArgs = {"target_sparsities": targets}
         return inputs.call(self.create_masks, scores, sparsities, named=named)
+
+    def _defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
+        """Returns scores that the search computes; `None` if `calculate_scores` has to."""
+        # Parameters and masks are read as they are stored: masked parameters need no memory.
+        return defer_scores(self.calculate_scores, inputs.weights, inputs.masks, inputs.grads)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None

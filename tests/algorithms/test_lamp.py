@@ -172,6 +172,20 @@ def test_scores_of_several_rows_of_ranks_are_those_of_numpy(monkeypatch):
         np.testing.assert_allclose(scores, _exact_scores(weights), rtol=1e-6, err_msg=f"{size}")
 
 
+def test_an_update_of_a_subclass_ranks_by_the_scores_of_the_subclass():
+    class Lowest(sparsity.LampPruning):
+        def calculate_scores(self, params, sparse_state=None, grads=None):
+            scores = super().calculate_scores(params, sparse_state, grads)
+            return jax.tree.map(jnp.negative, scores)
+
+    params = {"w": jnp.array([[4.0, 1.0], [3.0, 2.0]])}
+    for kind, mask in [(Lowest, [[0, 1], [0, 1]]), (sparsity.LampPruning, [[1, 0], [1, 0]])]:
+        pruner = kind(sparsity_distribution_fn=helpers.half)
+        state = pruner.init_state(params)
+        state = pruner.update_state(state, params, None)
+        assert state.masks["w"].tolist() == mask
+
+
 def test_sums_of_squares_fit_their_words():
     # Digits have as many bits as let `size` of them add up in an int32, 24 at most; squares have as
     # many digits as let `size` of them add up in 62 bits.

@@ -132,25 +132,26 @@ def test_a_refit_by_means_keeps_the_mean_of_each_output_of_the_pruned_network():
     assert report[("down",)].error < report[("down",)].unrefitted
 
 
-class OwnMeans:
-    """A refit that shares no class with `Means`."""
+class HalfOfMeans:
+    """A refit of biases that shares no class with `Means`."""
 
-    statistics_kind = "moments"
-    shifts_biases = True
-
-    def __call__(self, *arguments):
-        raise AssertionError("weights stay as they are")
+    def shift(self, place, bias, dense, pruned, statistic, read):
+        return (bias + Means().shift(place, bias, dense, pruned, statistic, read)) / 2
 
     def __repr__(self):
-        return "OwnMeans()"
+        return "HalfOfMeans()"
 
 
-def test_a_refit_of_ones_own_may_state_that_it_shifts_biases():
-    expected, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means())
-    pruned, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, OwnMeans())
-    jax.tree.map(np.testing.assert_array_equal, pruned, expected)
-    with pytest.raises(ValueError, match=r"OwnMeans changes .*refit = OwnMeans\(\) to"):
-        sparsity.calibration.prune(PRUNER, MLP, {}, OwnMeans())
+def test_a_refit_of_ones_own_may_shift_biases():
+    means, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means())
+    pruned, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, HalfOfMeans())
+    np.testing.assert_array_equal(pruned["up"], means["up"])
+    np.testing.assert_allclose(pruned["bias"], (MLP["bias"] + means["bias"]) / 2, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"HalfOfMeans changes .*refit = HalfOfMeans\(\) to"):
+        sparsity.calibration.prune(PRUNER, MLP, {}, HalfOfMeans())
+    kernel, refit = MLP["up"], HalfOfMeans()
+    with pytest.warns(UserWarning, match="HalfOfMeans leaves 'params' as the pruner does"):
+        sparsity.oneshot(PRUNER, lambda w, x: x @ w, kernel, BATCHES, refit, estimate=True)
 
 
 def scanned(params, x):

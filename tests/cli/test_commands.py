@@ -1,5 +1,6 @@
 """`sparsity inspect`, `prune` and `diff` on checkpoints of every format."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -343,7 +344,9 @@ def test_a_failure_while_writing_leaves_nothing_and_no_change(
         target.write_bytes(b"half of it")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoints.safetensors, "write", fail)
+    name = ".safetensors"
+    failing = dataclasses.replace(checkpoints.FORMATS[name], write=fail)
+    monkeypatch.setitem(checkpoints.FORMATS, name, failing)
     target = tmp_path / "b.safetensors"
     if exists:
         target.write_bytes(kernels.read_bytes())

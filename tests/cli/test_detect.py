@@ -91,6 +91,17 @@ def test_an_unstructured_mask_has_no_pattern(shape, sparsity):
     assert found(np.random.default_rng(0).random(shape) > sparsity) == []
 
 
+@pytest.mark.usefixtures("tile")
+def test_rows_that_change_in_a_later_tile_are_seen():
+    mask = np.ones((96, 8), np.uint8)  # three of the small tiles, the first of ones alone
+    mask[48:72] = 0
+    assert found(mask) == ["channel_-2"]
+    mask[:, 4:] = 1
+    assert found(mask) == ["block_24,4"]
+    mask[80, :4] = 0  # from now on rows change at steps of 1
+    assert found(mask) == ["block_1,4"]
+
+
 @pytest.mark.parametrize("shape", [(), (4,), (4, 8), (0, 4)])
 def test_a_dense_leaf_and_one_of_zeros_have_none(shape):
     assert found(np.ones(shape, np.uint8)) == []

@@ -1,5 +1,6 @@
 """Where copies are written: only a checkpoint is replaced, and when the new one is complete."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -192,17 +193,28 @@ def test_a_failure_while_replacing_leaves_the_old_one(tmp_path, monkeypatch, nam
 
 def test_what_comes_to_the_target_meanwhile_is_not_replaced(tmp_path, monkeypatch, capsys):
     source, target = save(tmp_path / "a.npz"), tmp_path / "b.npz"
-    original = checkpoints.npz.write
+    npz = checkpoints.FORMATS[".npz"]
 
     def write(*arguments):
-        original(*arguments)
+        npz.write(*arguments)
         target.write_bytes(b"of another program")
 
-    monkeypatch.setattr(checkpoints.npz, "write", write)
+    monkeypatch.setitem(checkpoints.FORMATS, ".npz", dataclasses.replace(npz, write=write))
     assert main(["prune", str(source), str(target), *HALF]) == 2
     assert "exists" in capsys.readouterr().err
     assert target.read_bytes() == b"of another program"
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "b.npz"}
+
+
+def test_a_format_without_a_writer_can_only_be_inspected(tmp_path, capsys, monkeypatch):
+    source, target = save(tmp_path / "a.npz"), tmp_path / "b.npz"
+    only_read = dataclasses.replace(checkpoints.FORMATS[".npz"], write=None)
+    monkeypatch.setitem(checkpoints.FORMATS, ".npz", only_read)
+    assert main(["inspect", str(source)]) == 0
+    assert main(["prune", str(source), str(target), *HALF]) == 2
+    error = capsys.readouterr().err
+    assert f"{source} has a format that can be inspected and not written. Save" in error
+    assert not target.exists()
 
 
 def test_a_fifo_is_no_checkpoint(tmp_path, capsys):

@@ -186,6 +186,14 @@ def test_an_updater_prunes_and_the_result_is_compact():
         ({"formats": {"down": "values"}}, "'down', which has no mask. Masked are 'up'"),
         ({"opt_state": optax.sgd(0.1)}, "opt_state is an optimizer"),
         ({"tx": optax.sgd(0.1)}, "give opt_state"),
+        (
+            {
+                "tx": sparsity.NoPruning().wrap_optax(optax.sgd(0.1)),
+                "opt_state": sparsity.SparseState(),
+            },
+            "tx is a wrapped optimizer",
+        ),
+        ({"masks": sparsity.SparseState({"up": 1})}, "got the state of an optimizer"),
         ({"params": {"up": jnp.ones(4), "down": PARAMS["down"]}}, "shape .4,. at 'up'"),
         ({"params": {**PARAMS, "up": jnp.ones((3, 4), int)}}, "'up' is int32, and the graph was"),
         ({"opt_state": jax.eval_shape(lambda: PARAMS)}, "opt_state.'down'. has no values yet"),

@@ -62,6 +62,16 @@ def test_an_optimizer_that_fails_on_other_shapes_is_refused_with_what_it_says(er
     assert isinstance(caught.value.__cause__, error)
 
 
+def test_an_optimizer_whose_state_loses_a_leaf_on_smaller_arrays_is_refused():
+    def update(grads, state, params=None):
+        is_large = grads["w"].size == 40
+        return jax.tree.map(jnp.ones_like, grads), {"one": jnp.float32(1)} if is_large else ()
+
+    tx = optax.GradientTransformation(lambda params: {"one": jnp.float32(1)}, update)
+    with pytest.raises(ValueError, match=r"train the tiny model .* 1 leaves in place of 2.* none"):
+        compare(tx, {"w": jnp.ones(40)}, 20, model="tiny model")
+
+
 def test_gradients_that_compare_have_both_signs_twice_and_then_one():
     seen = []
 

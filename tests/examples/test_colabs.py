@@ -99,26 +99,26 @@ def execute_cell(client, source):
     execute(client, new_notebook(cells=[new_code_cell(source)]), cleanup_kc=False)
 
 
-def execute_alone(notebook):
-    client = make_client()
-    execute_cell(client, START)
-    execute(client, notebook)
-
-
 @pytest.fixture(scope="module")
 def execute_in_turn():
-    """Executes notebooks in one kernel, which imports packages once, and forgets their names."""
-    client = make_client()
-    execute_cell(client, START)
+    """Executes notebooks in two kernels, which import packages once, and forgets their names.
 
-    def execute_and_forget(notebook):
+    Those that set the number of devices have a kernel of their own, where the first sets it.
+    """
+    clients = {}
+
+    def execute_and_forget(notebook, sets_devices):
+        if sets_devices not in clients:
+            clients[sets_devices] = make_client()
+            execute_cell(clients[sets_devices], START)
         try:
-            execute(client, notebook, cleanup_kc=False)
+            execute(clients[sets_devices], notebook, cleanup_kc=False)
         finally:
-            execute_cell(client, "%reset -f")
+            execute_cell(clients[sets_devices], "%reset -f")
 
     yield execute_and_forget
-    execute(client, new_notebook())  # ends the kernel
+    for client in clients.values():
+        execute(client, new_notebook())  # ends the kernel
 
 
 def read(path):
@@ -180,7 +180,7 @@ def test_a_notebook_runs_and_shows_what_is_stored(path, execute_in_turn):
     for long, short in SHORTER.get(path.stem, {}).items():
         (cell,) = [cell for cell in code_cells(fresh) if long in cell.source]
         cell.source = cell.source.replace(long, short)
-    (execute_alone if path.stem in SETS_DEVICES else execute_in_turn)(fresh)
+    execute_in_turn(fresh, path.stem in SETS_DEVICES)
     assert kinds(fresh) == kinds(stored)
     assert heads_of_tables(fresh) == heads_of_tables(stored)
 

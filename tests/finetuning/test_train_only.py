@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from sparsity.finetuning.train_only import train_only
+from sparsity.training.state import SparseState
 from tests import eight_devices
 
 SHAPES = {"kernel": (6, 8), "layers": (2, 4, 6), "bias": (8,), "scale": (5,)}
@@ -222,6 +223,8 @@ def test_gradients_of_another_model_traced_masks_and_other_optimizers_are_errors
         tx.update({"v": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
     with pytest.raises(ValueError, match=r"masks\['w'\] has no values.*outside of jit"):
         jax.jit(lambda mask: train_only(optax.sgd(0.1), {"w": mask}).init(mask))(jnp.ones(3))
+    with pytest.raises(ValueError, match="got the state of an optimizer"):
+        train_only(optax.sgd(0.1), (SparseState({"w": np.ones(3)}),))
     with pytest.raises(ValueError, match="GradientTransformation"):
         train_only("adam", {"w": np.ones(3)})
 

@@ -456,3 +456,28 @@ def test_refusals_of_any_number_of_norms_index_the_program_once(number, monkeypa
     reasons = [refusal.reason for refusal in graph.refused]
     assert sum("LayerNorm" in reason for reason in reasons) >= number
     assert len(indexed) == 1
+
+
+ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])  # are summed
+SIZES = jnp.array([2, 3])
+RAGGED = {
+    "experts that a result has": (
+        (2, 3),
+        lambda w, x: jnp.einsum("eab,eo->abo", lax.ragged_dot_general(x, x, SIZES, ROWS), w),
+    ),
+    "experts that an input has": (
+        (2, 3),
+        lambda w, x: lax.ragged_dot(x, jnp.tensordot(w, jnp.ones((3, 4, 6)), 1), SIZES),
+    ),
+    "rows": ((5, 3), lambda w, _: lax.ragged_dot(w, jnp.ones((2, 3, 6)), SIZES).sum(0)),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_rows_and_experts_of_a_ragged_dot_are_refused(name):
+    shape, fn = RAGGED[name]
+    graph = trace(fn, jax.ShapeDtypeStruct(shape, jnp.float32), jnp.ones((5, 4)))
+    (refusal,) = [refusal for refusal in graph.refused if refusal.axis == 0]
+    assert refusal.primitive == "ragged_dot_general"
+    assert refusal.reason == "rows in the order of their experts"
+    assert "params:0" not in [group.name for group in graph.groups]

@@ -24,7 +24,12 @@ def test_arrays_and_shapes_have_the_same_graph():
         trace(model, jax.eval_shape(lambda: P), jax.eval_shape(lambda: X)),
     )
     assert repr(one) == repr(other)
-    assert [*one.parameters] == [*other.parameters] == one.leaves
+    assert [*one.parameters] == [*other.parameters]
+    leaves = [
+        (tuple(entry.key for entry in path), leaf.shape, leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(P)[0]
+    ]
+    assert [(x.path, x.shape, x.dtype) for x in one.parameters] == leaves
 
 
 def test_a_parameter_may_be_the_whole_tree():

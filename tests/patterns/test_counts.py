@@ -47,6 +47,13 @@ def test_batch_axes_of_a_count_are_none_by_default():
         assert pattern.count_kept((4, 8), 0.5) == 16
 
 
+@pytest.mark.parametrize(("shape", "batch_axes"), [((0, 8), 0), ((2, 0, 8), 1), ((0, 4, 8), 1)])
+def test_a_parameter_without_entries_keeps_none(shape, batch_axes):
+    patterns = Unstructured(), NByM(2, 4), Channel(), Block((2, 3)), FanIn()
+    for pattern in patterns:
+        assert [entry_counter(pattern, shape, batch_axes)(target) for target in (0, 0.5)] == [0, 0]
+
+
 def test_ragged_blocks_count_as_full_ones():
     count_entries = entry_counter(Block((2, 3)), (2, 5, 7), 1)  # 9 blocks a slice, of up to 6
     assert [count_entries(target) for target in (0.0, 0.5, 0.8, 1.0)] == [70, 48, 24, 12]

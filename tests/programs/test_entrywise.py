@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 from sparsity.programs import entrywise
 from sparsity.programs.program import read_jaxpr
@@ -81,6 +82,30 @@ def test_constants_are_the_results_of_jax(name):
         # NaN says that a result depends on what constants do not tell, as the sign of a 0.
         assert constant is None or constant != constant or constant == result, row
     assert any(constant is not None and constant == constant for constant in folded)
+
+
+NAMED = {  # of other versions of jax, or by operators alone: constants, results by hand
+    "add_any": [([2, 3], 5)],
+    "and": [([6, 3], 2), ([None, 0], 0)],
+    "clamp": [([1, 0, 4], 1), ([1, 2, 4], 2), ([1, 7, 4], 4)],
+    "log2": [([1], 0), ([0], -np.inf), ([2], 1), ([8], None)],
+    "not": [([5], -6)],
+    "one_minus_square": [([0], 1), ([1], 0), ([-1], 0), ([2], None), ([None], None)],
+    "or": [([6, 3], 7)],
+    "real": [([3], 3)],
+    "xor": [([6, 3], 5)],
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_primitives_of_other_versions_fold_to_results_by_hand(name):
+    dtype = np.int32 if name in ("and", "not", "or", "xor") else np.float32
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, *_: x)
+    for constants, result in NAMED[name]:
+        arguments = [dtype(0)] * len(constants)
+        (equation,) = read_jaxpr(jax.make_jaxpr(primitive.bind)(*arguments)).flat()
+        assert entrywise.fold_constant(equation, constants) == result, constants
 
 
 def test_values_that_every_implementation_returns_are_those_of_rounded_functions():

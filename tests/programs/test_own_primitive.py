@@ -43,7 +43,7 @@ def model(params, x):
 
 @pytest.fixture
 def entries(monkeypatch):
-    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(exact(np.positive)))  # 0 stays 0
+    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(exact(lambda x: 2 * x)))
     monkeypatch.setitem(LAYOUTS, "swap_ends", AxisRule(_swap))
 
 
@@ -98,6 +98,15 @@ def test_with_one_entry_it_is_traced_shrunk_and_calibrated(entries, params):
     np.testing.assert_allclose(statistics["up",].squares, np.square(x).sum(0), rtol=1e-5)
     hidden = 2 * np.maximum(x @ params["up"].T, 0)
     np.testing.assert_allclose(statistics["down",].squares, np.square(hidden).sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("offset", "count"), [(2.0, 0), (1.0, 1)])
+def test_the_entry_tells_the_constant_of_removed_channels(entries, params, offset, count):
+    def divided(params, x):
+        doubled = TWICE.bind(jnp.exp(x @ SWAP.bind(params["up"])))  # 2 exp(0) = 2
+        return (1 / (doubled - offset)) @ params["down"]  # 1 / 0 times 0 is NaN
+
+    assert len(sparsity.trace(divided, params, jnp.ones((5, 4))).groups) == count
 
 
 def _dot(equation):

@@ -6,14 +6,19 @@ import jax
 
 from sparsity.selection import search, topk
 from tests.scripts.selection import CASES as _CASES
-from tests.scripts.selection import hash_scores_shard_without_communication
+from tests.scripts.selection import (
+    groups_are_selected_where_they_are,
+    hash_scores_shard_without_communication,
+)
+
+_WITHOUT_SEARCH = groups_are_selected_where_they_are, hash_scores_shard_without_communication
 
 
 def by_the_portable_search(devices):
     jax.clear_caches()
     with mock.patch.object(topk, "choose_search", return_value=search.select_by_counting):
         for case in _CASES["Explicit" if devices.is_explicit else "Auto"]:
-            if case is not hash_scores_shard_without_communication:
+            if case not in _WITHOUT_SEARCH:
                 case(devices)
     jax.clear_caches()
 

@@ -168,21 +168,21 @@ def competing_channels_are_those_of_one_device(devices):
 
     x, specs = jnp.ones((4, 8)), MLP | {"more": P("b", None)}
     params = mlp_params(24) | {"more": models.draw({"more": (8, 4)}, seed=1)["more"]}
-    for across, kind in ((True, "macs"), ("nbytes", "nbytes")):
+    across, kind = ("nbytes", "nbytes") if devices.is_explicit else (True, "macs")
 
-        def prune(params, x, across=across, kind=kind):
-            graph = sparsity.trace(model, params, x)
-            pruner = sparsity.MagnitudePruning(
-                scope=sparsity.Coupled(graph, across=across),
-                sparsity_distribution_fn=sparsity.budget(graph, **{kind: 0.5}),
-            )
-            return jax.jit(lambda params: pruner.instant_sparsify(params)[1])(params)
+    def prune(params, x):
+        graph = sparsity.trace(model, params, x)
+        pruner = sparsity.MagnitudePruning(
+            scope=sparsity.Coupled(graph, across=across),
+            sparsity_distribution_fn=sparsity.budget(graph, **{kind: 0.5}),
+        )
+        return jax.jit(lambda params: pruner.instant_sparsify(params)[1])(params)
 
-        expected = prune(params, x)
-        assert expected["bias"].sum() * 2 != 24  # what one group gives up another one has
-        with jax.set_mesh(devices.mesh):
-            found = prune(place(devices, params, specs), devices.put(x, "a"))
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    expected = prune(params, x)
+    assert expected["bias"].sum() * 2 != 24  # what one group gives up another one has
+    with jax.set_mesh(devices.mesh):
+        found = prune(place(devices, params, specs), devices.put(x, "a"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):
@@ -254,6 +254,7 @@ _BOTH = [
     a_norm_over_channels_on_several_devices_counts_removed_ones,
     what_no_longer_divides_lies_on_each_device_and_the_report_says_so,
     coupled_masks_are_those_of_one_device_and_lie_as_their_parameters,
+    competing_channels_are_those_of_one_device,
     a_run_goes_on_from_its_plan_and_its_checkpoint,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}

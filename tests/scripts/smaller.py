@@ -64,7 +64,7 @@ def cut(folder):
 
 def restore(folder):
     plan = sparsity.Plan.from_json((folder / "plan.json").read_text())
-    shapes = {leaf.path[0]: jnp.zeros(leaf.shape) for leaf in plan.graph(trace()).leaves}
+    shapes = {leaf.path[0]: jnp.zeros(leaf.shape) for leaf in plan.graph(trace()).parameters}
     like = shapes, make_tx(trace(), plan).init(shapes)
     with np.load(folder / "small.npz") as stored:
         leaves = [jnp.asarray(stored[name]) for name in stored.files]

@@ -47,9 +47,13 @@ def on(devices, layout):
 
 
 def a_compact_state_of_stacked_layers_needs_no_communication(devices):
-    """State of kept weights is sharded as its layers; other shardings are refused by name."""
+    """State of kept weights is sharded as its layers; other shardings are refused by name.
 
-    def start(algorithm, params, is_compact):
+    RigL runs on Explicit axes, fixed masks on Auto axes, where XLA chooses what communicates.
+    """
+    algorithm = "rigl" if devices.is_explicit else "static_sparse"
+
+    def start(params, is_compact):
         updater = helpers.make_updater(
             algorithm, batch_axes=1, use_compact_state=is_compact, skip_gradients=False
         )
@@ -61,23 +65,22 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
     spec = ("a", "b"), *[None, None][: 2 * devices.is_explicit]  # as jit returns arrays
     params, *grads = (devices.put(x, *spec) for x in draw)
     with jax.set_mesh(devices.mesh):
-        for algorithm in ("static_sparse", "rigl"):
-            landed = []
-            for is_compact in (True, False):
-                tx, state = start(algorithm, params, is_compact)
-                update = jax.jit(tx.update).lower(grads[0], state, params).compile()
-                new = params
-                for grad in grads:
-                    updates, state = update(grad, state, new)
-                    new = optax.apply_updates(new, updates)
-                landed.append(new)
-                moment = jax.tree.leaves(state.inner_state)[-1]
-                assert moment.sharding.spec[0] == ("a", "b"), moment.sharding
-                first = jax.tree.leaves(start(algorithm, params, is_compact)[1].inner_state)[-1]
-                assert not is_compact or first.sharding == moment.sharding, first.sharding
-                if algorithm == "static_sparse":
-                    assert not re.search("all-gather|all-reduce|all-to-all", update.as_text())
-            same(*landed, params)
+        landed = []
+        for is_compact in (True, False):
+            tx, state = start(params, is_compact)
+            first = jax.tree.leaves(state.inner_state)[-1]
+            update = jax.jit(tx.update).lower(grads[0], state, params).compile()
+            new = params
+            for grad in grads:
+                updates, state = update(grad, state, new)
+                new = optax.apply_updates(new, updates)
+            landed.append(new)
+            moment = jax.tree.leaves(state.inner_state)[-1]
+            assert moment.sharding.spec[0] == ("a", "b"), moment.sharding
+            assert not is_compact or first.sharding == moment.sharding, first.sharding
+            if algorithm == "static_sparse":
+                assert not re.search("all-gather|all-reduce|all-to-all", update.as_text())
+        same(*landed, params)
         cut = devices.put(draw[0], None, "a")
         updater = helpers.make_updater("rigl", batch_axes=1, use_compact_state=True)
         with pytest.raises(ValueError, match=r"\(8, 12, 20\).*axes \[1\].*batch_axes"):
@@ -85,25 +88,25 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
 
 
 def a_compact_state_moves_inside_shard_map(devices):
-    """Each device trains its layer as one device would, with masks of the user, too."""
+    """Each device trains its layer as one device would, on Explicit axes from masks of the user."""
     updater = helpers.make_updater("rigl", use_compact_state=True, batch_axes=1)
     params, *grads = np.random.default_rng(0).normal(size=(3, 8, 1, 6, 5)).astype(np.float32)
     layers = P(("a", "b"))
     placed = jax.tree.map(lambda x: devices.put(x[:, 0], *layers), (params, grads))
-    for masks in (None, np.arange(30).reshape(1, 6, 5) % 2):
-        tx = updater.wrap_optax(optax.adam(0.1), masks)
+    masks = np.arange(30).reshape(1, 6, 5) % 2 if devices.is_explicit else None
+    tx = updater.wrap_optax(optax.adam(0.1), masks)
 
-        def train(params, grads, tx=tx):
-            state = tx.init(params)
-            for grad in grads:
-                updates, state = tx.update(grad, state, params)
-                params = optax.apply_updates(params, updates)
-            return params
+    def train(params, grads):
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = tx.update(grad, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
 
-        expected = jax.jit(jax.vmap(train))(params, grads)[:, 0]
-        with jax.set_mesh(devices.mesh):
-            mapped = jax.jit(jax.shard_map(train, in_specs=layers, out_specs=layers))(*placed)
-        same(mapped, expected, placed[0])
+    expected = jax.jit(jax.vmap(train))(params, grads)[:, 0]
+    with jax.set_mesh(devices.mesh):
+        mapped = jax.jit(jax.shard_map(train, in_specs=layers, out_specs=layers))(*placed)
+    same(mapped, expected, placed[0])
 
 
 def _loss(params, x, y, is_explicit):
@@ -159,16 +162,16 @@ def a_jitted_init_places_masks_as_their_parameters(devices):
     params |= {"narrow": devices.put(np.ones((16, 12), np.float32), "a", "b")}
     with jax.set_mesh(devices.mesh):
         for name in ("magnitude", "rigl"):
-            for packed in (False, True):
-                updater = helpers.make_updater(name, use_packed_masks=packed)
-                tx = updater.wrap_optax(optax.sgd(0.1))
-                # Eight bytes of 64 entries divide among four devices, two of 12 do not.
-                narrow = devices.sharding("a") if packed else devices.sharding("a", "b")
-                for init in (tx.init, jax.jit(tx.init)):
-                    masks = init(params).masks
-                    wide = masks["in"]["kernel"].sharding
-                    assert wide.is_equivalent_to(devices.sharding("a", "b"), 2), (name, packed)
-                    assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
+            packed = (name == "rigl") != devices.is_explicit
+            updater = helpers.make_updater(name, use_packed_masks=packed)
+            tx = updater.wrap_optax(optax.sgd(0.1))
+            # Eight bytes of 64 entries divide among four devices, two of 12 do not.
+            narrow = devices.sharding("a") if packed else devices.sharding("a", "b")
+            for init in (tx.init, jax.jit(tx.init)):
+                masks = init(params).masks
+                wide = masks["in"]["kernel"].sharding
+                assert wide.is_equivalent_to(devices.sharding("a", "b"), 2), (name, packed)
+                assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
 
 
 def packed_masks_on_fewer_devices_than_their_parameters_compile_one_step(devices):
@@ -211,21 +214,22 @@ def arrays_on_explicit_axes_need_no_mesh_in_use(devices):
 
 def a_leaf_off_the_mesh_and_an_empty_one_train_beside_leaves_on_explicit_axes(devices):
     draw = tree(0)
-    packed = {"use_packed_masks": True}
-    cases = ("magnitude", packed), ("global_magnitude", {}), ("rigl", {}), ("top_kast", {})
-    for name, options in cases:
+    for name in ("magnitude", "global_magnitude", "rigl", "top_kast"):
         masks = []
         for layout in (None, "both"):
             params = place(devices, draw, layout)
             empty = np.zeros((0, 64), np.float32)
             params["empty"] = devices.put(empty, "a") if layout else jnp.asarray(empty)
             params["off"] = jnp.asarray(draw["in"]["kernel"] ** 3)
-            tx = helpers.make_updater(name, **options).wrap_optax(optax.adam(0.1))
+            updater = helpers.make_updater(name, use_packed_masks=name == "magnitude")
+            tx = updater.wrap_optax(optax.adam(0.1))
             state = tx.init(params)
+            is_eager = layout and name in ("magnitude", "global_magnitude")  # one of each scope
+            update = tx.update if is_eager else jax.jit(tx.update)
             with on(devices, layout):  # types of both branches of the step agree
                 jax.eval_shape(tx.update, params, state, params)
             for _ in range(3):
-                updates, state = tx.update(params, state, params)
+                updates, state = update(params, state, params)
             masks.append(state.masks)
         jax.tree.map(np.testing.assert_array_equal, *masks)
         assert updates["in"]["kernel"].sharding.is_equivalent_to(params["in"]["kernel"].sharding, 2)
@@ -246,16 +250,19 @@ def layers_on_several_meshes_are_ranked_alone_and_refused_together(devices):
         specs = {"in": first, "out": jax.sharding.NamedSharding(second, P("c"))}
         return {key: {"kernel": jax.device_put(layers[key], specs[key])} for key in layers}
 
-    # Masks that move are made as others are, so that one pair of meshes is enough.
-    cases = {"magnitude": meshes[1:], "rigl": meshes[2:], "global_magnitude": meshes[1:]}
-    for name, others in cases.items():
+    # Masks that move are made as others are, so that one pair of meshes and one kind are enough.
+    cases = {"global_magnitude": meshes[1:]}
+    cases |= (
+        {"rigl": (None, meshes[2])} if devices.is_explicit else {"magnitude": (None, *meshes[1:])}
+    )
+    for name, seconds in cases.items():
         masks = []
-        for second in (None, *others):
+        for second in seconds:
             params = put(draw, second)
             updater = helpers.make_updater(name, skip_gradients=False)
             tx = updater.wrap_optax(optax.sgd(0.5))
             state = tx.init(params)._replace(count=jnp.int32(3))
-            if second is not None and name == "global_magnitude":
+            if name == "global_magnitude":
                 with pytest.raises(
                     ValueError, match=r"'in/kernel' lies on .*'out/kernel' on .*one"
                 ):
@@ -303,9 +310,10 @@ def factored_moments_lie_as_the_axes_that_they_keep(devices):
 def no_array_has_the_size_of_an_unsharded_parameter(devices):
     params = place(devices, tree(0, 256, 512), "both")
     largest = 256 * 512 // 8
-    cases = (("rigl", {"use_packed_masks": True}), ("set", {}), ("global_saliency", {}))
-    for name, options in cases:
-        tx = helpers.make_updater(name, **options).wrap_optax(optax.adam(0.01))
+    cases = {"rigl": True, "global_saliency": False}  # with packed masks
+    for name, packed in ({"set": True} if devices.is_explicit else cases).items():
+        updater = helpers.make_updater(name, use_packed_masks=packed)
+        tx = updater.wrap_optax(optax.adam(0.01))
 
         def step(grads, state, params, tx=tx):
             updates, state = tx.update(grads, state, params)
@@ -322,7 +330,7 @@ def no_array_has_the_size_of_an_unsharded_parameter(devices):
         shapes = re.findall(r"[a-z]+\d+\[([\d,]+)\]", lowered.compile().as_text())
         sizes = {math.prod(map(int, shape.split(","))) for shape in shapes}
         assert largest in sizes  # what the search must find: a device's part of a kernel
-        assert max(sizes) <= 8 * largest - 1, (name, options, max(sizes) / largest)
+        assert max(sizes) <= 8 * largest - 1, (name, max(sizes) / largest)
 
 
 def updates_inside_shard_map_and_pmap_prune_each_part(devices):
@@ -352,22 +360,21 @@ def a_tree_inside_shard_map_gets_the_masks_of_each_part(devices):
         {key: rng.normal(size=(8, *shape)).astype(np.float32) for key, shape in shapes.items()}
         for _ in range(2)
     ]
-    for name in ("magnitude", "rigl"):
-        updater = helpers.make_updater(name, update_start_step=0, update_end_step=0)
-        tx = updater.wrap_optax(optax.sgd(0.1))
+    updater = helpers.make_updater("rigl", update_start_step=0, update_end_step=0)
+    tx = updater.wrap_optax(optax.sgd(0.1))
 
-        def masks(params, grads, tx=tx):
-            params, grads = jax.tree.map(lambda x: x[0], (params, grads))
-            state = tx.update(grads, tx.init(params), params)[1]
-            return jax.tree.map(lambda mask: mask[None], state.masks)
+    def masks(params, grads):
+        params, grads = jax.tree.map(lambda x: x[0], (params, grads))
+        state = tx.update(grads, tx.init(params), params)[1]
+        return jax.tree.map(lambda mask: mask[None], state.masks)
 
-        spec = P(("a", "b"))
-        mapped = jax.shard_map(masks, mesh=devices.mesh, in_specs=spec, out_specs=spec)
-        found, alone = jax.jit(mapped)(*trees), jax.jit(masks)
-        for i in range(8):
-            expected = alone(*jax.tree.map(lambda x, i=i: x[i : i + 1], trees))
-            own = jax.tree.map(lambda x, i=i: x[i : i + 1], found)
-            jax.tree.map(np.testing.assert_array_equal, own, expected)
+    spec = P(("a", "b"))
+    mapped = jax.shard_map(masks, mesh=devices.mesh, in_specs=spec, out_specs=spec)
+    found, alone = jax.jit(mapped)(*trees), jax.jit(masks)
+    for i in range(8):
+        expected = alone(*jax.tree.map(lambda x, i=i: x[i : i + 1], trees))
+        own = jax.tree.map(lambda x, i=i: x[i : i + 1], found)
+        jax.tree.map(np.testing.assert_array_equal, own, expected)
 
 
 _BOTH = [

@@ -237,30 +237,35 @@ def nm_oracle(scores, n, m, axis, keep=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (0, 3), (3, 3), (5, 16)])
-def test_nm_keeps_the_n_best_of_every_m(dtype, n, m):
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("column", range(6))
+def test_nm_keeps_the_n_best_of_every_m(row, column):
+    """Each pair of a dtype, of groups and of an axis is in one of the cases."""
+    dtype = ("float32", "bfloat16", "uint8")[row]
+    n, m = ((2, 4), (1, 4), (4, 8), (0, 3), (3, 3), (5, 16))[column]
+    axis = (-1, -2, 1)[(row + column) % 3]
     scores = any_bits(dtype, 2 * 48 * 48).reshape(2, 48, 48)
-    for axis in (-1, -2, 1):
-        mask = selection.nm_mask(scores, n, m, axis=axis)
-        np.testing.assert_array_equal(mask, nm_oracle(scores, n, m, axis))
+    mask = selection.nm_mask(scores, n, m, axis=axis)
+    np.testing.assert_array_equal(mask, nm_oracle(scores, n, m, axis))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8", "bool"])
-@pytest.mark.parametrize(("n", "m", "size"), [(2, 4, 10), (1, 4, 7), (3, 4, 5), (2, 8, 3)])
-def test_nm_keeps_n_of_a_shorter_last_group_or_all_it_has(dtype, n, m, size):
+@pytest.mark.parametrize("row", range(5))
+@pytest.mark.parametrize("column", range(4))
+def test_nm_keeps_n_of_a_shorter_last_group_or_all_it_has(row, column):
+    """Each dtype and each kind of groups meets entries to keep, and none."""
+    dtype = ("float32", "bfloat16", "float8_e4m3fn", "uint8", "bool")[row]
+    n, m, size = ((2, 4, 10), (1, 4, 7), (3, 4, 5), (2, 8, 3))[column]
     scores = any_bits(dtype, 5 * size * 3).reshape(5, size, 3)
-    keep = np.random.default_rng(0).integers(0, 2, scores.shape)
-    for kept in (None, keep):
-        groups = [slice(start, min(start + m, size)) for start in range(0, size, m)]
-        expected = [
-            nm_oracle(scores[:, g], min(n, g.stop - g.start), g.stop - g.start, 1,
-                      None if kept is None else kept[:, g])
-            for g in groups
-        ]  # fmt: skip
-        mask = selection.nm_mask(scores, n, m, axis=1, keep=kept)
-        np.testing.assert_array_equal(mask, np.concatenate(expected, axis=1))
+    keep = np.random.default_rng(0).integers(0, 2, scores.shape) if (row + column) % 2 else None
+    groups = [slice(start, min(start + m, size)) for start in range(0, size, m)]
+    expected = [
+        nm_oracle(scores[:, g], min(n, g.stop - g.start), g.stop - g.start, 1,
+                  None if keep is None else keep[:, g])
+        for g in groups
+    ]  # fmt: skip
+    mask = selection.nm_mask(scores, n, m, axis=1, keep=keep)
+    np.testing.assert_array_equal(mask, np.concatenate(expected, axis=1))
 
 
 def test_nm_entries_to_keep_outrank_the_others_of_their_group():

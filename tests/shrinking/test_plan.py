@@ -38,7 +38,13 @@ def test_a_plan_is_read_as_written():
     assert Plan.from_json('{"format": 2, "leaves": []}') == Plan({}, {})
 
 
-@pytest.mark.parametrize("rows", [1, [1], [[1]], [np.array([1.0])], [np.array([[1]])]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        1, [1], [[1]], [np.array([1.0])], [np.array([True])], [np.array([[1]])], [np.array([-1])],
+        [np.array([4])], [np.array([3, 1])], [np.array([1]), np.array([2])], [],
+    ],
+)  # fmt: skip
 def test_evidence_made_by_hand_is_checked(rows):
     with pytest.raises(ValueError, match=r"evidence must have removed indices of axis 1 .*'w'"):
         Plan({("w",): {1: np.array([0])}}, {("w",): (3, 4)}, {("w",): {1: rows}})
@@ -83,6 +89,7 @@ LEAVES = {
     "evidence of floats": ({"evidence": {"1": [[1.0]]}}, rf"evidence for axis 1 .*'{WHERE}'.*1\.0"),
     "evidence that stays": ({"evidence": {"1": [[1, 2]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence out of range": ({"evidence": {"1": [[1, 4]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
+    "unsorted evidence": ({"evidence": {"1": [[3, 1]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence twice": ({"evidence": {"1": [[1, 1]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence of layers": ({"evidence": {"1": [[1], [3]]}}, rf"evidence .* axis 1 .*'{WHERE}'"),
     "evidence of a complete axis": ({"evidence": {"0": [[1]]}}, rf"evidence .* axis 0 .*'{WHERE}'"),

@@ -124,6 +124,23 @@ def test_masks_that_move_start_from_the_given_ones(cls):
     assert (moved & _mask()).sum() >= 6  # a quarter of the eight was dropped
 
 
+@pytest.mark.parametrize("kind", [sparsity.Block((2, 2)), sparsity.FanIn(4), sparsity.Channel(-1)])
+def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
+    options = {"sparsity_distribution_fn": _HALF, "sparsity_type": kind}
+    moving = sparsity.SET(scheduler=sparsity.PeriodicSchedule(2), **options)
+    entries = np.zeros((4, 8), np.uint8)
+    entries[::2, ::2] = entries[1::2, 1::2] = 1  # half of the entries, and a part of every unit
+    with pytest.raises(ValueError, match=r"'w' among .* keeps parts of the units"):
+        _start(moving, _masks(w=entries))
+    units = np.zeros((4, 8), np.uint8)
+    units[:2, :4] = units[2:, 4:] = 1
+    if isinstance(kind, sparsity.Channel):
+        units = np.arange(8) % 2 * np.ones((4, 1), np.uint8)
+    np.testing.assert_array_equal(_in_use(_start(moving, _masks(w=units))), units)
+    fixed = sparsity.StaticRandomSparse(**options)
+    np.testing.assert_array_equal(_in_use(_start(fixed, _masks(w=entries))), entries)
+
+
 @pytest.mark.slow
 def test_a_pruner_starts_from_the_masks_and_then_makes_its_own():
     pruner = sparsity.MagnitudePruning(

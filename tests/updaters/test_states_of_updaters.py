@@ -145,6 +145,7 @@ def test_an_updater_without_a_distribution_prunes_nothing():
             "scheduler must have a method .*got scheduler =",
         ),
         ({"sparsity_distribution_fn": 0.5}, "sparsity_distribution_fn must be a function"),
+        ({"sparsity_distribution_fn": sparsity.Uniform}, "function of params .*Uniform.0.8., got"),
         ({"topk_fn": 3}, "topk_fn must be a function"),
         ({"batch_axes": -1}, "batch_axes must be at least 0, got batch_axes = -1"),
         ({"batch_axes": 1.5}, "batch_axes must be an integer, got batch_axes = 1.5"),
@@ -156,6 +157,21 @@ def test_an_updater_without_a_distribution_prunes_nothing():
 def test_a_bad_field_is_a_value_error_when_the_updater_is_made(options, message):
     with pytest.raises(ValueError, match=message):
         sparsity.MagnitudePruning(**options)
+
+
+def test_shapes_have_no_first_state_and_the_error_says_how_to_get_its_shapes():
+    tx = sparsity.RigL(sparsity_distribution_fn=sparsity.Uniform(0.5)).wrap_optax(optax.sgd(0.1))
+    shapes = jax.eval_shape(helpers.params)
+    with pytest.raises(
+        ValueError, match=r"params\['kernel'\] has no values yet.*eval_shape.tx.init"
+    ):
+        tx.init(shapes)
+    jax.eval_shape(tx.init, shapes)
+
+
+def test_a_state_in_place_of_masks_is_an_error_that_names_them():
+    with pytest.raises(ValueError, match=r"masks must be a tree .*SparseState.*get_sparse_state"):
+        sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), sparsity.SparseState({}))
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), 80])

@@ -19,7 +19,9 @@ from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
+from sparsity.training.updater import is_overridden
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,8 +76,11 @@ class LampPruning(BaseUpdater):
         params: Params,
         sparse_state: SparseState | None = None,
         grads: Grads | None = None,
-        *,
-        is_lazy: bool = False,
     ) -> ScoreTree:
-        scores = jax.tree.map(LampScores, params)
-        return scores if is_lazy else jax.tree.map(LampScores.compute, scores)
+        return jax.tree.map(lambda param: LampScores(param).compute(), params)
+
+    def _defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
+        if is_overridden(self, "calculate_scores", LampPruning):
+            return super()._defer_scores(inputs)
+        scores: ScoreTree = jax.tree.map(LampScores, inputs.masked_weights)
+        return scores

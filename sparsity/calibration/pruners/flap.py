@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.calibration.pruners.base import Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.refits.means import holds_outputs, shift_bias
+from sparsity.calibration.refits.means import Means, holds_outputs
 from sparsity.calibration.statistics.errors import num_rows
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
@@ -113,7 +113,7 @@ class FLAPPruning(ChannelPruning):
         def compensate(key: KeyPath, bias: jax.Array) -> jax.Array:
             for reader, place in biases.get(key, ()):
                 _, dense, statistic, _ = problems[reader]
-                bias = shift_bias(place, bias, dense, pruned[reader], statistic, read)
+                bias = Means().shift(place, bias, dense, pruned[reader], statistic, read)
             return bias
 
         return trees.map_matched(compensate, params), masks

@@ -92,7 +92,7 @@ class OSSCARPruning(ChannelPruning):
             if key not in problems or mask is None:
                 return pruned
             _, dense, statistic, _ = problems[key]
-            weights, _ = LeastSquares()(dense, pruned, mask, statistic, None)
+            weights, _ = LeastSquares()(dense, pruned, mask, statistic)
             return sharding.place_like(dense, weights)
 
         return trees.map_matched(refit, apply_masks(params, masks), masks), masks

@@ -53,7 +53,7 @@ class ADMM:
       >>> mask = jnp.array([[1], [0]], jnp.uint8)
       >>> dense, pruned = jnp.array([[2.0], [4.0]]), jnp.array([[2.0], [0.0]])
       >>> refit = ADMM(iterations=50, damping=0.0)
-      >>> refit(dense, pruned, mask, seen, select=None)[0].round(3)  # 2 + 4 x 1 / 2
+      >>> refit(dense, pruned, mask, seen, select=lambda *_: mask)[0].round(3)  # 2 + 4 x 1 / 2
       Array([[4.],
              [0.]], dtype=float32)
     """

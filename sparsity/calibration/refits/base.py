@@ -1,34 +1,36 @@
-"""Base of refits: the kept weights take over from the pruned ones, layer by layer.
+"""Protocols of refits: kept weights or biases take over from pruned weights, layer by layer.
 
-A refit gets a parameter before and after pruning, its mask, the statistic of its inputs, and a
-way to select a new mask. The error of an output is sum((X d)^2) for the changes d of its weights.
+A `Refit` of weights gets a parameter before and after pruning, its mask, the statistic of its
+inputs, and a way to select a new mask. A `BiasRefit` gets the bias that the model adds to the
+outputs, too, and changes only the bias. The error of an output is sum((X d)^2) for the changes d
+of its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.graph import Bias
+from sparsity.programs.program import Value
 
 # From scores of the parameter and a share of its target sparsity to a mask.
 Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 
 
 class Refit(Protocol):
-    """Protocol of `refit`: `LeastSquares()`, `ADMM()`, or a class of your own.
+    """Protocol of refits that change weights: `LeastSquares()`, `ADMM()`, or your own.
 
-    A class may state more, which `run/needs.py` reads:
+    A class may state more:
 
     - `gram_copies`, which `StatisticsPruning` explains, and `count_bytes(outputs, inputs)`, the
       bytes of a solution beside one Gram matrix, for the estimate of memory;
     - `statistics_kind`, 'gram' by default; without a Gram matrix no refitted weights are compared
       with those of the pruner;
-    - `damping`, which the warning of a singular Gram matrix names;
-    - `shifts_biases = True`, to leave weights as they are: `oneshot` adds the means of the lost
-      outputs to biases, and the refit is not called.
+    - `damping`, which the warning of a singular Gram matrix names.
     """
 
     def __call__(
@@ -52,4 +54,35 @@ class Refit(Protocol):
             outputs together, at a share of the target sparsity, in the pruner's pattern; an N:M
             pattern keeps n of m at every share. Raises a ValueError under a scope that compares
             parameters.
+        """
+
+
+@runtime_checkable
+class BiasRefit(Protocol):
+    """Protocol of refits that change biases and leave weights as they are: `Means()`, or your own.
+
+    A bias is a parameter that the model adds to the outputs of a weight and reads nowhere else,
+    such as the running mean of a BatchNorm. `oneshot` finds the biases, and reports the errors of
+    outputs whose means the bias keeps. A class may state the same attributes as a `Refit`;
+    `statistics_kind` is 'moments' by default.
+    """
+
+    def shift(
+        self,
+        place: Bias,
+        bias: jax.Array,
+        dense: jax.Array,
+        pruned: jax.Array,
+        statistic: Statistic,
+        read: Callable[[Value], jax.Array],
+    ) -> jax.Array:
+        """Returns the bias of a weight, of the same shape, dtype and sharding.
+
+        Args:
+          place: how the model adds the bias; `place.shift(bias, outputs, scales)` adds outputs.
+          bias: the bias, or its layer.
+          dense: the weight before pruning.
+          pruned: the weight after pruning.
+          statistic: with `sums`.
+          read: returns the array of a value that depends on parameters alone, for `place.scales`.
         """

@@ -44,7 +44,7 @@ class LeastSquares:
       >>> seen = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
       >>> mask = jnp.array([[1], [0]], jnp.uint8)
       >>> dense, pruned = jnp.array([[2.0], [4.0]]), jnp.array([[2.0], [0.0]])
-      >>> LeastSquares()(dense, pruned, mask, seen, select=None)[0]  # 2 + 4 x 1 / 2
+      >>> LeastSquares()(dense, pruned, mask, seen)[0]  # 2 + 4 x 1 / 2
       Array([[4.],
              [0.]], dtype=float32)
     """
@@ -55,7 +55,7 @@ class LeastSquares:
         pruned: jax.Array,
         mask: jax.Array,
         statistic: Statistic,
-        select: Select | None,
+        select: Select | None = None,  # the mask stays
     ) -> tuple[jax.Array, jax.Array]:
         weights: jax.Array = _refit(dense, pruned, mask, statistic)
         return weights, mask

@@ -9,7 +9,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import mean_outputs
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic
@@ -44,47 +43,27 @@ class Means:
     """
 
     statistics_kind: ClassVar[Kind] = "moments"
-    shifts_biases: ClassVar[bool] = True
-
-    def __call__(
-        self,
-        dense: jax.Array,
-        pruned: jax.Array,
-        mask: jax.Array,
-        statistic: Statistic,
-        select: Select,
-    ) -> tuple[jax.Array, jax.Array]:
-        return pruned, mask
-
-
-def shift_bias(
-    place: Bias,
-    bias: jax.Array,
-    dense: jax.Array,
-    pruned: jax.Array,
-    statistic: Statistic,
-    read: Callable[[Value], jax.Array],
-) -> jax.Array:
-    """Returns the bias that keeps the means of the outputs of a weight, in dtype and sharding.
-
-    Args:
-      place: how the model adds the bias.
-      bias: the bias, or its layer.
-      dense: the weight before pruning.
-      pruned: the weight after pruning.
-      statistic: with `sums`.
-      read: returns the array of a value that depends on parameters alone.
-    """
 
     def shift(
-        bias: jax.Array, lost: jax.Array, statistic: Statistic, *scales: jax.Array
+        self,
+        place: Bias,
+        bias: jax.Array,
+        dense: jax.Array,
+        pruned: jax.Array,
+        statistic: Statistic,
+        read: Callable[[Value], jax.Array],
     ) -> jax.Array:
-        return place.shift(bias, mean_outputs(statistic, lost), scales)
+        """Returns the bias that keeps the means of the outputs, as `BiasRefit.shift` says."""
 
-    scales = [read(scale.value) for scale in place.scales]
-    return sharding.place_like(
-        bias, sharding.shard_like(bias, shift, bias, dense - pruned, statistic, *scales)
-    )
+        def add(
+            bias: jax.Array, lost: jax.Array, statistic: Statistic, *scales: jax.Array
+        ) -> jax.Array:
+            return place.shift(bias, mean_outputs(statistic, lost), scales)
+
+        scales = [read(scale.value) for scale in place.scales]
+        return sharding.place_like(
+            bias, sharding.shard_like(bias, add, bias, dense - pruned, statistic, *scales)
+        )
 
 
 def holds_outputs(graph: Graph, path: Path, bias: Bias) -> bool:

@@ -1,6 +1,7 @@
 """Needs of pruners and refits: attributes that their classes state, and defaults for all others.
 
-A refit is any callable, and a pruner any updater, so that neither need have heard of a base class.
+A refit is any object with the method of `Refit` or `BiasRefit`, and a pruner any updater, so that
+neither need have heard of a base class.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.refits.base import BiasRefit
 from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
 from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
@@ -22,7 +24,6 @@ class Needs(NamedTuple):
     gram_copies: int = StatisticsPruning.gram_copies
     count_bytes: Callable[[int, int], int] = lambda outputs, inputs: 0
     damping: float | None = None
-    shifts_biases: bool = False
 
     @property
     def has_grams(self) -> bool:
@@ -36,8 +37,8 @@ def read_pruner_needs(pruner: object) -> Needs:
 
 
 def read_refit_needs(refit: object) -> Needs:
-    """Returns the needs of a refit, by default Gram matrices."""
-    return _read(refit, "gram")
+    """Returns the needs of a refit, by default Gram matrices, and means for biases."""
+    return _read(refit, "moments" if isinstance(refit, BiasRefit) else "gram")
 
 
 def combine_needs(pruner: object, refit: object | None) -> Needs:

@@ -19,7 +19,7 @@ from typing import Literal, overload
 import chex
 import jax
 
-from sparsity.calibration.refits.base import Refit
+from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
@@ -51,7 +51,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    refit: Refit | None = None,
+    refit: Refit | BiasRefit | None = None,
     sequential: bool = True,
     folder: str | os.PathLike[str] | None = None,
     *,
@@ -68,7 +68,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    refit: Refit | None = None,
+    refit: Refit | BiasRefit | None = None,
     *,
     estimate: Literal[True],
 ) -> Estimate: ...
@@ -79,7 +79,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    refit: Refit | None = None,
+    refit: Refit | BiasRefit | None = None,
     sequential: bool = True,
     folder: str | os.PathLike[str] | None = None,
     *,
@@ -95,7 +95,7 @@ def oneshot(
       fn: the model, `fn(params, batch)`.
       params: its parameters, which stay unchanged.
       batches: second arguments of `fn`; if sequential, all of one shape. A generator is read once.
-      refit: `ADMM()`, `LeastSquares()`, `Means()`, or `None`.
+      refit: `ADMM()`, `LeastSquares()`, `Means()`, another `Refit` or `BiasRefit`, or `None`.
       sequential: each layer sees outputs of pruned layers; otherwise those of the dense model.
       folder: saves each layer; the same call continues after an interruption. Needs orbax, and a
         pruner and a refit of numbers, text, arrays, functions, and objects of these.
@@ -136,7 +136,7 @@ def oneshot(
     return pruned, run.weights.masks(pruner.use_packed_masks), report
 
 
-def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) -> None:
+def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **flags: object) -> None:
     """Raises a ValueError for other types, and if parameters compete with each other."""
     check_pruner_and_refit(pruner, refit)
     for name, flag in flags.items():

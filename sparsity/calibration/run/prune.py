@@ -9,7 +9,7 @@ import chex
 import jax
 
 from sparsity.calibration.pruners.scored import SplitScope
-from sparsity.calibration.refits.base import Refit, Select
+from sparsity.calibration.refits.base import BiasRefit, Refit, Select
 from sparsity.calibration.run.needs import method_name, read_refit_needs
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
@@ -54,7 +54,7 @@ def prune(
       Array([[5., 0.]], dtype=float32)
     """
     check_pruner_and_refit(pruner, refit)
-    if read_refit_needs(refit).shifts_biases:
+    if isinstance(refit, BiasRefit):
         raise ValueError(
             f"{method_name(refit)} changes the biases that follow weights, which only the "
             f"program of a model shows: give refit = {refit!r} to oneshot."
@@ -94,8 +94,9 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
             "Give MagnitudePruning, WandaPruning, RIAPruning, SparseGPTPruning, FLAPPruning, "
             "OSSCARPruning or another updater that has instant_sparsify."
         )
-    if refit is not None and (isinstance(refit, type) or not callable(refit)):
-        kinds = "None, LeastSquares(), ADMM(), Means() or a `Refit`"
+    is_refit = callable(refit) or isinstance(refit, BiasRefit)
+    if refit is not None and (isinstance(refit, type) or not is_refit):
+        kinds = "None, LeastSquares(), ADMM(), Means() or another `Refit` or `BiasRefit`"
         raise ValueError(f"refit must be {kinds}, {_got(refit)}.")
 
 

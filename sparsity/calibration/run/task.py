@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.rates import Rates
-from sparsity.calibration.refits.base import Refit
-from sparsity.calibration.refits.means import holds_outputs, shift_bias
-from sparsity.calibration.run.needs import Needs, combine_needs
+from sparsity.calibration.refits.base import BiasRefit, Refit
+from sparsity.calibration.refits.means import holds_outputs
+from sparsity.calibration.run.needs import Needs, combine_needs, method_name
 from sparsity.calibration.run.prune import apply_refit, prune_at_once
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
@@ -86,11 +86,11 @@ class PruningTask:
       sites: pattern and batch axes of the parameters to prune, by path.
       targets: their sparsities.
       needs: the statistics that pruner and refit need, and the memory.
-      biases: the biases that a refit of means changes, by path of the parameter.
+      biases: the biases that a `BiasRefit` changes, by path of the parameter.
     """
 
     pruner: BaseUpdater
-    refit: Refit | None
+    refit: Refit | BiasRefit | None
     graph: Graph
     sites: Mapping[Path, Site]
     targets: Mapping[Path, float]
@@ -131,7 +131,7 @@ class PruningTask:
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
         pruned, masks = prune_at_once(pruner, alone, {path: statistic}, [site.path])
         refitted = pruned
-        if self.refit is not None and not self.needs.shifts_biases:
+        if not (self.refit is None or isinstance(self.refit, BiasRefit)):
             refit = self.refit
             refitted, masks = apply_refit(refit, pruner, alone, pruned, masks, {path: statistic})
         arrays = pruned, refitted, masks
@@ -149,10 +149,11 @@ class PruningTask:
     def shift_bias(
         self, path: Path, bias: jax.Array, layer: PrunedLayer, weights: ModelWeights
     ) -> jax.Array:
-        """Returns the bias of a parameter that keeps the means of its outputs."""
+        """Returns the bias of a parameter after the refit."""
+        assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
         read = self.graph.model.reader(weights.by_path())
         leaves = layer.dense, layer.refitted, layer.statistic
-        return shift_bias(self.biases[path], bias, *leaves, read)
+        return self.refit.shift(self.biases[path], bias, *leaves, read)
 
     def _make_pruner(self, path: Path, index: LayerIndex, ndim: int) -> BaseUpdater:
         """Returns the pruner of one parameter of `ndim` axes, or of one of its layers.
@@ -190,7 +191,7 @@ class PruningTask:
 
 def make_task(
     pruner: BaseUpdater,
-    refit: Refit | None,
+    refit: Refit | BiasRefit | None,
     fn: Callable[..., PyTree],
     params: Params,
     batch: PyTree,
@@ -199,27 +200,26 @@ def make_task(
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
-    needs = combine_needs(pruner, refit)
     return PruningTask(
         pruner,
         refit,
         graph,
         sites,
         targets={path: targets[site.path] for path, site in sites.items()},
-        needs=needs,
-        biases=_find_biases(graph, sites) if needs.shifts_biases else {},
+        needs=combine_needs(pruner, refit),
+        biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
     )
 
 
-def _find_biases(graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
+def _find_biases(refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
     biases = {path: graph.biases[path] for path in sites if path in graph.biases}
     biases = {path: bias for path, bias in biases.items() if holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in biases]:
         warn(
-            f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
-            "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
-            "its running mean or its shift is among the params.",
+            f"{method_name(refit)} leaves {trees.listed(missing, len(missing))} as the pruner "
+            "does: the model adds no bias of their own to their outputs. A BatchNorm in inference "
+            "mode serves if its running mean or its shift is among the params.",
         )
     return biases
 
