@@ -68,13 +68,14 @@ def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
     ALGORITHM_REGISTRY.add(name, algorithm)
 
 
-def register_distribution(name: str, distribution: type[Distribution]) -> None:
-    """Registers a class of distributions for the key `dist_type` of a configuration.
+def register_distribution(name: str, distribution: Callable[..., Distribution]) -> None:
+    """Registers a class or function for the key `dist_type` of a configuration.
 
     Args:
       name: value of `dist_type`.
-      distribution: a class whose instances are distributions; its attribute `config_keys` maps keys
-        of a configuration to arguments of the class, or lists keys that are arguments.
+      distribution: a class whose instances are distributions, or a function that returns one. Its
+        attribute `config_keys` maps keys of a configuration to arguments, or lists keys that are
+        arguments. By default the fields of a dataclass are its keys.
 
     Raises:
       ValueError: the name is taken by another class, or an instance takes the place of the class.
@@ -89,13 +90,13 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
     DISTRIBUTIONS.add(name, distribution)
 
 
-def register_schedule(name: str, schedule: type[Schedule]) -> None:
-    """Registers a class of schedules for the key `schedule_type` of a configuration.
+def register_schedule(name: str, schedule: Callable[..., Schedule]) -> None:
+    """Registers a class or function for the key `schedule_type` of a configuration.
 
     Args:
       name: value of `schedule_type`.
-      schedule: a class with the methods of `Schedule`, and `config_keys` as in
-        `register_distribution`.
+      schedule: a class with the methods of `Schedule`, or a function that returns such an object;
+        its keys are found as in `register_distribution`.
 
     Raises:
       ValueError: the name is taken by another class, or the class lacks a method of `Schedule`.
@@ -193,7 +194,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    options["scheduler"] = _take_scheduler(name, algorithm, options)
+    options["scheduler"] = _take_scheduler(name, algorithm, options, fields)
     scope = _take_scope(options, fields)
     if scope is not None:
         options["scope"] = scope
@@ -239,10 +240,16 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
             )
 
 
-def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -> Schedule:
+def _take_scheduler(
+    name: str, algorithm: type[BaseUpdater], options: Options, fields: set[str]
+) -> Schedule:
     """Takes the keys of schedules out of the options and makes the schedule."""
-    keys = _pop_keys(options, _config_keys(SCHEDULES.values()))
     kind = options.pop("schedule_type", None)
+    chosen = "polynomial" if kind is None else kind  # a ramp has the keys of every default
+    others = (fields | _config_keys(DISTRIBUTIONS.values())) - _config_keys(
+        [SCHEDULES.find(chosen)]
+    )
+    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - others)
     if "scheduler" in options:
         if keys or kind:
             raise ValueError(
@@ -313,28 +320,31 @@ def _take_distribution(
     kind = options.pop("dist_type", None)
     if kind is not None:
         DISTRIBUTIONS.find(kind)
-    keys = _pop_keys(options, _config_keys(DISTRIBUTIONS.values()) - fields)
-    if issubclass(algorithm, ALGORITHM_REGISTRY["no_prune"]):
-        _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
+    missing = f"sparsity is missing in the configuration of {name!r}."
+    allowed = _config_keys(DISTRIBUTIONS.values()) & options.keys()
+    if not algorithm.takes_distribution:
+        keys = _pop_keys(options, allowed - fields)
+        if "sparsity" not in fields:
+            _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks values
+        elif "sparsity" not in options:
+            raise ValueError(missing)
+        elif kind not in (None, "uniform"):
+            _log.warning("%s takes no distribution and has no use for %r.", name, kind)
         return None
-    is_global = "sparsity" in fields  # global pruners take the sparsity itself
-    if is_global:
-        if kind not in (None, "uniform"):
-            _log.warning("%s ranks all leaves together and has no use for %r.", name, kind)
-        missing = "sparsity" not in options
-    elif "sparsity_distribution_fn" in options:
+    if "sparsity_distribution_fn" in options:
+        keys = _pop_keys(options, allowed - fields)
         if keys or kind:
             raise ValueError(
                 f"{sorted([*keys, *(['dist_type'] if kind else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
-    else:
-        missing = "sparsity" not in keys
-    if missing:
-        raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
-    if is_global:
-        return None
+    chosen = _config_keys([DISTRIBUTIONS.find(kind or "uniform")])
+    # A field of the algorithm gets the value, too.
+    keys = {key: options[key] for key in allowed if key in chosen or key not in fields}
+    _pop_keys(options, allowed - fields)
+    if "sparsity" not in keys:
+        raise ValueError(missing)
     return _make(DISTRIBUTIONS.find(kind or "uniform"), keys, f"dist_type {kind or 'uniform'!r}")
 
 
@@ -373,9 +383,17 @@ def _config_keys(kinds: Iterable[object]) -> set[str]:
 
 
 def _read_config_keys(kind: object) -> Mapping[str, str]:
-    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name."""
-    keys: Mapping[str, str] | tuple[str, ...] = getattr(kind, "config_keys", ())
-    return keys if isinstance(keys, Mapping) else {key: key for key in keys}
+    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name.
+
+    Fields that subclasses of the class with `config_keys` add are keys, too. Those of algorithms
+    are keys of one algorithm only, see `_check_keys`.
+    """
+    stated: Mapping[str, str] | tuple[str, ...] = getattr(kind, "config_keys", ())
+    keys = stated if isinstance(stated, Mapping) else {key: key for key in stated}
+    if not isinstance(kind, type) or issubclass(kind, BaseUpdater):
+        return keys
+    base = next((x for x in kind.__mro__ if "config_keys" in vars(x)), object)
+    return {**keys, **{name: name for name in sorted(_field_names(kind) - _field_names(base))}}
 
 
 def _field_names(kind: type) -> set[str]:

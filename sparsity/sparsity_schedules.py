@@ -7,7 +7,7 @@ A schedule is any object with the two methods of `Schedule`. Steps count calls o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
 import chex
@@ -217,7 +217,7 @@ class PolynomialSchedule(PeriodicSchedule):
         return jax.tree.map(ramp, target_sparsities)
 
 
-SCHEDULES: Registry[type[Schedule]] = Registry(
+SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     "schedule_type",
     {
         "none": NoUpdateSchedule,

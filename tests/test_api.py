@@ -445,6 +445,63 @@ def test_a_registered_baseline_without_masks_needs_no_sparsity(registry):
         assert updater.sparsity_distribution_fn is None
 
 
+def test_a_field_named_sparsity_takes_nothing_from_the_distribution(registry):
+    @dataclasses.dataclass(kw_only=True)
+    class Reported(sparsity.MagnitudePruning):
+        sparsity: float = 0.0
+
+    sparsity.register_algorithm("reported", Reported)
+    updater = create(config(algorithm="reported", dist_type="erk"))
+    assert updater.sparsity == 0.5
+    assert updater.get_distribution_fn() == sparsity.ERK(0.5)
+    with pytest.raises(ValueError, match="sparsity is missing"):
+        create({"algorithm": "reported"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(sparsity.NoUpdateSchedule):
+    """Updates masks in the steps of a list."""
+
+    steps: tuple[int, ...] = ()
+    decay: float = 1.0
+    filter_fn: object = None
+
+    def is_mask_update_iter(self, step):
+        return jnp.isin(step, jnp.array(self.steps))
+
+
+def test_the_fields_of_a_registered_schedule_are_its_keys(monkeypatch):
+    monkeypatch.setattr(api, "SCHEDULES", type(api.SCHEDULES)("schedule_type", dict(api.SCHEDULES)))
+    sparsity.register_schedule("listed", Listed)
+    listed = config(schedule_type="listed", steps=(1, 5))
+    assert create(listed).scheduler == Listed((1, 5))
+    assert create(listed | {"decay": 0.5}).scheduler == Listed((1, 5), 0.5)
+    with pytest.raises(ValueError, match=r"\['steps'\] is no key of schedule_type 'periodic'"):
+        create(config(schedule_type="periodic", update_freq=2, steps=(1, 5)))
+    # A field of the algorithm stays a key of the algorithm.
+    updater = create(config(algorithm="sr_ste", decay=0.5))
+    assert (updater.decay, updater.scheduler) == (0.5, sparsity.NoUpdateSchedule())
+    # And a key of distributions stays one.
+    assert targets(create(config(filter_fn=lambda path, param: True)))["bias"] == 0.5
+
+
+def test_fields_of_a_registered_distribution_leave_those_of_algorithms(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Sliced:
+        sparsity: float
+        batch_axes: int = 0
+
+        def __call__(self, params):
+            return dict.fromkeys(params, self.sparsity)
+
+    tables = api.DISTRIBUTIONS
+    monkeypatch.setattr(api, "DISTRIBUTIONS", type(tables)("dist_type", dict(tables)))
+    sparsity.register_distribution("sliced", Sliced)
+    assert create(config(batch_axes=1)).batch_axes == 1
+    updater = create(config(batch_axes=1, dist_type="sliced"))
+    assert (updater.batch_axes, updater.sparsity_distribution_fn) == (1, Sliced(0.5, 1))
+
+
 def test_registering_the_same_class_again_changes_nothing(registry):
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("mine", Mine)

@@ -15,7 +15,7 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core.trees import Masks
 from sparsity.masks import are_ones
 from sparsity.sparsity_schedules import find_last_update
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -49,7 +49,7 @@ class ACDC(MagnitudePruning):
     regrows: ClassVar[bool | None] = True
     schedule_type: ClassVar[str] = "periodic"
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         end = find_last_update(self.scheduler)
         is_sparse = are_ones(sparse_state.masks)
         if end is not None:

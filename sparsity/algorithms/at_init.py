@@ -40,7 +40,7 @@ from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
 from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Schedule
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
@@ -78,7 +78,7 @@ class SnipPruning(SaliencyPruning):
                 "scope=Global(use_normalization=False), which follows a ramp."
             )
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         pruned = super().new_masks(sparse_state, inputs)
         is_first = are_ones(sparse_state.masks)
         return trees.map_matched(

@@ -7,6 +7,7 @@ replace the distribution.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.masks import Global, Overrides, Scope
@@ -31,6 +32,8 @@ class GlobalPruning(BaseUpdater):
       use_normalization: as in `Global`.
       normalization_eps: as in `Global`.
     """
+
+    takes_distribution: ClassVar[bool] = False
 
     sparsity: float = 0.0
     filter_fn: FilterFn | None = None

@@ -68,8 +68,8 @@ class MovementPruning(BaseUpdater):
             return sparse_state.algorithm_state
         if grads is None:
             raise ValueError(
-                "MovementPruning scores weights by their gradients, got grads = None. Pass those "
-                "of a step, instant_sparsify(params, grads), or train with wrap_optax."
+                f"{type(self).__name__} scores weights by their gradients, got grads = None. Pass "
+                "those of a step, instant_sparsify(params, grads), or train with wrap_optax."
             )
 
         def score(_: trees.KeyPath, param: jax.Array, grad: PyTree) -> jax.Array:

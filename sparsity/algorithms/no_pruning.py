@@ -13,7 +13,7 @@ import optax
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks.distributions import Distribution
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import is_placeholder
 from sparsity.training.step_checks import check_optimizer, check_state
@@ -30,6 +30,7 @@ class NoPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool | None] = False
+    takes_distribution: ClassVar[bool] = False
     unused_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             "calculate_scores",
@@ -48,12 +49,13 @@ class NoPruning(BaseUpdater):
     def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         return jax.tree.map(lambda _: None, params)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         return sparse_state.masks
 
     def instant_sparsify(
         self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
     ) -> tuple[Params, Masks]:
+        self.check_fields()
         return params, self.get_initial_masks(params, None)
 
     def wrap_optax(
@@ -62,7 +64,9 @@ class NoPruning(BaseUpdater):
         """Returns `inner` with a SparseState around its state; `params` are optional."""
         self.check_fields()
         if masks is not None:
-            raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
+            raise ValueError(
+                f"{type(self).__name__} keeps all parameters dense and takes no masks."
+            )
         check_optimizer("inner", inner)
         inner = optax.with_extra_args_support(inner)
 

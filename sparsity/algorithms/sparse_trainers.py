@@ -35,7 +35,7 @@ from sparsity.masks import (
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
+from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
 
@@ -121,7 +121,7 @@ class StaticRandomSparse(SparseTraining):
     keeps_count: ClassVar[bool | None] = True
     unused_hooks: ClassVar[Mapping[str, str]] = {"calculate_scores": "get_initial_masks"}
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         return sparse_state.masks
 
 
@@ -185,7 +185,7 @@ class DropAndGrow(SparseTraining):
         """Returns whether `get_grow_scores` scores each slice alone."""
         return is_elementwise(self.get_grow_scores)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         draw = make_draw(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> ScoreTree:
@@ -197,7 +197,7 @@ class DropAndGrow(SparseTraining):
 
         fraction = self._drop_fraction(sparse_state.count)
         if is_traced(sparse_state.count):
-            # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
+            # Even a constant fraction waits for the count: `training.regrow.pack_before_update`.
             fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
         drop_scores, grow_scores = scores(self.get_drop_scores), scores(self.get_grow_scores)
@@ -206,7 +206,7 @@ class DropAndGrow(SparseTraining):
     def _move_masks(
         self,
         sparse_state: SparseState,
-        inputs: Inputs,
+        inputs: StepInputs,
         drop_scores: ScoreTree,
         grow_scores: ScoreTree,
         fraction: chex.Numeric,
@@ -314,8 +314,8 @@ class RigL(DropAndGrow):
     def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         if grads is None:
             raise ValueError(
-                "RigL grows weights by their gradients, got grads = None: pass "
-                "them, or loss to Compact.move."
+                f"{type(self).__name__} grows weights by their gradients, got grads = None: pass "
+                "them."
             )
         return jax.tree.map(jnp.abs, grads)
 

@@ -13,6 +13,7 @@ from sparsity.algorithms.ste import StraightThrough
 from sparsity.core import trees
 from sparsity.core.checks import check_number
 from sparsity.core.trees import Grads, Params, PyTree
+from sparsity.masks import apply_mask
 from sparsity.training.state import SparseState
 
 
@@ -47,11 +48,12 @@ class SRSTE(StraightThrough, MagnitudePruning):
         check_number("decay", self.decay, 0)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        pruned = self._mask_weights(params, sparse_state, is_packed=False)
+        masks = self._make_forward_masks(params, sparse_state, is_packed=False)
 
-        def add(_: trees.KeyPath, grad: PyTree, param: PyTree, used: PyTree) -> PyTree:
-            if used is param:  # a leaf without a mask
+        def add(_: trees.KeyPath, grad: PyTree, param: PyTree, mask: PyTree) -> PyTree:
+            if mask is None:
                 return grad
-            return grad + (self.decay * (param - used)).astype(grad.dtype)
+            pruned = param - apply_mask(param, mask)
+            return grad + (self.decay * pruned).astype(grad.dtype)
 
-        return trees.map_matched(add, grads, params, pruned)
+        return trees.map_matched(add, grads, params, masks)

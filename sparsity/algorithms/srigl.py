@@ -42,7 +42,7 @@ from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
 from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
-from sparsity.training.hooks import Inputs, SliceRule
+from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
@@ -83,15 +83,16 @@ class SRigL(RigL):
         if self.min_salient is not None:
             check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, SparsityType):
-            _check_pattern(self.sparsity_type)
+            self._check_pattern(self.sparsity_type)
         if self.topk_fn is not None:
             raise ValueError(
-                "SRigL chooses the weights of each neuron itself and takes no topk_fn, got topk_fn "
-                f"= {self.topk_fn!r}. Leave topk_fn out."
+                f"{type(self).__name__} chooses the weights of each neuron itself and takes no "
+                f"topk_fn, got topk_fn = {self.topk_fn!r}. Leave topk_fn out."
             )
         if not keeps_targets(self.scope):
             raise ValueError(
-                f"SRigL moves within each layer and needs scope = Layerwise(), got {self.scope!r}."
+                f"{type(self).__name__} moves within each layer and needs scope = Layerwise(), got "
+                f"{self.scope!r}."
             )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
@@ -100,18 +101,26 @@ class SRigL(RigL):
         targets = self.compute_targets(params, sites)
         for path, target in trees.leaves_by_path(targets).items():
             site = sites[path]
-            _check_pattern(site.pattern, f" for {site.name!r}")
+            self._check_pattern(site.pattern, f" for {site.name!r}")
             site.check_size(leaves[path].shape)
             shape = leaves[path].shape[site.batch_axes :] or (1,)
             if not is_traced(target) and (
                 0 < num_kept_int(math.prod(shape), float(target)) < shape[-1]
             ):
                 raise ValueError(
-                    f"SRigL keeps a weight of every neuron at least, but a sparsity of {target} "
-                    f"leaves {site.name!r} of shape {leaves[path].shape} fewer than its "
-                    f"{shape[-1]} neurons. Lower it with dist_type='erk' or custom_sparsity_map."
+                    f"{type(self).__name__} keeps a weight of every neuron at least, but a "
+                    f"sparsity of {target} leaves {site.name!r} of shape {leaves[path].shape} "
+                    f"fewer than its {shape[-1]} neurons. Lower it with "
+                    "dist_type='erk' or custom_sparsity_map."
                 )
         return super().init_state(params, sites=sites)
+
+    def _check_pattern(self, pattern: SparsityType, where: str = "") -> None:
+        if not pattern.is_elementwise:
+            raise ValueError(
+                f"{type(self).__name__} keeps equally many weights in every neuron and needs "
+                f"sparsity_type = Unstructured(), got sparsity_type = {pattern!r}{where}. Use RigL."
+            )
 
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
@@ -145,7 +154,7 @@ class SRigL(RigL):
     def _move_masks(
         self,
         sparse_state: SparseState,
-        inputs: Inputs,
+        inputs: StepInputs,
         drop_scores: ScoreTree,
         grow_scores: ScoreTree,
         fraction: chex.Numeric,
@@ -342,11 +351,3 @@ def _draw_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> 
     fan_in = budget // max(rows.shape[batch_axes], 1)
     mask = topk_mask(rows, fan_in, batch_axes=batch_axes + 1)
     return jnp.moveaxis(mask, batch_axes, -1)
-
-
-def _check_pattern(pattern: SparsityType, where: str = "") -> None:
-    if not pattern.is_elementwise:
-        raise ValueError(
-            "SRigL keeps equally many weights in every neuron and needs "
-            f"sparsity_type = Unstructured(), got sparsity_type = {pattern!r}{where}. Use RigL."
-        )

@@ -23,7 +23,7 @@ from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState, get_sparse_state
 from sparsity.training.updater import is_overridden
 
@@ -33,7 +33,9 @@ class StraightThrough(BaseUpdater):
     """Masks the weights in `pre_forward_update`, which the training loop calls before the model.
 
     The forward pass is dense before the first step in which the scheduler updates masks. Without a
-    schedule it is sparse from step 0 on, or dense with `store_masks`.
+    schedule it is sparse from step 0 on, or dense with `store_masks`. Without `store_masks`,
+    `calculate_scores` and `create_masks` run in `pre_forward_update`: they get no gradients and no
+    arguments of `update`.
 
     Attributes:
       store_masks: keep the masks in the state, and refresh them only at the steps of the scheduler
@@ -68,24 +70,23 @@ class StraightThrough(BaseUpdater):
 
     def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
-        return self._mask_weights(params, get_sparse_state(opt_state), self.use_packed_masks)
-
-    def _mask_weights(self, params: Params, state: SparseState, is_packed: bool) -> Params:
-        """Returns masked parameters; hooks get states with masks that are not packed."""
-        masks = state.masks
-        if self.store_masks:
-            check_masks(params, masks, are_packed=is_packed)
-            if is_packed:
-                masks = unpack_masks(masks, params)
-        else:
-            weights = jax.lax.stop_gradient(trees.prunable(params))
-            masks = super().new_masks(state, Inputs(weights, None, self.sites(params), {}))
-            masks = jax.tree.map(lambda mask: self._delay_mask(mask, state.count), masks)
+        state = get_sparse_state(opt_state)
+        masks = self._make_forward_masks(params, state, self.use_packed_masks)
 
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
 
         return trees.map_matched(apply, params, masks)
+
+    def _make_forward_masks(self, params: Params, state: SparseState, is_packed: bool) -> Masks:
+        """Returns the masks of a forward pass; hooks get states with masks that are not packed."""
+        masks = state.masks
+        if self.store_masks:
+            check_masks(params, masks, are_packed=is_packed)
+            return unpack_masks(masks, params) if is_packed else masks
+        weights = jax.lax.stop_gradient(trees.prunable(params))
+        masks = super().new_masks(state, StepInputs(weights, None, self.sites(params), {}))
+        return jax.tree.map(lambda mask: self._delay_mask(mask, state.count), masks)
 
     def _delay_mask(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
         """Returns the mask from the first update on, ones before."""
@@ -109,7 +110,7 @@ class StraightThrough(BaseUpdater):
             )
         return super().wrap_optax(inner, masks)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         if self.store_masks:
             return super().new_masks(sparse_state, inputs)
         return sparse_state.masks

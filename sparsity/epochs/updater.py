@@ -38,7 +38,7 @@ from sparsity.masks.distributions import Distribution
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import BaseSchedule, NoUpdateSchedule, Schedule
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 
 _BranchKey: TypeAlias = tuple[bool, tuple[tuple[trees.KeyPath, Site], ...]]  # of a `Stage`
@@ -205,7 +205,7 @@ class EpochStrategy(BaseUpdater):
         # `strategies` has checked the axes; a shorter last group is fine there.
         return Sites(params, last, self.batch_axes, checked=False)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         weights, grads = inputs.masked_weights, inputs.grads
         scores = inputs.call(self.calculate_scores, weights, sparse_state=sparse_state, grads=grads)
         stages = self._resolve_stages(weights)
@@ -241,7 +241,7 @@ class EpochStrategy(BaseUpdater):
         Returns:
           (pruned params, masks).
         """
-        inputs, masks = Inputs(params, grads, self.sites(params), extra_args), None
+        inputs, masks = StepInputs(params, grads, self.sites(params), extra_args), None
         for stage in self._resolve_stages(params):
             masked = apply_masks(inputs.weights, masks)
             scores = inputs.call(self.calculate_scores, masked, grads=grads)

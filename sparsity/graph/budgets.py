@@ -20,6 +20,7 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, Overrides, Sites
+from sparsity.masks.affordable import CoupledBudget
 from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.programs.axes import Axis
@@ -27,7 +28,7 @@ from sparsity.selection.kept_counts import lowest_sparsity
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class Budget(CoupledBudget):
     """Distribution whose masks leave a part of a model's cost. Made by `budget`.
 
     Attributes:

@@ -1,6 +1,7 @@
 """Masks: storage, the parameters that have masks, and the scopes in which weights compete."""
 
 from sparsity.core.names import Registry
+from sparsity.masks.affordable import MaskBudget
 from sparsity.masks.bits import (
     apply_mask,
     apply_mask_straight_through,
@@ -63,6 +64,7 @@ __all__ = [
     "Global",
     "Layerwise",
     "LeafScope",
+    "MaskBudget",
     "MovingLeaf",
     "Overrides",
     "Scope",

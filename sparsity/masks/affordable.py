@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,27 @@ from sparsity.selection import Scores
 from sparsity.selection.keys import to_keys
 
 
-class MaskBudget(Protocol):
-    """Interface of a distribution with a budget for global scopes: costs of kept weights add up."""
+class MaskBudget(abc.ABC):
+    """Base of distributions with a budget for global scopes: costs of kept weights add up."""
 
+    @abc.abstractmethod
     def cost(self, path: tuple[str, ...], param: jax.Array) -> float:
         """Returns the cost of a weight of a parameter; the scope divides scores by this cost."""
 
 
-class CoupledBudget(MaskBudget, Protocol):
-    """Interface of a budget in which the cost of a weight depends on other kept weights."""
+class CoupledBudget(MaskBudget):
+    """Base of budgets in which the cost of a weight depends on other kept weights."""
 
+    @abc.abstractmethod
     def total(self, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
         """Returns the cost of masks as a polynomial in each parameter's number of kept weights."""
-
-
-def _is_coupled(budget: MaskBudget) -> TypeGuard[CoupledBudget]:
-    return hasattr(budget, "total")
 
 
 def total_cost(
     budget: MaskBudget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]
 ) -> Polynomial:
     """Returns the cost of masks of parameters, a polynomial in the numbers of kept weights."""
-    if _is_coupled(budget):
+    if isinstance(budget, CoupledBudget):
         return budget.total(leaves)
     costs = [Fraction(float(np.float32(budget.cost(*leaf)))) for leaf in leaves]
     return sum((Polynomial.variable(i) * x for i, x in enumerate(costs)), Polynomial({}))

@@ -26,7 +26,8 @@ from sparsity.core.hashing import (
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
-from sparsity.programs.program import ClosedJaxpr
+from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
 from sparsity.selection import Scores
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -37,7 +38,8 @@ def elementwise(hook: Hook) -> Hook:
     """Marks a hook whose score of a weight depends on that weight and its gradient alone.
 
     The mask search then calls the hook on parts of parameters, and `sparse_state` is `None`. The
-    mark belongs to the method: an override without the mark gets complete trees.
+    mark belongs to the method: an override without the mark gets complete trees. A hook that
+    joins entries, as a mean does, is a ValueError when masks are made.
 
     Example:
       >>> import dataclasses, sparsity
@@ -171,9 +173,16 @@ class _EntryScore:
 
     @classmethod
     def trace(cls, hook: Callable[..., PyTree], masked: bool, dtypes: Dtypes) -> _EntryScore:
-        """Traces the hook; if the hook reads no value, `read` holds the position of the weight."""
+        """Traces the hook for two entries; `read` holds the position of the weight if the
+        hook reads no value.
+
+        Raises:
+          ValueError: the hook does more than compute entry by entry.
+        """
         call = functools.partial(_call_hook, hook, masked)
-        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
+        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((2,), x) for x in dtypes))
+        if not program.consts:  # those hooks get complete trees
+            _check_is_entrywise(hook, read_jaxpr(program))
         used = {*map(id, program.jaxpr.outvars)}
         for eqn in reversed(program.jaxpr.eqns):
             if not used.isdisjoint(map(id, eqn.outvars)):
@@ -197,6 +206,29 @@ class _EntryScore:
         for step in program.eqns:
             name, results = step.primitive.name, step.outvars
         return _ON_HOST.get(name) if program.outvars[0] in results else None
+
+
+def _check_is_entrywise(hook: Callable[..., PyTree], program: Program) -> None:
+    """Raises a ValueError that names the first operation of a hook that is not entrywise."""
+    for body in program.nested():
+        for equation in body.flat():
+            if not _is_entrywise(equation):
+                name = getattr(hook, "__qualname__", repr(hook))
+                raise ValueError(
+                    f"{name} is marked @elementwise but uses {equation.name}, which does more than "
+                    "compute entry by entry. The mask search calls the hook on parts of "
+                    "parameters: remove the mark, so that the hook gets complete trees."
+                )
+
+
+def _is_entrywise(equation: Equation) -> bool:
+    """Returns whether an equation keeps the entries of arrays apart; scalars are one for all."""
+    if not any(value.shape for value in [*equation.inputs, *equation.outputs]):
+        return True
+    if equation.name in CONTROL:  # the bodies are checked, too
+        return not any(body.layers for body in equation.within())
+    is_repeated = equation.name == "broadcast_in_dim" and not equation.inputs[0].shape
+    return is_repeated or equation.name in ENTRYWISE
 
 
 def _call_hook(

@@ -41,6 +41,10 @@ class Entrywise:
       places: whether parameters of a copy name devices, for the shape of the input.
       tells_nan: whether NaN gives a number, as in a comparison.
       tells_zeros: whether 0.0 and -0.0 as the last input give different numbers.
+      keeps_any_zero: whether the output is 0 where one input is 0, unless another input is infinite
+        or NaN; stated also for complex numbers, which `fold` leaves out.
+      keeps_zeros: whether the output is 0 where all inputs are 0; stated as `keeps_any_zero`.
+      is_nonnegative: whether no output is negative.
     """
 
     fold: Fold | None = None
@@ -48,6 +52,9 @@ class Entrywise:
     places: bool = False
     tells_nan: bool = False
     tells_zeros: bool = False
+    keeps_any_zero: bool = False
+    keeps_zeros: bool = False
+    is_nonnegative: bool = False
 
 
 def exact(compute: Function) -> Fold:
@@ -170,8 +177,18 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(is_copy=True, places=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _OTHERS},
 }
-for _name in ("atan2", "div", "integer_pow", "nextafter", "pow", "rem", "rsqrt"):
-    ENTRYWISE[_name] = dataclasses.replace(ENTRYWISE[_name], tells_zeros=True)
+_TELL_ZEROS = ("atan2", "div", "integer_pow", "nextafter", "pow", "rem", "rsqrt")
+_KEEP_ANY_ZERO = ("abs", "conj", "convert_element_type", "imag", "mul", "neg", "real", "square")
+_KEEP_ZEROS = ("add", "add_any", "complex", "ne", "sub")
+_NONNEGATIVE = ("abs", "exp", "sqrt", "square")
+for _name, _entry in ENTRYWISE.items():
+    ENTRYWISE[_name] = dataclasses.replace(
+        _entry,
+        tells_zeros=_name in _TELL_ZEROS,
+        keeps_any_zero=_name in _KEEP_ANY_ZERO,
+        keeps_zeros=_name in _KEEP_ZEROS,
+        is_nonnegative=_name in _NONNEGATIVE,
+    )
 # These make new entries, which no input holds.
 SOURCES = frozenset((
     "iota", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",

@@ -20,13 +20,9 @@ from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.core.warn import warn
 from sparsity.training.compact_step import CompactStep
-from sparsity.training.field_checks import (
-    check_common_fields,
-    check_names,
-    hash_of_fields,
-    have_equal_fields,
-)
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.field_checks import check_common_fields, check_names
+from sparsity.training.field_equality import ComparedByFields
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
@@ -34,56 +30,14 @@ from sparsity.training.updater import INFERRED, Updater, check_overrides, is_ove
 
 
 @dataclasses.dataclass(kw_only=True)
-class BaseUpdater(Updater):
+class BaseUpdater(ComparedByFields, Updater):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
+
+    This class holds the entry points; `Updater` declares and explains the fields and hooks.
 
     Updaters compare and hash by class and fields, so that they serve as static arguments of
     compiled functions. `dataclasses.replace` makes a changed updater, for which functions compile
     again; assigning a field of an updater that was hashed is an error.
-
-    Attributes:
-      scheduler: schedule of the mask updates and their sparsities.
-      skip_gradients: leave weights and optimizer state as they are in steps that update masks.
-      is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
-      sparsity_type: pattern of the weights that are kept or removed together: an instance such as
-        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a parameter that stays
-        dense whatever the distribution selects.
-      sparsity_distribution_fn: function from params to a tree of target sparsities; `None`, and
-        the default without a sparsity, leave all parameters dense.
-      scope: decides what competes: `Layerwise()` (the weights of each parameter), `Global()`
-        (those of all parameters) or `Coupled(graph)` (whole channels).
-      rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
-      use_packed_masks: store one bit a weight instead of a byte.
-      topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
-        scores, and is called for each slice; `SET` and `RigL` select their first masks by it.
-      is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
-        without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
-        last transformation: scaling or clipping goes inside. `None` means on, unless the class
-        `keeps_dense_weights`.
-      batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
-        a function of (path, param); each slice has an exact mask.
-      use_compact_state: keep the optimizer's state of kept weights only, in arrays [*batch, k].
-        The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
-        final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
-      regrows: class attribute: whether pruned weights may return to the mask. Returning weights
-        start at 0, with the optimizer state of `init`. `True` refuses optimizers whose state hides
-        which entry belongs to which parameter, such as `optax.flatten`. `None` warns of these, and
-        restarts no weights that keep their values. `False` restarts none, and makes updates of
-        masks a tenth faster. The page on algorithms of your own lists the overrides that change
-        this attribute and the next two.
-      keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
-        If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
-      keeps_count: class attribute. True: each slice keeps the number that the target sparsity
-        gives. `None`: at most that number. False: any number.
-      prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
-        classes that train sparse from the start.
-      unused_hooks: class attribute: hooks that the class never calls, each with the hook to
-        override in its place. An override of such a hook is an error, unless the subclass also
-        overrides a hook that may call it.
-      schedule_type: class attribute: the schedule of configurations that name no schedule, made
-        from start, end and frequency.
-      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
-        these keys to fields.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -99,12 +53,6 @@ class BaseUpdater(Updater):
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
-        for name in {"__eq__", "__hash__"} - vars(cls).keys():
-            setattr(cls, name, getattr(BaseUpdater, name))
-
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         updater = super().__new__(cls)
         check_names(cls, kwargs)
@@ -114,23 +62,6 @@ class BaseUpdater(Updater):
         if self.rng_seed is None:
             self.rng_seed = DEFAULT_SEED
         self.check_fields()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and have_equal_fields(self, other)
-
-    def __hash__(self) -> int:
-        result = hash_of_fields(self)
-        object.__setattr__(self, "_is_hashed", True)
-        return result
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self.__dict__.get("_is_hashed") and name in {x.name for x in dataclasses.fields(self)}:
-            raise dataclasses.FrozenInstanceError(
-                f"{name} of this {type(self).__name__} cannot be assigned: it was hashed, as a "
-                "static argument or a key, and compiled functions would go on with the old value. "
-                f"Use dataclasses.replace(updater, {name}=...)."
-            )
-        super().__setattr__(name, value)
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
@@ -176,7 +107,7 @@ class BaseUpdater(Updater):
         self.check_fields()
         remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
         check_values("params", params, remedy, may_be_traced=True)
-        inputs = Inputs(params, grads, self.sites(params), extra_args)
+        inputs = StepInputs(params, grads, self.sites(params), extra_args)
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:
             check_gradients(grads, params, targets)

@@ -3,7 +3,7 @@
 Parameters, gradients and updates are dense; the state of the inner optimizer has one entry for each
 kept weight. Each step gathers gradients and parameters at the positions of kept entries, and
 spreads the updates. A step that moves masks takes the state of the entries that stay to their new
-slots. `Change.grown` is a tree of bool[*batch, k], whether the entry of a slot has grown.
+slots. `MaskChange.grown` is a tree of bool[*batch, k], whether the entry of a slot has grown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.entrywise_proof import check_entrywise
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_state import (
     KeptLayout,
     KeptParameter,
@@ -41,7 +41,7 @@ from sparsity.training.kept_state import (
 )
 from sparsity.training.regrow import check_resettable, start_from_zero, without_grown
 from sparsity.training.state import SparseState
-from sparsity.training.step import Change, Step
+from sparsity.training.step import MaskChange, Step
 from sparsity.training.updater import INFERRED, Updater
 
 
@@ -52,7 +52,7 @@ class CompactStep(Step):
     def wrap(
         cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
-        check_rules(updater)
+        check_compact_fields(updater)
         if masks is None:
             _check_first_masks(updater)
         elif any(map(is_traced, jax.tree.leaves(masks))):
@@ -85,15 +85,15 @@ class CompactStep(Step):
                 "Restore it with that option."
             )
 
-    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
+    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         positions = state.inner_state.positions
         return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
-    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+    def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
         return self.may_regrow
 
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: Inputs
+        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
@@ -106,9 +106,9 @@ class CompactStep(Step):
         return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
 
     def transform(
-        self, state: SparseState, inputs: Inputs, change: Change
+        self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
-        plain, inputs = self.as_hooks_see(state, inputs)
+        plain, inputs = self.unpack_for_hooks(state, inputs)
         params, updates = inputs.params, self.modify_gradients(inputs, plain)
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
@@ -126,8 +126,8 @@ class CompactStep(Step):
         Raises:
           ValueError: the number of kept entries is not static. The message names the parameter.
         """
-        has_user_masks = self.masks is not None
-        tree = self.masks if has_user_masks else self.updater.compute_targets(params, sites)
+        has_user_masks = self.user_masks is not None
+        tree = self.user_masks if has_user_masks else self.updater.compute_targets(params, sites)
         sources = trees.leaves_by_path(tree)  # of the numbers
 
         def layout(
@@ -152,7 +152,7 @@ class CompactStep(Step):
 
         return trees.map_matched(layout, params, masks)
 
-    def _stored_layouts(self, state: SparseState, inputs: Inputs) -> Layouts:
+    def _stored_layouts(self, state: SparseState, inputs: StepInputs) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter in a state.
 
         Raises:
@@ -184,7 +184,7 @@ class CompactStep(Step):
         return trees.map_matched(check, kept, layouts)
 
 
-def check_rules(updater: Updater) -> None:
+def check_compact_fields(updater: Updater) -> None:
     """Raises a ValueError for fields that exclude `use_compact_state`; names field and value."""
     name, schedule = type(updater).__name__, updater.scheduler
     refused = "use_compact_state=True stores the optimizer's state for kept weights only"

@@ -1,27 +1,21 @@
-"""Checks and comparisons of the fields of an updater."""
+"""Checks of the fields of an updater."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core.checks import check_bool, check_function, check_int, is_traced
+from sparsity.core.checks import check_bool, check_function, check_int
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
-from sparsity.training.compact_step import check_rules
+from sparsity.training.compact_step import check_compact_fields
 from sparsity.training.updater import Updater
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
 
@@ -74,7 +68,7 @@ def check_common_fields(updater: Updater) -> None:
         )
     scope.check(kind, updater.batch_axes, updater.topk_fn)
     if updater.use_compact_state:
-        check_rules(updater)
+        check_compact_fields(updater)
 
 
 def _check_seed(seed: object) -> None:
@@ -88,51 +82,3 @@ def _check_seed(seed: object) -> None:
             f"rng_seed must be an integer or a random key, got an array of {seed.dtype}: "
             f"rng_seed = {seed!r}."
         )
-
-
-def have_equal_fields(lhs: DataclassInstance, rhs: object) -> bool:
-    """Returns whether two updaters of a class have equal fields.
-
-    A traced seed equals itself only, and so does a function that holds arrays.
-    """
-    return all(
-        _are_equal(getattr(lhs, field.name), getattr(rhs, field.name))
-        for field in dataclasses.fields(lhs)
-    )
-
-
-def hash_of_fields(updater: DataclassInstance) -> int:
-    """Returns a hash that updaters of equal fields share; values without a hash are left out."""
-    fields = (getattr(updater, field.name) for field in dataclasses.fields(updater))
-    return hash((type(updater), *map(_hash, fields)))
-
-
-def _hash(value: object) -> int:
-    if isinstance(value, functools.partial):
-        keywords = sorted(value.keywords)
-        return hash((value.func, *map(_hash, value.args), *keywords))
-    if isinstance(value, jax.Array | np.ndarray):
-        return hash((value.shape, str(value.dtype)))
-    try:
-        return hash(value)
-    except TypeError:  # a dict of overrides, perhaps within a distribution
-        return hash(type(value))
-
-
-def _are_equal(lhs: object, rhs: object) -> bool:
-    if lhs is rhs:
-        return True
-    if isinstance(lhs, functools.partial) and isinstance(rhs, functools.partial):
-        lhs, rhs = ((part.func, part.args, part.keywords) for part in (lhs, rhs))
-    if isinstance(lhs, jax.Array | np.ndarray) and isinstance(rhs, jax.Array | np.ndarray):
-        if is_traced(lhs) or is_traced(rhs) or lhs.dtype != rhs.dtype:
-            return False
-        if jnp.issubdtype(lhs.dtype, jax.dtypes.prng_key):
-            lhs, rhs = jax.random.key_data(lhs), jax.random.key_data(rhs)
-        return np.array_equal(lhs, rhs)
-    if any(isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs)):
-        return False
-    try:
-        return bool(lhs == rhs)
-    except ValueError:  # arrays within, which have no one truth value
-        return False

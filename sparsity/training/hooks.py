@@ -31,7 +31,7 @@ class HookArgs(TypedDict, total=False):
     target_sparsities: Sparsities | None
 
 
-class Inputs(NamedTuple):
+class StepInputs(NamedTuple):
     """Arguments of one call of `update`, and the parts of them that hooks get.
 
     `params` and `updates` are complete trees. Weights are the parameters that can have a mask, in a

@@ -1,6 +1,6 @@
 """One training step whose inner optimizer sees complete parameters.
 
-The state of grown weights is reset where their packed mask, `Change.grown`, is 1.
+The state of grown weights is reset where their packed mask, `MaskChange.grown`, is 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import optax
 from sparsity.core import trees
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, apply_masks, mask_updates, pack_masks, unpack_masks
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_state import KeptState
 from sparsity.training.regrow import (
     check_resettable,
@@ -23,7 +23,7 @@ from sparsity.training.regrow import (
     without_grown,
 )
 from sparsity.training.state import SparseState
-from sparsity.training.step import Change, Step
+from sparsity.training.step import MaskChange, Step
 
 
 class MaskedStep(Step):
@@ -48,34 +48,34 @@ class MaskedStep(Step):
                 "Restore it with that option."
             )
 
-    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+    def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
         return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
 
-    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
-        plain, _ = self.as_hooks_see(state, inputs)
+    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+        plain, _ = self.unpack_for_hooks(state, inputs)
         return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
 
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: Inputs
+        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         params = masked = inputs.params
-        if self.keeps_zeros:
+        if self.pruned_are_zero:
             masked = apply_masks(params, unpack_masks(old_bits, params))
         return restart_regrown(old_bits, new, params, self.inner.init(masked))
 
     def transform(
-        self, state: SparseState, inputs: Inputs, change: Change
+        self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
-        plain, inputs = self.as_hooks_see(state, inputs)
+        plain, inputs = self.unpack_for_hooks(state, inputs)
         params, updates = inputs.params, self.modify_gradients(inputs, plain)
         if self.updater.is_sparse_gradients:
             updates = mask_updates(updates, plain.masks, "gradients")
-        seen = without_grown(params, change.grown) if self.keeps_zeros else params
+        seen = without_grown(params, change.grown) if self.pruned_are_zero else params
         steps, inner_state = self.run_inner(updates, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
-        if self.keeps_zeros:
+        if self.pruned_are_zero:
             steps = start_from_zero(steps, params, change.grown)
-        if self.sets_zeros:
+        if self.zeroes_updates:
             steps = make_updates_set_zeros(steps, params, plain.masks)
         return steps, state._replace(inner_state=inner_state, count=count)
 

@@ -17,7 +17,9 @@ from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
 
-def pack_first(masks: Masks, params: Params, count: chex.Numeric) -> tuple[PyTree, chex.Numeric]:
+def pack_before_update(
+    masks: Masks, params: Params, count: chex.Numeric
+) -> tuple[PyTree, chex.Numeric]:
     """Returns packed masks, and `count` as a value that exists once the masks are packed.
 
     New masks depend on the count. So XLA may write the first of them over the old masks, whose last

@@ -21,12 +21,6 @@ from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, constant_in, fold
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
-# They return 0 where an input is 0, unless another one is infinite or NaN, or where all inputs are
-# 0. `fold_constant` knows neither of complex numbers.
-_KEEP_ANY_ZERO = {"abs", "conj", "convert_element_type", "imag", "mul", "neg", "real", "square"}
-_KEEP_ZEROS = {"add", "add_any", "complex", "ne", "sub"}
-_NONNEGATIVE = {"abs", "exp", "sqrt", "square"}
-
 
 class Fact(NamedTuple):
     """Certain properties of a value.
@@ -97,14 +91,14 @@ class RemovedEntries(Flow[Fact]):
             self.refuse(f"{equation.name} returns another number without the removed entries")
 
     def _compute(self, equation: Equation, facts: list[Fact]) -> Fact:
-        removed = [fact.removed for fact in facts]
+        rule, removed = ENTRYWISE[equation.name], [fact.removed for fact in facts]
         owner = self._join_owners(facts, equation.name)
         is_power = equation.name == "integer_pow" and equation.params["y"] > 0
-        is_zero = (equation.name in _KEEP_ANY_ZERO or is_power) and 0 in removed
-        is_zero |= equation.name in _KEEP_ZEROS and not any(x != 0 for x in removed)
+        is_zero = (rule.keeps_any_zero or is_power) and 0 in removed
+        is_zero |= rule.keeps_zeros and not any(x != 0 for x in removed)
         constant = 0.0 if is_zero else fold_constant(equation, removed)
-        keeps_sign = ENTRYWISE[equation.name].is_copy and facts[0].is_nonnegative
-        return Fact(owner, constant, keeps_sign or equation.name in _NONNEGATIVE)
+        keeps_sign = rule.is_copy and facts[0].is_nonnegative
+        return Fact(owner, constant, keeps_sign or rule.is_nonnegative)
 
     def _join_owners(self, facts: Sequence[Fact], name: str) -> int | None:
         owners = [fact.owner for fact in facts if fact.owner is not None]

@@ -27,8 +27,15 @@ import optax
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
-from sparsity.training.hooks import ExtraArg, Inputs
-from sparsity.training.regrow import pack_first
+from sparsity.training.hook_results import (
+    take_algorithm_state,
+    take_gradients,
+    take_masks,
+    take_user_masks,
+)
+from sparsity.training.hooks import ExtraArg, StepInputs
+from sparsity.training.idle_training import warn_of_idle
+from sparsity.training.regrow import pack_before_update
 from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState, store_first
 from sparsity.training.step_checks import (
@@ -37,11 +44,6 @@ from sparsity.training.step_checks import (
     check_is_tree,
     check_masked,
     check_state,
-    take_algorithm_state,
-    take_gradients,
-    take_masks,
-    take_user_masks,
-    warn_of_idle,
 )
 from sparsity.training.updater import Updater, is_overridden
 
@@ -53,19 +55,17 @@ class Step(abc.ABC):
     Attributes:
       updater: decides which masks exist, and when they change.
       inner: the optimizer.
-      masks: initial masks; `None` leaves the choice to the updater.
-      packed: whether the state holds packed masks.
-      sets_zeros: whether updates put pruned weights at exactly 0.0.
-      keeps_zeros: whether pruned weights are 0 between steps, and so in the inputs of hooks.
+      user_masks: initial masks; `None` leaves the choice to the updater.
+      zeroes_updates: whether updates put pruned weights at exactly 0.0.
+      pruned_are_zero: whether pruned weights are 0 between steps, and so in the inputs of hooks.
       may_regrow: whether weights that return to a mask restart.
     """
 
     updater: Updater
     inner: optax.GradientTransformationExtraArgs
-    masks: Masks | None
-    packed: bool
-    sets_zeros: bool
-    keeps_zeros: bool
+    user_masks: Masks | None
+    zeroes_updates: bool
+    pruned_are_zero: bool
     may_regrow: bool
 
     @classmethod
@@ -73,14 +73,13 @@ class Step(abc.ABC):
         cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
-        sets_zeros = updater.is_sparse_updates
-        if sets_zeros is None:
-            sets_zeros = not updater.keeps_dense_weights
-        keeps_zeros = sets_zeros or not updater.keeps_dense_weights
-        may_regrow = keeps_zeros if updater.regrows is None else updater.regrows
+        zeroes_updates = updater.is_sparse_updates
+        if zeroes_updates is None:
+            zeroes_updates = not updater.keeps_dense_weights
+        pruned_are_zero = zeroes_updates or not updater.keeps_dense_weights
+        may_regrow = pruned_are_zero if updater.regrows is None else updater.regrows
         inner = optax.with_extra_args_support(inner)
-        packed = updater.use_packed_masks
-        return cls(updater, inner, masks, packed, sets_zeros, keeps_zeros, may_regrow)
+        return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, may_regrow)
 
     def init(self, params: Params) -> SparseState:
         """Returns the first state."""
@@ -94,18 +93,18 @@ class Step(abc.ABC):
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
-        inputs = Inputs(params, None, updater.sites(params), {})
+        inputs = StepInputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
-        if self.masks is not None:
-            state = take_user_masks(updater, self.masks, state, params, inputs.sites)
+        if self.user_masks is not None:
+            state = take_user_masks(updater, self.user_masks, state, params, inputs.sites)
         elif is_overridden(updater, "get_initial_masks"):
             targets = state.target_sparsities
             check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
         # Again: an override of init_state, or a user, may pass masks of any real dtype.
-        state = store_first(state, params, self.packed, "initial masks")
-        masks = self.as_hooks_see(state, inputs)[0].masks
-        starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
+        state = store_first(state, params, self.updater.use_packed_masks, "initial masks")
+        masks = self.unpack_for_hooks(state, inputs)[0].masks
+        starts_dense = not is_overridden(updater, "get_initial_masks") and self.user_masks is None
         warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
         algorithm_state = state.algorithm_state
         if algorithm_state is None:
@@ -128,7 +127,7 @@ class Step(abc.ABC):
 
     def read_inputs(
         self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
-    ) -> Inputs:
+    ) -> StepInputs:
         """Returns the checked inputs of a step; raises a ValueError that names an unfit leaf."""
         if params is None:
             raise ValueError(  # in the words of optax
@@ -136,65 +135,69 @@ class Step(abc.ABC):
                 "you are not passing `params` when calling `update`."
             )
         check_state(state)
-        check_masks(params, state.masks, are_packed=self.packed)
+        check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
-        inputs = Inputs(params, updates, self.updater.sites(params), extra)
+        inputs = StepInputs(params, updates, self.updater.sites(params), extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
-            check_algorithm_state(self.updater, *self.as_hooks_see(state, inputs))
+            check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
         return inputs
 
-    def accumulate(self, state: SparseState, inputs: Inputs) -> SparseState:
+    def accumulate(self, state: SparseState, inputs: StepInputs) -> SparseState:
         """Returns the state with the `algorithm_state` that the hook `accumulate` returns."""
         if not is_overridden(self.updater, "accumulate"):
             return state
-        plain, inputs = self.as_hooks_see(state, inputs)
+        plain, inputs = self.unpack_for_hooks(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
         algorithm_state = take_algorithm_state(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=algorithm_state)
 
-    def maybe_update_masks(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
+    def maybe_update_masks(
+        self, state: SparseState, inputs: StepInputs
+    ) -> tuple[SparseState, MaskChange]:
         """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.can_restart(state, inputs)
 
-        def update_masks_now(state: SparseState) -> tuple[SparseState, Change]:
+        def update_masks_now(state: SparseState) -> tuple[SparseState, MaskChange]:
             return self.make_new_masks(state, inputs, regrows)
 
-        def keep_masks(state: SparseState) -> tuple[SparseState, Change]:
+        def keep_masks(state: SparseState) -> tuple[SparseState, MaskChange]:
             grown = self.no_growth(state, inputs) if regrows else None
-            return state, Change(False, grown)
+            return state, MaskChange(False, grown)
 
         is_update = self.updater.scheduler.is_mask_update_iter(state.count)
         if is_traced(is_update):
             # `is_update` is returned and thereby stored: otherwise every kernel that reads it
             # would compute it again.
-            result: tuple[SparseState, Change]
+            result: tuple[SparseState, MaskChange]
             result = jax.lax.cond(is_update, update_masks_now, keep_masks, state)
             return result
-        return update_masks_now(state) if is_update else (state, Change(False))
+        return update_masks_now(state) if is_update else (state, MaskChange(False))
 
     def make_new_masks(
-        self, state: SparseState, inputs: Inputs, regrows: bool
-    ) -> tuple[SparseState, Change]:
+        self, state: SparseState, inputs: StepInputs, regrows: bool
+    ) -> tuple[SparseState, MaskChange]:
         """Returns the state with new masks, and the change."""
         updater, params = self.updater, inputs.params
-        old, inputs = self.as_hooks_see(state, inputs)
+        old, inputs = self.unpack_for_hooks(state, inputs)
         old_bits = state.masks
-        if regrows and not self.packed:
-            old_bits, count = pack_first(old.masks, params, old.count)
+        if regrows and not self.updater.use_packed_masks:
+            old_bits, count = pack_before_update(old.masks, params, old.count)
             old = old._replace(count=count)
         new = update_masks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
-        new = new._replace(masks=take_masks(new.masks, old.masks, params, self.packed))
+        new = new._replace(
+            masks=take_masks(new.masks, old.masks, params, self.updater.use_packed_masks)
+        )
         grown = None
         if regrows:
             new, grown = self.restart(old_bits, new, inputs)
-        if self.packed:
+        if self.updater.use_packed_masks:
             new = new._replace(masks=pack_masks(new.masks, params))
-        return new, Change(True, grown)
+        return new, MaskChange(True, grown)
 
-    def modify_gradients(self, inputs: Inputs, plain: SparseState) -> PyTree:
+    def modify_gradients(self, inputs: StepInputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
 
         Args:
@@ -215,8 +218,8 @@ class Step(abc.ABC):
         updates: PyTree,
         inner_state: optax.OptState,
         params: Params,
-        inputs: Inputs,
-        change: Change,
+        inputs: StepInputs,
+        change: MaskChange,
     ) -> tuple[PyTree, optax.OptState]:
         """Runs the inner optimizer on what it sees, unless `skip_gradients` skips the step."""
         return update_unless(
@@ -227,11 +230,13 @@ class Step(abc.ABC):
             params,
         )
 
-    def as_hooks_see(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
+    def unpack_for_hooks(
+        self, state: SparseState, inputs: StepInputs
+    ) -> tuple[SparseState, StepInputs]:
         """Returns the state and the inputs as hooks see them: plain masks, weights under them."""
-        if self.packed:
+        if self.updater.use_packed_masks:
             state = state._replace(masks=unpack_masks(state.masks, inputs.params))
-        return state, inputs._replace(masks=state.masks if self.keeps_zeros else None)
+        return state, inputs._replace(masks=state.masks if self.pruned_are_zero else None)
 
     # Methods that depend on the state of the inner optimizer.
 
@@ -248,16 +253,16 @@ class Step(abc.ABC):
         """Raises a ValueError unless a step of this class made the state."""
 
     @abc.abstractmethod
-    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+    def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
         """Returns whether weights that return to a mask get a fresh state."""
 
     @abc.abstractmethod
-    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
-        """Returns `Change.grown` of a step that leaves the masks as they are."""
+    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+        """Returns `MaskChange.grown` of a step that leaves the masks as they are."""
 
     @abc.abstractmethod
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: Inputs
+        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         """Returns the new state with a fresh optimizer state of grown weights, and `grown`.
 
@@ -269,7 +274,7 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def transform(
-        self, state: SparseState, inputs: Inputs, change: Change
+        self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
         """Runs the inner optimizer on modified and masked gradients.
 
@@ -278,7 +283,7 @@ class Step(abc.ABC):
         """
 
 
-def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> SparseState:
+def update_masks(updater: Updater, state: SparseState, inputs: StepInputs) -> SparseState:
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
@@ -287,7 +292,7 @@ def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> Sparse
     return state._replace(masks=masks)
 
 
-class Change(NamedTuple):
+class MaskChange(NamedTuple):
     """Change of the masks by one step.
 
     Attributes:

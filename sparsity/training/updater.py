@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import chex
 import jax
@@ -20,6 +20,7 @@ from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, S
 from sparsity.masks import (
     BatchAxes,
     Layerwise,
+    MaskBudget,
     Scope,
     Site,
     Sites,
@@ -29,11 +30,10 @@ from sparsity.masks import (
     make_draw,
     read_overrides,
 )
-from sparsity.masks.affordable import MaskBudget
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, Inputs, SliceRule, call_hook
+from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -57,7 +57,54 @@ _CALLERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(kw_only=True)
 class Updater(DataclassBase):
-    """Fields and hooks of `BaseUpdater`, which adds the entry points and explains the fields."""
+    """Fields, class attributes and hooks of `BaseUpdater`, which adds the entry points.
+
+    Attributes:
+      scheduler: schedule of the mask updates and their sparsities.
+      skip_gradients: leave weights and optimizer state as they are in steps that update masks.
+      is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
+      sparsity_type: pattern of the weights that are kept or removed together: an instance such as
+        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a parameter that stays
+        dense whatever the distribution selects.
+      sparsity_distribution_fn: function from params to a tree of target sparsities; `None`, and
+        the default without a sparsity, leave all parameters dense.
+      scope: decides what competes: `Layerwise()` (the weights of each parameter), `Global()`
+        (those of all parameters) or `Coupled(graph)` (whole channels).
+      rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
+      use_packed_masks: store one bit a weight instead of a byte.
+      topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
+        scores, and is called for each slice; `SET` and `RigL` select their first masks by it.
+      is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
+        without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
+        last transformation: scaling or clipping goes inside. `None` means on, unless the class
+        `keeps_dense_weights`.
+      batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
+        a function of (path, param); each slice has an exact mask.
+      use_compact_state: keep the optimizer's state of kept weights only, in arrays [*batch, k].
+        The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
+        final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
+      regrows: class attribute. True: pruned weights may return to the mask, and `wrap_optax`
+        refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
+        never return, which makes updates of masks a tenth faster. `None`: unknown; returning
+        weights restart if pruned weights are 0, and `wrap_optax` warns instead of refusing. A
+        weight that restarts is 0, with the optimizer state of `init`. The page on algorithms of
+        your own lists the overrides that change this attribute and the next two.
+      keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
+        If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
+      keeps_count: class attribute. True: each slice keeps the number that the target sparsity
+        gives. `None`: at most that number. False: any number.
+      prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
+        classes that train sparse from the start.
+      unused_hooks: class attribute: hooks that the class never calls, each with the hook to
+        override in its place. An override of such a hook is an error, unless the subclass also
+        overrides a hook that may call it.
+      takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
+        False for classes that take no distribution, such as global pruners.
+      schedule_type: class attribute: the schedule of configurations that name no schedule, made
+        from start, end and frequency.
+      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
+        these keys to fields.
+    """
 
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
@@ -76,6 +123,7 @@ class Updater(DataclassBase):
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
     prunes_at_once: ClassVar[bool] = True
+    takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
     unused_hooks: ClassVar[Mapping[str, str]] = {}
@@ -111,8 +159,7 @@ class Updater(DataclassBase):
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         distribution_fn = self.get_distribution_fn()
         overrides = read_overrides(distribution_fn)
-        has_budget = hasattr(distribution_fn, "cost")
-        budget = cast(MaskBudget, distribution_fn) if has_budget else None
+        budget = distribution_fn if isinstance(distribution_fn, MaskBudget) else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
     def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
@@ -132,7 +179,7 @@ class Updater(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        inputs = Inputs(params, None, sites or self.sites(params), {})
+        inputs = StepInputs(params, None, sites or self.sites(params), {})
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masked = trees.map_matched(lambda _, x, t: None if t is None else x, params, targets)
         remedy = "jax.eval_shape(tx.init, params) computes with shapes."
@@ -224,7 +271,7 @@ class Updater(DataclassBase):
             lambda path, target: target if sites[path].has_override else sparsity, targets
         )
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
 
         Args:
@@ -249,7 +296,7 @@ class Updater(DataclassBase):
         named: HookArgs = {"target_sparsities": targets}
         return inputs.call(self.create_masks, scores, sparsities, named=named)
 
-    def _defer_scores(self, inputs: Inputs) -> ScoreTree | None:
+    def _defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
         """Returns scores that the search computes; `None` if `calculate_scores` has to."""
         # Parameters and masks are read as they are stored: masked parameters need no memory.
         return defer_scores(self.calculate_scores, inputs.weights, inputs.masks, inputs.grads)
@@ -296,7 +343,7 @@ class Updater(DataclassBase):
           **extra_args: other arguments of `update`; `calculate_scores` and `create_masks` get the
             arguments that their signatures name.
         """
-        inputs = Inputs(params, grads, sites or self.sites(params), extra_args)
+        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
         return sparse_state._replace(masks=inputs.call(self.new_masks, sparse_state, inputs))
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:

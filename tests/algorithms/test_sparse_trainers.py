@@ -116,8 +116,9 @@ def test_a_full_mask_and_an_update_of_nothing_stay_as_they_are():
 
 
 def test_rigl_without_gradients_says_what_it_needs():
-    with pytest.raises(ValueError, match=r"RigL grows weights by their gradients.*None"):
-        _rigl().get_grow_scores(None, {"w": jnp.ones((2, 2))}, None)
+    for pruner, name in ((_rigl(), "RigL"), (sparsity.GlobalRigL(), "GlobalRigL")):
+        with pytest.raises(ValueError, match=rf"^{name} grows weights by their gradients.*None"):
+            pruner.get_grow_scores(None, {"w": jnp.ones((2, 2))}, None)
 
 
 # SET, by the library's random numbers

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsity
@@ -244,3 +245,18 @@ def test_a_score_of_ones_own_follows_global_scopes_and_extra_arguments_reach_its
     assert [int(masks[name].sum()) for name in "ab"] == [0, 2]
     masks = pruner.instant_sparsify(params, statistics=seen, boost=9)[1]
     assert [int(masks[name].sum()) for name in "ab"] == [2, 0]
+
+
+def test_assigned_fields_are_checked_as_the_constructor_checks_them():
+    pruner = sparsity.SparseGPTPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    pruner.scheduler = sparsity.PeriodicSchedule(3)
+    with pytest.raises(ValueError, match="SparseGPTPruning changes weights when it prunes"):
+        pruner.wrap_optax(optax.sgd(0.1))
+    pruner = dataclasses.replace(pruner, scheduler=sparsity.NoUpdateSchedule())
+    pruner.scope = sparsity.Global()
+    with pytest.raises(ValueError, match=r"needs scope = Layerwise\(\)"):
+        pruner.instant_sparsify(jnp.ones((2, 1)), statistics={})
+    pruner = sparsity.SparseGPTPruning()
+    pruner.damping = -1.0
+    with pytest.raises(ValueError, match="damping"):
+        pruner.instant_sparsify(jnp.ones((2, 1)), statistics={})

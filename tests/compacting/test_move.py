@@ -486,7 +486,7 @@ class Rows(sparsity.SparsityType):
 @pytest.mark.parametrize(
     ("pruner", "options", "message"),
     [
-        (make_pruner(sparsity.RigL), {}, "grads = None: pass them, or loss to Compact.move"),
+        (make_pruner(sparsity.RigL), {}, "grads = None: pass them."),
         (make_pruner(sparsity.GlobalRigL, batch_axes=0), {}, r"scope = Global\("),
         (make_pruner(sparsity.SET, scope=All()), {}, r"scope = All\(\) overrides select or move"),
         (make_pruner(sparsity.SET, batch_axes=0), {}, r"'layers' .*batch_axes = 0.*batch_axes=1"),

@@ -307,7 +307,7 @@ def test_rigl_under_a_global_scope_refuses_a_budget_that_a_move_would_break():
 
 @pytest.mark.slow
 def test_costs_of_a_distribution_of_ones_own_add_up():
-    class Priced:
+    class Priced(sparsity.masks.MaskBudget):
         custom_sparsity_map = None
 
         def __call__(self, params):

@@ -1,5 +1,8 @@
 """Hooks that are called by hand find the sites of what they are given."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,7 +37,7 @@ def test_update_state_called_by_hand_resolves_types_from_the_parameters():
 
 def test_integer_scores_without_sites_keep_the_budget():
     # The masks of `small` cost 1 a weight, those of `large` 3: 24 weights cost 48.
-    class Budget:
+    class Budget(sparsity.masks.MaskBudget):
         def __call__(self, params):
             return {"small": 0.5, "large": 0.5}
 
@@ -52,3 +55,16 @@ def test_integer_scores_without_sites_keep_the_budget():
         np.testing.assert_array_equal(by_hand[name], expected[name])
     cost = int(by_hand["small"].sum()) + 3 * int(by_hand["large"].sum())
     assert cost <= 6 + 3 * 6
+
+
+def test_a_distribution_with_a_field_named_cost_is_no_budget():
+    @dataclasses.dataclass(frozen=True)
+    class Charged:
+        cost: float = 2.0
+        total: float = 3.0
+
+        def __call__(self, params):
+            return jax.tree.map(lambda _: 0.5, params)
+
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=Charged())
+    assert updater.instant_sparsify(PARAMS)[1]["kernel"].sum() == PARAMS["kernel"].size // 2

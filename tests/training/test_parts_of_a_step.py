@@ -76,7 +76,7 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
 )
 def test_a_step_answers_once_how_pruned_weights_are_kept(updater, answers):
     step = masked_step.MaskedStep.wrap(updater, optax.sgd(0.1), None)
-    assert (step.sets_zeros, step.keeps_zeros, step.may_regrow) == answers
+    assert (step.zeroes_updates, step.pruned_are_zero, step.may_regrow) == answers
 
 
 def test_the_phases_of_a_step_can_be_called_alone():

@@ -336,6 +336,46 @@ def test_an_elementwise_hook_may_read_an_array_of_its_own():
         assert _mask_of(updater)[16 if power > 0 else 0 :][:16].all()
 
 
+def _make_marked(score):
+    """Returns a pruner with a score of each parameter that is marked as elementwise."""
+
+    class Marked(sparsity.MagnitudePruning):
+        @sparsity.elementwise
+        def calculate_scores(self, params, sparse_state=None, grads=None):
+            return jax.tree.map(score, params)
+
+    return Marked(**HALF)
+
+
+@pytest.mark.parametrize(
+    ("score", "name"),
+    [
+        (lambda w: jnp.abs(w - w.mean()), "reduce_sum"),
+        (lambda w: jnp.where(w > jnp.max(w) / 2, w, 0), "reduce_max"),
+        (lambda w: jnp.cumsum(w, axis=-1), "cumsum"),
+        (lambda w: w[..., ::-1], "rev"),
+        (lambda w: w + jax.lax.broadcasted_iota(w.dtype, w.shape, 0), "iota"),
+    ],
+)
+def test_a_marked_hook_that_joins_entries_is_an_error(score, name):
+    updater = _make_marked(score)
+    message = rf"calculate_scores is marked @elementwise but uses {name}"
+    with pytest.raises(ValueError, match=message):
+        updater.instant_sparsify({"k": PARAMS["k"]})
+    with pytest.raises(ValueError, match=message):
+        updater.update_state(updater.init_state(PARAMS), PARAMS, PARAMS)
+
+
+def test_a_marked_hook_may_branch_and_repeat_by_entry():
+    def score(w):
+        halved = jax.lax.fori_loop(0, 3, lambda _, x: jax.nn.relu(x) / 2, w)
+        return jnp.where(w > 0, jnp.clip(halved, 0, 100), jnp.full_like(w, -1.0))
+
+    updater = _make_marked(score)
+    state = updater.update_state(updater.init_state(PARAMS), PARAMS, PARAMS)
+    assert np.asarray(state.masks["k"]).reshape(-1)[16:].all()
+
+
 class _CallsSuper(sparsity.MagnitudePruning):
     """Overrides a loop hook and changes nothing."""
 

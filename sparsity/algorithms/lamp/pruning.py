@@ -19,7 +19,7 @@ from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import Inputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
 
@@ -79,7 +79,7 @@ class LampPruning(BaseUpdater):
     ) -> ScoreTree:
         return jax.tree.map(lambda param: LampScores(param).compute(), params)
 
-    def _defer_scores(self, inputs: Inputs) -> ScoreTree | None:
+    def _defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
         if is_overridden(self, "calculate_scores", LampPruning):
             return super()._defer_scores(inputs)
         scores: ScoreTree = jax.tree.map(LampScores, inputs.masked_weights)

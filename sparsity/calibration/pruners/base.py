@@ -1,8 +1,8 @@
 """Base of pruners that need statistics of the inputs of each weight.
 
 A pruner that treats parameters one by one overrides `solve`, which prunes and corrects one of them;
-pruners of channels override `solve_tree`, pruners by scores `score`. The base does all else:
-patterns, sparsities and checked statistics by parameter, masks and their packing.
+pruners of channels override `solve_tree`. The base does all else: patterns, sparsities and checked
+statistics by parameter, masks and their packing. Pruners by scores are in `scored.py`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,21 @@ class Problem(NamedTuple):
 Problems: TypeAlias = Mapping[KeyPath, Problem]
 
 
+class StatisticsReader:
+    """Pruner that reads statistics of inputs; `StatisticsPruning` explains the attributes."""
+
+    statistics_kind: ClassVar[Kind] = "gram"
+    gram_copies: ClassVar[int] = 2
+
+    def statistic(
+        self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
+    ) -> Statistic:
+        """Returns the checked statistic of a parameter of that shape."""
+        return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
+
+
 @dataclasses.dataclass(kw_only=True)
-class StatisticsPruning(BaseUpdater):
+class StatisticsPruning(StatisticsReader, BaseUpdater):
     """Prunes at once by statistics of the inputs; a subclass overrides `solve`.
 
     `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, kind))` prunes all
@@ -74,12 +87,10 @@ class StatisticsPruning(BaseUpdater):
       Array([[1., 0.]], dtype=float32)
     """
 
-    statistics_kind: ClassVar[Kind] = "gram"
-    gram_copies: ClassVar[int] = 2
     corrects: ClassVar[str | None] = "weights"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.corrects and has_updates(self.scheduler):
             raise ValueError(
                 f"{type(self).__name__} changes {self.corrects} when it prunes, which no step of "
@@ -164,6 +175,7 @@ class StatisticsPruning(BaseUpdater):
           ValueError: a statistic is missing or does not fit, or the pruner cannot prune a
             parameter; the error names the parameter.
         """
+        self.check_fields()
         sites = self.sites(params)
         targets = self.compute_targets(params, sites)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
@@ -186,12 +198,6 @@ class StatisticsPruning(BaseUpdater):
         check_finite(weights, who, params)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
-
-    def statistic(
-        self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
-    ) -> Statistic:
-        """Returns the checked statistic of a parameter of that shape."""
-        return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
 
     def _check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""

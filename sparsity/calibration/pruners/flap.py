@@ -68,8 +68,8 @@ class FLAPPruning(ChannelPruning):
     statistics_kind: ClassVar[Kind] = "moments"
     corrects: ClassVar[str | None] = "biases"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_bool("compensate", self.compensate)
 
     def calculate_scores(

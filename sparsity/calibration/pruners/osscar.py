@@ -67,15 +67,16 @@ class OSSCARPruning(ChannelPruning):
     swap: int = 8
     damping: float = 0.01
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_int("swap", self.swap, 0)
         check_number("damping", self.damping, 0)
         scope = self.readers
         if scope.across or scope.normalize or scope.order != 1:
             raise ValueError(
-                "OSSCARPruning compares whole sets of channels, which have no scores: leave order, "
-                f"normalize and across of Coupled as they are, got scope = {self.scope!r}."
+                f"{type(self).__name__} compares whole sets of channels, which have no scores: "
+                f"leave order, normalize and across of Coupled as they are, got scope = "
+                f"{self.scope!r}."
             )
 
     def solve_tree(

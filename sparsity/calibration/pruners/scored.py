@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.pruners.base import StatisticsReader
 from sparsity.calibration.statistics.row_sums import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
@@ -42,7 +42,7 @@ from sparsity.training.state import SparseState
 
 
 @dataclasses.dataclass(kw_only=True)
-class ScoredPruning(StatisticsPruning):
+class ScoredPruning(StatisticsReader, BaseUpdater):
     """Scores weights by their magnitudes and the sums of squares of their inputs.
 
     A subclass overrides `score` alone. Masks follow schedules and scopes as in every updater that
@@ -55,13 +55,6 @@ class ScoredPruning(StatisticsPruning):
 
     is_per_output: ClassVar[bool] = False
     statistics_kind: ClassVar[Kind] = "squares"
-    corrects: ClassVar[str | None] = None
-
-    # Masks come from scores, as in every updater: at once, along a schedule, and in any scope.
-    instant_sparsify = BaseUpdater.instant_sparsify
-
-    def _check_scope(self) -> None:
-        pass
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         """Returns the scores of matrices, [*batch, outputs, inputs].

@@ -59,8 +59,8 @@ class SparseGPTPruning(StatisticsPruning):
     block_size: int = 128
     damping: float = 0.01
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         check_int("block_size", self.block_size, 1)
         check_number("damping", self.damping, 0)
 
@@ -91,7 +91,7 @@ class SparseGPTPruning(StatisticsPruning):
             group = pattern.group
         elif not isinstance(pattern, Unstructured):
             raise ValueError(
-                "SparseGPTPruning removes single weights, of sparsity_type = Unstructured(), "
+                f"{type(self).__name__} removes single weights, of sparsity_type = Unstructured(), "
                 f"NByM(n, m, axis) or FanIn(group, axis), got {pattern} for {site.name!r}. Use "
                 "WandaPruning and a refit."
             )
@@ -106,8 +106,8 @@ class SparseGPTPruning(StatisticsPruning):
         )
         if not is_finite(weights):
             raise ValueError(
-                f"SparseGPTPruning found no finite weights for {site.name!r}: its Gram matrix is "
-                f"singular with damping = {self.damping}. Raise it, or calibrate with more rows "
+                f"{type(self).__name__} found no finite weights for {site.name!r}: its Gram matrix "
+                f"is singular with damping = {self.damping}. Raise it, or calibrate with more rows "
                 "than inputs."
             )
         return weights, mask

@@ -1,0 +1,124 @@
+"""Results of hooks, checked and placed in the trees of a step."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.masks import (
+    Sites,
+    check_user_mask,
+    place_masks,
+    read_masks,
+)
+from sparsity.masks.bits import are_kept
+from sparsity.sparsity_schedules import has_updates
+from sparsity.training.hooks import StepInputs
+from sparsity.training.state import SparseState
+from sparsity.training.updater import Updater
+
+
+def take_gradients(updater: Updater, modified: PyTree, inputs: StepInputs) -> PyTree:
+    """Returns the gradients of a step with those of a hook in place of the weights' gradients.
+
+    Raises:
+      ValueError: the hook returned no gradient of a weight. The message names the weight.
+    """
+    lacking = trees.leaves_by_path(inputs.grads).keys() - trees.leaves_by_path(modified).keys()
+    if lacking:
+        raise ValueError(
+            f"{type(updater).__name__}.modify_gradients returned no gradient of "
+            f"{trees.listed(sorted(map(trees.path_string, lacking)))}. Return the complete tree, "
+            "with the gradients that stay as they are."
+        )
+    return trees.map_matched(
+        lambda _, grad, new: grad if new is None else new, inputs.updates, modified
+    )
+
+
+def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:
+    """Returns the masks of a hook in the containers of the old masks.
+
+    Raises:
+      ValueError: a leaf gained or lost a mask by the update. The message names the leaf.
+    """
+    masks = read_masks(masks, params, may_be_packed, "new masks")
+    new_paths, old_paths = (trees.leaves_by_path(tree).keys() for tree in (masks, old))
+    if differing := [trees.path_string(path) for path in new_paths ^ old_paths]:
+        raise ValueError(
+            f"A mask update must return masks for the leaves that had one before; {differing} "
+            "differ. Return None where target_sparsities has None, and an array elsewhere."
+        )
+    return trees.map_matched(lambda _, before, mask: mask, old, masks)
+
+
+def take_user_masks(
+    updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
+) -> SparseState:
+    """Returns the first state with masks of a user, and a target for each leaf with a mask."""
+    for path, mask in trees.leaves_by_path(masks).items():
+        is_float = jnp.issubdtype(jnp.result_type(mask), jnp.floating)
+        if is_float and not is_traced(mask) and np.isnan(jax.device_get(mask)).any():
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} among the masks of wrap_optax has a NaN. "
+                "An entry of 0 removes a weight, and any other number keeps it."
+            )
+    masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
+    first = place_masks(masks, params)
+
+    def target_sparsity(
+        path: trees.KeyPath,
+        param: chex.Array,
+        mask: chex.Array | None,
+        target: chex.Numeric | None,
+    ) -> chex.Numeric | None:
+        if mask is None:
+            return None
+        if target is None:
+            check_user_mask(updater.scope, sites, path)
+            target = 1 - jnp.mean(mask, dtype=jnp.float32)
+        _check_units(updater, sites, path, mask)
+        return target
+
+    first = trees.map_matched(lambda _, param, mask: mask, params, first)
+    targets = trees.map_matched(target_sparsity, params, first, state.target_sparsities)
+    return state._replace(masks=first, target_sparsities=targets)
+
+
+def _check_units(updater: Updater, sites: Sites, path: trees.KeyPath, mask: chex.Array) -> None:
+    """Raises a ValueError if a mask that will move keeps parts of units.
+
+    A move keeps the number of units of which a mask keeps any part, and keeps these as a unit: a
+    random mask of half of the entries would keep nearly all blocks.
+    """
+    moves = updater.regrows and updater.keeps_count and has_updates(updater.scheduler)
+    if not moves or path not in sites or is_traced(mask):
+        return
+    pattern, axes = sites[path].pattern, sites[path].batch_axes
+    if pattern.is_elementwise or not pattern.ranks_units:
+        return
+    pattern.check(mask.shape, axes, sites[path].name)
+    kept = pattern.expand(are_kept(pattern.pool(jnp.asarray(mask), axes)), mask.shape, axes)
+    if not np.array_equal(jax.device_get(are_kept(kept)), jax.device_get(are_kept(mask))):
+        raise ValueError(
+            f"The mask of {sites[path].name!r} among the masks of wrap_optax keeps parts of the "
+            f"units of sparsity_type = {pattern!r}: {type(updater).__name__} would complete them, "
+            "and keep more weights. Leave masks out, or give masks of this pattern, such as those "
+            "of MagnitudePruning(sparsity_type=...).instant_sparsify(params)."
+        )
+
+
+def take_algorithm_state(new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new `algorithm_state`; raises a ValueError if its structure differs."""
+    structures = [jax.tree.structure(tree) for tree in (old, new)]
+    if len({*structures}) > 1:
+        raise ValueError(
+            "accumulate must return an algorithm_state of the structure that init_algorithm_state "
+            f"gave it, {structures[0]}, got {structures[1]}. Override init_algorithm_state."
+        )
+    return new
