@@ -24,6 +24,7 @@ from sparsity.calibration.run.sensitivity import Sensitivity
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.errors import output_error, relative_error
+from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.statistic import Statistic
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "StatisticsPruning",
     "WandaPruning",
     "calibrate",
+    "check_memory",
     "oneshot",
     "output_error",
     "owl",

@@ -138,6 +138,12 @@ def test_no_batches_and_no_metric_leave_out_the_outputs():
     assert sparsity.oneshot(pruner, model, PARAMS, [BATCH], held=())[2].outputs is None
 
 
+def test_progress_of_calibrate_counts_the_batches(capsys):
+    batches = iter([BATCH, BATCH])
+    sparsity.calibrate(model, PARAMS, batches, progress=True)
+    assert "2it" in capsys.readouterr().err
+
+
 def test_progress_shows_layers_batches_and_time_and_names_its_extra(capsys, monkeypatch):
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.half)
     sparsity.oneshot(pruner, model, PARAMS, [BATCH, BATCH], progress=True, held=())

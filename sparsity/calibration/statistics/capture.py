@@ -24,8 +24,8 @@ from sparsity.calibration.statistics.summing import (
     add_in_place,
 )
 from sparsity.calibration.statistics.validation import not_finite
-from sparsity.core import sharding, trees
-from sparsity.core.checks import check_function, check_iterable, check_values
+from sparsity.core import extras, sharding, trees
+from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
@@ -39,6 +39,7 @@ def calibrate(
     batches: Iterable[PyTree],
     kind: Kind = "squares",
     filter_fn: Callable[[Path, Parameter], bool] | None = None,
+    progress: bool = False,
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
 
@@ -53,6 +54,7 @@ def calibrate(
         complex inputs X^H X) and x.
       filter_fn: `filter_fn(path, parameter)` chooses parameters, by their shape and dtype; by
         default all that products contract.
+      progress: show a bar of the batches. Needs tqdm.
 
     Returns:
       A dictionary from paths to `Statistic`, which holds sums in promote_types(dtype, float32) over
@@ -75,6 +77,9 @@ def calibrate(
         raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
     check_iterable("batches", batches)
     check_function("filter_fn", filter_fn, "(path, parameter)", optional=True)
+    check_bool("progress", progress)
+    if progress:
+        batches = extras.load("tqdm.auto", "progress").tqdm(batches)
 
     def make(graph: Graph) -> Calibration:
         calibration = Calibration(graph, kind, filter_fn)
