@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
@@ -15,6 +16,7 @@ from sparsity.masks import Draw, Sites, apply_masks
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
+NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})  # the extra arguments of `init`
 
 
 class HookArgs(TypedDict, total=False):

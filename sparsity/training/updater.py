@@ -33,7 +33,7 @@ from sparsity.masks import (
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
+from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -255,10 +255,17 @@ class Updater(DataclassBase):
         sparsities: Sparsities,
         sites: Sites,
         target_sparsities: Sparsities | None = None,
+        extra: Mapping[str, ExtraArg] = NO_EXTRA,
     ) -> Masks:
-        """Calls `create_masks` with its arguments by name, but none of the training loop."""
+        """Calls `create_masks` with its arguments by name; `extra` is from the training loop."""
         named: HookArgs = {"sites": sites, "target_sparsities": target_sparsities}
-        return call_hook(self.create_masks, scores, sparsities, extra={}, named=named)
+        return call_hook(self.create_masks, scores, sparsities, extra=extra, named=named)
+
+    def _call_calculate_scores(
+        self, params: Params, sites: Sites, extra: Mapping[str, ExtraArg] = NO_EXTRA
+    ) -> ScoreTree:
+        """Calls `calculate_scores` on parameters alone, as `_call_create_masks` does."""
+        return call_hook(self.calculate_scores, params, extra=extra, named={"sites": sites})
 
     def _repeat_sparsity(
         self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites
