@@ -130,7 +130,7 @@ class TopKast(StraightThrough, MagnitudePruning):
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with sparsity; updates outside of B are zero."""
+        """Wraps an optimizer so that weights outside of B get updates of 0."""
         tx = super().wrap_optax(inner, masks)
 
         def update(
