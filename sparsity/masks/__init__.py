@@ -44,6 +44,7 @@ from sparsity.masks.scopes import (
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
+    PatternChoice,
     Site,
     Sites,
     TopkFn,
@@ -67,6 +68,7 @@ __all__ = [
     "MaskBudget",
     "MovingLeaf",
     "Overrides",
+    "PatternChoice",
     "Scope",
     "ScoredLeaf",
     "Site",
