@@ -27,7 +27,7 @@ from sparsity.masks.lazy import (
     defer_scores,
     elementwise,
     host_scores,
-    is_elementwise,
+    is_marked_elementwise,
     make_draw,
 )
 from sparsity.masks.scopes import (
@@ -90,7 +90,7 @@ __all__ = [
     "elementwise",
     "find_missing_scope_method",
     "host_scores",
-    "is_elementwise",
+    "is_marked_elementwise",
     "is_per_slice",
     "keeps_targets",
     "leading_axes",
