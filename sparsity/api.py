@@ -214,8 +214,9 @@ def _take_name(options: Options) -> str:
     name = options.pop("algorithm", None)
     if name is None:
         raise ValueError(
-            f"algorithm: None, the configuration has no such key. Its keys: {', '.join(options)}. "
-            f"Give one of {', '.join(ALGORITHM_REGISTRY)}."
+            "The configuration names no algorithm, or None; its keys are "
+            f"{', '.join(options) or 'none'}. Add the key algorithm, one of "
+            f"{', '.join(ALGORITHM_REGISTRY)}."
         )
     if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
@@ -253,7 +254,7 @@ def _take_scheduler(
     if "scheduler" in options:
         if keys or kind:
             raise ValueError(
-                f"{sorted([*keys, *(['schedule_type'] if kind else [])])} cannot go with scheduler."
+                f"{_quote([*keys, *(['schedule_type'] if kind else [])])} cannot go with scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
         check_schedule(scheduler)
@@ -335,7 +336,7 @@ def _take_distribution(
         keys = _pop_keys(options, allowed - fields)
         if keys or kind:
             raise ValueError(
-                f"{sorted([*keys, *(['dist_type'] if kind else [])])} cannot go with "
+                f"{_quote([*keys, *(['dist_type'] if kind else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
@@ -352,14 +353,20 @@ def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
     """Makes an instance of a class from keys of a configuration."""
     fields = _read_config_keys(kind)
     if unknown := sorted(keys.keys() - fields.keys()):
+        words = "is no key" if len(unknown) == 1 else "are no keys"
         raise ValueError(
-            f"{unknown} is no key of {label}, which takes {', '.join(fields) or 'none'}."
+            f"{_quote(unknown)} {words} of {label}, which takes {', '.join(fields) or 'none'}."
             + _who_takes(unknown[0])
         )
     try:
         return kind(**{fields[key]: value for key, value in keys.items()})
     except TypeError as error:
         raise ValueError(f"{label} cannot be made of {dict(keys)}: {error}") from None
+
+
+def _quote(keys: Iterable[str]) -> str:
+    """Returns keys in alphabetical order, as errors list them."""
+    return ", ".join(map(repr, sorted(keys)))
 
 
 def _who_takes(key: str) -> str:

@@ -25,7 +25,10 @@ _LAST_STEP = 2**31 - 1  # the count of steps is an int32
 
 
 class Schedule(Protocol):
-    """Interface of `scheduler`. A schedule may also have `update_range`, as those of this module.
+    """Interface of `scheduler`.
+
+    A class defines `update_range()`, too, if the steps are known: it returns the first and the last
+    update step, (first, `None`) without a last one, `None` for a schedule that never updates.
 
     Example:
       >>> class EvenSteps:

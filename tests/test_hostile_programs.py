@@ -264,7 +264,7 @@ def test_a_compiled_apply_is_refused():
         ({"dist_type": "erkk"}, "dist_type: 'erkk' is not known. Did you mean 'erk'. Known: unif"),
         ({"schedule_type": "polynomal"}, "schedule_type: .* Did you mean 'polynomial'"),
         ({"schedule_type": 3}, "schedule_type: 3 is not known. Known: none, one_shot"),
-        ({"power": 2}, "'power'. is no key of schedule_type 'none'.*belongs to schedule_type 'pol"),
+        ({"power": 2}, "^'power' is no key of schedule_type 'none'.*belongs to schedule_type 'pol"),
         ({"erk_power_scale": 2}, "no key of dist_type 'uniform'.*belongs to dist_type 'erk'"),
         ({"use_normalization": True}, "'use_normalization' needs scope = 'global', .* got .* None"),
         ({"scope": "layerwise", "use_normalization": True}, "needs .*, got scope = 'layerwise'"),
@@ -274,7 +274,19 @@ def test_a_compiled_apply_is_refused():
         ),
         ({"sparsiti_type": "2:4"}, "'sparsiti_type' is no key.*Did you mean 'sparsity_type'"),
         ({"sparsity_type": "blok_4,4"}, "'blok_4,4' is not known. Did you mean 'block'"),
-        ({"algorithm": None, "algoritm": 1}, "no such key. Its keys: sparsity, algoritm. Give"),
+        (
+            {"algorithm": None, "algoritm": 1},
+            "or None; its keys are sparsity, algoritm. Add",
+        ),
+        ({"power": 2, "initial_sparsity": 0.1}, "^'initial_sparsity', 'power' are no keys of sch"),
+        (
+            {"scheduler": sparsity.NoUpdateSchedule(), "power": 2, "schedule_type": "none"},
+            "^'power', 'schedule_type' can",
+        ),
+        (
+            {"sparsity_distribution_fn": sparsity.Uniform(0.5), "dist_type": "erk"},
+            "^'dist_type', 'sparsity' cannot go with sparsity_distribution_fn",
+        ),
         ({"algorithm": "magnitud"}, "'magnitud' is not known. Did you mean 'magnitude'"),
         ({"algorithm": "global_magnitude", "scope": "global"}, "this algorithm sets its own scope"),
     ],
@@ -359,7 +371,7 @@ def test_registered_distributions_schedules_and_scopes_are_configured_by_their_k
     assert state.masks["b"] is None
     with pytest.raises(ValueError, match="The name 'powers' is taken"):
         sparsity.register_schedule("powers", sparsity.OneShotSchedule)
-    with pytest.raises(ValueError, match=r"'update_base'. is no key of schedule_type 'none'"):
+    with pytest.raises(ValueError, match=r"'update_base' is no key of schedule_type 'none'"):
         _config(update_base=3)
     for scope in (None, "global"):
         with pytest.raises(ValueError, match="'strength' needs scope = 'mine'"):

@@ -25,7 +25,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import NO_EXTRA, ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -99,7 +99,7 @@ class ADMMPruning(MagnitudePruning):
     ) -> SparseState:
         sites = sites or self.sites(params)
         moved = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
-        z, support = self._project(moved, sparse_state.target_sparsities, sites)
+        z, support = self._project(moved, sparse_state.target_sparsities, sites, extra_args)
         u = jax.tree.map(jnp.subtract, moved, z)
         end = find_last_update(self.scheduler)
         ends = sparse_state.count == (-1 if end is None else end)
@@ -140,10 +140,16 @@ class ADMMPruning(MagnitudePruning):
         rho = jnp.asarray(rho, jnp.float32)
         return rho if end is None else jnp.where(step < end, rho, 0)
 
-    def _project(self, weights: Params, targets: Sparsities, sites: Sites) -> tuple[PyTree, PyTree]:
+    def _project(
+        self,
+        weights: Params,
+        targets: Sparsities,
+        sites: Sites,
+        extra: Mapping[str, ExtraArg] = NO_EXTRA,
+    ) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
-        scores = self.calculate_scores(weights)
-        support = self._call_create_masks(scores, targets, sites)
+        scores = self._call_calculate_scores(weights, sites, extra)
+        support = self._call_create_masks(scores, targets, sites, extra=extra)
         return trees.map_matched(_mask_weights, weights, support), support
 
 

@@ -294,7 +294,7 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
     return global_topk_mask(ranked, kept, where=masks)
 
 
-# Functions by name, each with the arguments of `prune_at_init` that it takes beside the parameters.
+# Functions by name, each with the arguments of `prune_at_init` that it takes, without `params`.
 _SCORES: dict[str, tuple[Callable[..., PyTree], tuple[str, str]]] = {
     "snip": (snip_scores, ("loss_fn", "batches")),
     "grasp": (grasp_scores, ("loss_fn", "batches")),

@@ -74,6 +74,7 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
+    # Stated again: get_initial_masks below would allow calculate_scores, which it never calls.
     unused_hooks: ClassVar[Mapping[str, str]] = RigL.unused_hooks
 
     min_salient: float | None = 0.3

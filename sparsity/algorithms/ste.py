@@ -102,7 +102,11 @@ class StraightThrough(BaseUpdater):
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with sparsity; initial masks need `store_masks`."""
+        """Wraps an optimizer as `BaseUpdater.wrap_optax` does, but keeps pruned weights.
+
+        Raises:
+          ValueError: the call passes initial masks, which need `store_masks`.
+        """
         if masks is not None and not self.store_masks:
             raise ValueError(
                 f"{type(self).__name__} makes new masks in every forward pass and would not use "

@@ -23,7 +23,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import NO_EXTRA, ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -79,8 +79,9 @@ class TopKast(StraightThrough, MagnitudePruning):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        scores = self.calculate_scores(params)
-        return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
+        sites = sites or self.sites(params)
+        scores = self._call_calculate_scores(params, sites)
+        return self._call_create_masks(scores, target_sparsities, sites)
 
     def init_algorithm_state(
         self, params: Params, masks: Masks, *, sites: Sites | None = None
@@ -88,7 +89,8 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites = sites or self.sites(params)
         targets = self.compute_targets(params, sites)
         _check_backward(self.backward_sparsity, targets)
-        backward = self._select_backward(self.calculate_scores(params), masks, targets, sites)
+        scores = self._call_calculate_scores(params, sites)
+        backward = self._select_backward(scores, masks, targets, sites)
         # A user may pass a mask for a leaf without a target.
         return trees.map_matched(
             lambda _, param, mask, chosen: mask if chosen is None else chosen,
@@ -107,9 +109,10 @@ class TopKast(StraightThrough, MagnitudePruning):
         **extra_args: ExtraArg,
     ) -> SparseState:
         sites = sites or self.sites(params)
-        scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
-        masks = self._call_create_masks(scores, targets, sites)
-        backward = self._select_backward(scores, masks, targets, sites)
+        targets = sparse_state.target_sparsities
+        scores = self._call_calculate_scores(params, sites, extra_args)
+        masks = self._call_create_masks(scores, targets, sites, extra=extra_args)
+        backward = self._select_backward(scores, masks, targets, sites, extra_args)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
@@ -127,7 +130,7 @@ class TopKast(StraightThrough, MagnitudePruning):
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with sparsity; updates outside of B are zero."""
+        """Wraps an optimizer so that weights outside of B get updates of 0."""
         tx = super().wrap_optax(inner, masks)
 
         def update(
@@ -140,7 +143,12 @@ class TopKast(StraightThrough, MagnitudePruning):
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
     def _select_backward(
-        self, scores: ScoreTree, masks: Masks, targets: Sparsities, sites: Sites
+        self,
+        scores: ScoreTree,
+        masks: Masks,
+        targets: Sparsities,
+        sites: Sites,
+        extra: Mapping[str, ExtraArg] = NO_EXTRA,
     ) -> PyTree:
         """Returns the masks of B: of A, and of the largest weights outside of A."""
         targets = jax.tree.map(on_device, targets)
@@ -153,7 +161,7 @@ class TopKast(StraightThrough, MagnitudePruning):
             scores,
             masks,
         )
-        return self._call_create_masks(first, sparsities, sites, targets)
+        return self._call_create_masks(first, sparsities, sites, targets, extra)
 
 
 # Both are compiled, as eager calls would send their constants to the device.

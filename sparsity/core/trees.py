@@ -22,12 +22,12 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 N = TypeVar("N", bound=NamedTuple)
 # A tree of arrays in any containers, those of users included. No type says this; jax has Any, too.
 PyTree: TypeAlias = Any
-# Trees by what they hold; trees that go with params may have `None` in the place of a parameter.
-Params: TypeAlias = PyTree  # parameters of a model in any containers, and leaves that are no arrays
-Grads: TypeAlias = PyTree  # gradients of the parameters
+# Trees by their leaves; trees that go with params may have `None` in the place of a parameter.
+Params: TypeAlias = PyTree  # arrays of a model, and leaves that are no arrays
+Grads: TypeAlias = PyTree  # arrays in the shapes of the parameters
 Masks: TypeAlias = PyTree  # uint8, 1 for kept weights, or packed bits; `None` for a dense parameter
-Sparsities: TypeAlias = PyTree  # the fraction of removed weights; `None` for a dense parameter
-ScoreTree: TypeAlias = PyTree  # scores of all weights, of which the highest are kept
+Sparsities: TypeAlias = PyTree  # numbers, the fraction removed; `None` for a dense parameter
+ScoreTree: TypeAlias = PyTree  # arrays in the shapes of the parameters, or recipes (`LazyScores`)
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 

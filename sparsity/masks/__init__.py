@@ -27,7 +27,7 @@ from sparsity.masks.lazy import (
     defer_scores,
     elementwise,
     host_scores,
-    is_elementwise,
+    is_marked_elementwise,
     make_draw,
 )
 from sparsity.masks.scopes import (
@@ -44,6 +44,7 @@ from sparsity.masks.scopes import (
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
+    PatternChoice,
     Site,
     Sites,
     TopkFn,
@@ -67,6 +68,7 @@ __all__ = [
     "MaskBudget",
     "MovingLeaf",
     "Overrides",
+    "PatternChoice",
     "Scope",
     "ScoredLeaf",
     "Site",
@@ -88,7 +90,7 @@ __all__ = [
     "elementwise",
     "find_missing_scope_method",
     "host_scores",
-    "is_elementwise",
+    "is_marked_elementwise",
     "is_per_slice",
     "keeps_targets",
     "leading_axes",

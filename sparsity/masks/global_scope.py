@@ -22,7 +22,7 @@ from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, check_sizes, find_mesh
-from sparsity.masks.sites import Site, TopkFn
+from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
 from sparsity.selection.kept_counts import num_kept, num_kept_int
@@ -63,7 +63,7 @@ class Global(DataclassBase):
         check_bool("use_normalization", self.use_normalization)
         check_number("normalization_eps", self.normalization_eps, 0)
 
-    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
         _check(pattern, batch_axes, topk_fn)
 
@@ -164,7 +164,9 @@ class Global(DataclassBase):
         ]
 
 
-def _check(pattern: object, batch_axes: object, topk_fn: TopkFn | None, where: str = "") -> None:
+def _check(
+    pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None, where: str = ""
+) -> None:
     """Does what `Global.check` does; `where` names the parameter."""
     if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
         raise ValueError(

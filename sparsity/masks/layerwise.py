@@ -19,7 +19,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, check_sizes, find_mesh
-from sparsity.masks.sites import Site, TopkFn
+from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
 from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
 from sparsity.selection.kept_counts import num_kept
@@ -43,7 +43,7 @@ class Layerwise(DataclassBase):
     # Whether a mask depends on the scores of its slice alone, so that slices are pruned one by one.
     per_slice: ClassVar[bool] = True
 
-    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Accepts all patterns, batch axes and functions."""
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:

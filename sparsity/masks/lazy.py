@@ -55,7 +55,7 @@ def elementwise(hook: Hook) -> Hook:
     return hook
 
 
-def is_elementwise(hook: Callable[..., object]) -> bool:
+def is_marked_elementwise(hook: Callable[..., object]) -> bool:
     """Returns whether a method has the mark of `elementwise`."""
     return getattr(hook, "is_elementwise", False)
 
@@ -129,7 +129,7 @@ def defer_scores(
       masks: tree of the masks under which the hook sees the parameters; `None` for no masks.
       grads: tree of gradients.
     """
-    if not is_elementwise(hook):
+    if not is_marked_elementwise(hook):
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None

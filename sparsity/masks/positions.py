@@ -176,7 +176,7 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
 def are_set(words: MaskWords, n: int) -> jax.Array:
     """Returns whether the mask of the words keeps each of n entries, bool[n].
 
-    A loop over entries that has read the words for `spread` reads no mask beside them.
+    A loop over entries that has read the words for `spread` reads no mask besides them.
 
     Example:
       >>> are_set(read_words(jnp.array([0, 1, 0, 1])), 4)

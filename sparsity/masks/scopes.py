@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, check_real_array, find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks.sites import Site, TopkFn
+from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.selection import LazyScores, Scores, compute_array
 
 
@@ -114,7 +114,7 @@ class Scope(Protocol):
              [1, 0]], dtype=uint8)
     """
 
-    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError if the scope cannot create masks of this pattern.
 
         Called when an updater is created.
@@ -149,7 +149,7 @@ class TreeScope(Protocol):
     Scores are stored or lazy; `compute_array` makes arrays of both.
     """
 
-    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError as `Scope.check` does."""
 
     def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
@@ -208,7 +208,7 @@ class LeafScope(TreeScope):
     targets: Sparsities | None = None
     topk_fn: TopkFn | None = None
 
-    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         self.scope.check(pattern, batch_axes, topk_fn)
 
     def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:

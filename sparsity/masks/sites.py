@@ -20,6 +20,7 @@ from sparsity.masks.affordable import MaskBudget
 from sparsity.patterns import SparsityType
 
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
+PatternChoice = SparsityType | Callable[[Path, jax.Array], SparsityType | None]
 BatchAxes = int | Callable[[Path, jax.Array], int]
 Overrides = names.Named[float | None]
 
@@ -76,7 +77,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def __init__(
         self,
         params: Params,
-        pattern: SparsityType | Callable[[Path, jax.Array], SparsityType | None],
+        pattern: PatternChoice,
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,

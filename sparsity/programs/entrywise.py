@@ -124,6 +124,10 @@ def _round(equation: Equation, inputs: Inputs) -> float | None:
     return None if is_half else exact(np.round)(equation, inputs)
 
 
+def _raise_to_integer(equation: Equation, inputs: Inputs) -> float | None:
+    return rounded(lambda x: x ** equation.params["y"])(equation, inputs)
+
+
 def _select(equation: Equation, inputs: Inputs) -> float | None:
     which, *cases = inputs
     if which is not None:
@@ -132,63 +136,63 @@ def _select(equation: Equation, inputs: Inputs) -> float | None:
 
 
 _EXACT: dict[str, Function] = {
-    "abs": np.abs, "add": np.add, "add_any": np.add, "ceil": np.ceil,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "conj": np.conj,
-    "floor": np.floor, "max": np.maximum, "min": np.minimum, "not": np.invert, "neg": np.negative,
-    "or": np.bitwise_or, "real": np.real, "sign": np.sign, "sqrt": np.sqrt, "square": np.square,
-    "sub": np.subtract, "xor": np.bitwise_xor,
+    "ceil": np.ceil, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "floor": np.floor, "max": np.maximum, "min": np.minimum, "not": np.invert,
+    "or": np.bitwise_or, "sign": np.sign, "xor": np.bitwise_xor,
 }  # fmt: skip
 _COMPARISONS: dict[str, Function] = {
     "eq": np.equal, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
-    "le": np.less_equal, "lt": np.less, "ne": np.not_equal,
+    "le": np.less_equal, "lt": np.less,
 }  # fmt: skip
 _ROUNDED: dict[str, Function] = {
     "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
     "atan": np.arctan, "atanh": np.arctanh, "cbrt": np.cbrt, "cos": np.cos, "cosh": np.cosh,
-    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
-    "log2": np.log2, "one_minus_square": lambda x: (1 + x) * (1 - x),
-    "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin,
-    "sinh": np.sinh, "tan": np.tan, "tanh": np.tanh, "pow": np.power, "erf": np.vectorize(math.erf),
+    "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "log2": np.log2,
+    "one_minus_square": lambda x: (1 + x) * (1 - x), "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "sin": np.sin, "sinh": np.sinh, "tan": np.tan, "tanh": np.tanh, "erf": np.vectorize(math.erf),
     "erfc": np.vectorize(math.erfc),
 }  # fmt: skip
-_COPIES = (
-    "convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "pvary",
-    "stop_gradient",
-)  # fmt: skip
+_COPIES = ("copy", "copy_p", "name", "optimization_barrier", "pvary", "stop_gradient")
 _PLACEMENTS = ("device_put", "mesh_cast", "reshard", "sharding_constraint")
 _OTHERS = (
-    "atan2", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "complex", "digamma",
-    "erf_inv", "igamma", "igammac", "imag", "lgamma", "nextafter", "population_count",
-    "reduce_precision", "regularized_incomplete_beta", "rem", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "zeta",
+    "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "digamma", "erf_inv", "igamma",
+    "igammac", "lgamma", "population_count", "reduce_precision", "regularized_incomplete_beta",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta",
 )  # fmt: skip
 
 ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(exact(compute)) for name, compute in _EXACT.items()},
     **{name: Entrywise(exact(compute), tells_nan=True) for name, compute in _COMPARISONS.items()},
     **{name: Entrywise(rounded(compute)) for name, compute in _ROUNDED.items()},
-    "and": Entrywise(_absorb(np.bitwise_and)),
-    "div": Entrywise(_divide),
-    "integer_pow": Entrywise(lambda e, inputs: rounded(lambda x: x ** e.params["y"])(e, inputs)),
-    "mul": Entrywise(_absorb(np.multiply)),
-    "round": Entrywise(_round),
-    "select_n": Entrywise(_select),
     **{name: Entrywise(is_copy=True) for name in _COPIES},
     **{name: Entrywise(is_copy=True, places=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _OTHERS},
+    "abs": Entrywise(exact(np.abs), keeps_any_zero=True, is_nonnegative=True),
+    "add": Entrywise(exact(np.add), keeps_zeros=True),
+    "add_any": Entrywise(exact(np.add), keeps_zeros=True),
+    "and": Entrywise(_absorb(np.bitwise_and)),
+    "atan2": Entrywise(tells_zeros=True),
+    "complex": Entrywise(keeps_zeros=True),
+    "conj": Entrywise(exact(np.conj), keeps_any_zero=True),
+    "convert_element_type": Entrywise(is_copy=True, keeps_any_zero=True),
+    "div": Entrywise(_divide, tells_zeros=True),
+    "exp": Entrywise(rounded(np.exp), is_nonnegative=True),
+    "imag": Entrywise(keeps_any_zero=True),
+    "integer_pow": Entrywise(_raise_to_integer, tells_zeros=True),
+    "mul": Entrywise(_absorb(np.multiply), keeps_any_zero=True),
+    "ne": Entrywise(exact(np.not_equal), tells_nan=True, keeps_zeros=True),
+    "neg": Entrywise(exact(np.negative), keeps_any_zero=True),
+    "nextafter": Entrywise(tells_zeros=True),
+    "pow": Entrywise(rounded(np.power), tells_zeros=True),
+    "real": Entrywise(exact(np.real), keeps_any_zero=True),
+    "rem": Entrywise(tells_zeros=True),
+    "round": Entrywise(_round),
+    "rsqrt": Entrywise(rounded(lambda x: 1 / np.sqrt(x)), tells_zeros=True),
+    "select_n": Entrywise(_select),
+    "sqrt": Entrywise(exact(np.sqrt), is_nonnegative=True),
+    "square": Entrywise(exact(np.square), keeps_any_zero=True, is_nonnegative=True),
+    "sub": Entrywise(exact(np.subtract), keeps_zeros=True),
 }
-_TELL_ZEROS = ("atan2", "div", "integer_pow", "nextafter", "pow", "rem", "rsqrt")
-_KEEP_ANY_ZERO = ("abs", "conj", "convert_element_type", "imag", "mul", "neg", "real", "square")
-_KEEP_ZEROS = ("add", "add_any", "complex", "ne", "sub")
-_NONNEGATIVE = ("abs", "exp", "sqrt", "square")
-for _name, _entry in ENTRYWISE.items():
-    ENTRYWISE[_name] = dataclasses.replace(
-        _entry,
-        tells_zeros=_name in _TELL_ZEROS,
-        keeps_any_zero=_name in _KEEP_ANY_ZERO,
-        keeps_zeros=_name in _KEEP_ZEROS,
-        is_nonnegative=_name in _NONNEGATIVE,
-    )
 # These make new entries, which no input holds.
 SOURCES = frozenset((
     "iota", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",

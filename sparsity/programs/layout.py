@@ -15,7 +15,7 @@ from sparsity.programs.entrywise import gather_fill
 from sparsity.programs.program import Equation, Value
 
 RelationKind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
-Params: TypeAlias = dict[str, object]  # of an equation
+EquationParams: TypeAlias = dict[str, object]
 
 
 class Place(NamedTuple):
@@ -98,7 +98,7 @@ class AxisRule:
     """
 
     relate: Callable[[Equation], list[Relation]]
-    resize: Callable[[Equation, Sizes], Params] | None = None
+    resize: Callable[[Equation, Sizes], EquationParams] | None = None
     sources: Callable[[Equation, int], Sequence[int]] = lambda equation, number: (0,)
     joins: Callable[[Equation], str | None] = lambda equation: None
     fill: Callable[[Equation], float | None] = lambda equation: None
@@ -302,22 +302,22 @@ def _gather(equation: Equation) -> list[Relation]:
 # Parameters at smaller sizes.
 
 
-def _resize_reshape(equation: Equation, sizes: Sizes) -> Params:
+def _resize_reshape(equation: Equation, sizes: Sizes) -> EquationParams:
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
     return {"new_sizes": shape, "sharding": output.struct(shape).sharding}
 
 
-def _resize_broadcast(equation: Equation, sizes: Sizes) -> Params:
+def _resize_broadcast(equation: Equation, sizes: Sizes) -> EquationParams:
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
     return {"shape": shape, "sharding": output.struct(shape).sharding}
 
 
-def _resize_split(equation: Equation, sizes: Sizes) -> Params:
+def _resize_split(equation: Equation, sizes: Sizes) -> EquationParams:
     axis = equation.params["axis"]
     return {"sizes": tuple(sizes.shape(x)[axis] for x in equation.outputs)}
 
 
-def _resize_slice(equation: Equation, sizes: Sizes) -> Params:
+def _resize_slice(equation: Equation, sizes: Sizes) -> EquationParams:
     (value,), names = equation.inputs, ("start_indices", "limit_indices")
     return {
         name: tuple(
@@ -327,11 +327,11 @@ def _resize_slice(equation: Equation, sizes: Sizes) -> Params:
     }
 
 
-def _resize_dynamic_slice(equation: Equation, sizes: Sizes) -> Params:
+def _resize_dynamic_slice(equation: Equation, sizes: Sizes) -> EquationParams:
     return {"slice_sizes": sizes.shape(equation.outputs[0])}
 
 
-def _resize_gather(equation: Equation, sizes: Sizes) -> Params:
+def _resize_gather(equation: Equation, sizes: Sizes) -> EquationParams:
     shapes = equation.inputs[0].shape, sizes.shape(equation.inputs[0])
     sliced = zip(equation.params["slice_sizes"], *shapes, strict=True)
     return {"slice_sizes": tuple(small if size == full else size for size, full, small in sliced)}

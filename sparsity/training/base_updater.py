@@ -55,6 +55,7 @@ class BaseUpdater(ComparedByFields, Updater):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         updater = super().__new__(cls)
+        # Before the generated __init__, whose TypeError would suggest no name.
         check_names(cls, kwargs)
         return updater
 

@@ -23,14 +23,13 @@ import optax
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, PyTree
-from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
 from sparsity.training.removed_entries import Fact, RemovedEntries
 
 Shape: TypeAlias = tuple[int, ...]
 # Parameters of operations that follow from shapes.
 _SHAPES = {"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"}
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
 
 
 def check_entrywise(
@@ -246,7 +245,7 @@ class _Comparison:
     def _is_entrywise(self, name: str, dense: Equation, kept: Equation) -> bool:
         """Returns whether the entries of shortened arrays stay apart, or become one number."""
         (result,), operands = dense.outputs, zip(dense.inputs, kept.inputs, strict=True)
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:  # `RemovedEntries` refuses those that removed entries change
             return not result.shape
         if name in ENTRYWISE or name == "broadcast_in_dim":
             full = (result.shape, kept.outputs[0].shape)

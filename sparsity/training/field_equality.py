@@ -46,7 +46,7 @@ class ComparedByFields(DataclassBase):
         if self.__dict__.get("_is_hashed") and name in {x.name for x in dataclasses.fields(self)}:
             raise dataclasses.FrozenInstanceError(
                 f"{name} of this {type(self).__name__} cannot be assigned: it was hashed, as a "
-                "static argument or a key, and compiled functions would go on with the old value. "
+                "static argument or a key, and compiled functions would keep the old value. "
                 f"Use dataclasses.replace(updater, {name}=...)."
             )
         super().__setattr__(name, value)

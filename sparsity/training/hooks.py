@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
@@ -15,6 +16,7 @@ from sparsity.masks import Draw, Sites, apply_masks
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
+NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})  # the extra arguments of `init`
 
 
 class HookArgs(TypedDict, total=False):
@@ -32,14 +34,14 @@ class HookArgs(TypedDict, total=False):
 
 
 class StepInputs(NamedTuple):
-    """Arguments of one call of `update`, and the parts of them that hooks get.
+    """Inputs of the hooks in `init`, `update`, `instant_sparsify` or a forward pass.
 
     `params` and `updates` are complete trees. Weights are the parameters that can have a mask, in a
     tree with `None` in place of all other leaves, as hooks get it.
 
     Attributes:
       params: tree of parameters as they are stored.
-      updates: tree of gradients from the training loop; `None` without gradients.
+      updates: tree of gradients from the training loop; `None` where there are none.
       sites: table of `Updater.sites`, resolved from the parameters.
       extra: other arguments of the training loop.
       masks: tree of the masks under which hooks see the weights; `None` for no masks.

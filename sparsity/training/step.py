@@ -102,7 +102,7 @@ class Step(abc.ABC):
             targets = state.target_sparsities
             check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
         # Again: an override of init_state, or a user, may pass masks of any real dtype.
-        state = store_first(state, params, self.updater.use_packed_masks, "initial masks")
+        state = store_first(state, params, updater.use_packed_masks, "initial masks")
         masks = self.unpack_for_hooks(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.user_masks is None
         warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
@@ -182,18 +182,17 @@ class Step(abc.ABC):
         updater, params = self.updater, inputs.params
         old, inputs = self.unpack_for_hooks(state, inputs)
         old_bits = state.masks
-        if regrows and not self.updater.use_packed_masks:
+        if regrows and not updater.use_packed_masks:
             old_bits, count = pack_before_update(old.masks, params, old.count)
             old = old._replace(count=count)
         new = update_masks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
-        new = new._replace(
-            masks=take_masks(new.masks, old.masks, params, self.updater.use_packed_masks)
-        )
+        masks = take_masks(new.masks, old.masks, params, updater.use_packed_masks)
+        new = new._replace(masks=masks)
         grown = None
         if regrows:
             new, grown = self.restart(old_bits, new, inputs)
-        if self.updater.use_packed_masks:
+        if updater.use_packed_masks:
             new = new._replace(masks=pack_masks(new.masks, params))
         return new, MaskChange(True, grown)
 

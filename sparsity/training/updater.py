@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import chex
@@ -16,11 +16,12 @@ from sparsity.core import trees
 from sparsity.core.checks import DataclassBase, check_values
 from sparsity.core.hashing import DEFAULT_SEED, Seed, generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
-from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
     Layerwise,
     MaskBudget,
+    PatternChoice,
     Scope,
     Site,
     Sites,
@@ -31,9 +32,9 @@ from sparsity.masks import (
     read_overrides,
 )
 from sparsity.masks.distributions import Distribution, uniform
-from sparsity.patterns import SparsityType, Unstructured
+from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
+from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -109,7 +110,7 @@ class Updater(DataclassBase):
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
-    sparsity_type: SparsityType | Callable[[Path, jax.Array], SparsityType | None] = Unstructured()
+    sparsity_type: PatternChoice = Unstructured()
     sparsity_distribution_fn: Distribution | None = uniform
     scope: Scope | TreeScope = Layerwise()
     rng_seed: Seed = DEFAULT_SEED
@@ -255,10 +256,17 @@ class Updater(DataclassBase):
         sparsities: Sparsities,
         sites: Sites,
         target_sparsities: Sparsities | None = None,
+        extra: Mapping[str, ExtraArg] = NO_EXTRA,
     ) -> Masks:
-        """Calls `create_masks` with its arguments by name, but none of the training loop."""
+        """Calls `create_masks` with its arguments by name; `extra` is from the training loop."""
         named: HookArgs = {"sites": sites, "target_sparsities": target_sparsities}
-        return call_hook(self.create_masks, scores, sparsities, extra={}, named=named)
+        return call_hook(self.create_masks, scores, sparsities, extra=extra, named=named)
+
+    def _call_calculate_scores(
+        self, params: Params, sites: Sites, extra: Mapping[str, ExtraArg] = NO_EXTRA
+    ) -> ScoreTree:
+        """Calls `calculate_scores` on parameters alone, as `_call_create_masks` does."""
+        return call_hook(self.calculate_scores, params, extra=extra, named={"sites": sites})
 
     def _repeat_sparsity(
         self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites

@@ -57,6 +57,7 @@ READ_REMOVED = {
     "a sum of exponentials": (each(lambda g, p: g / jnp.sum(jnp.exp(g))), "reduce_sum"),
     "a number of zeros": (each(lambda g, p: g * jnp.sum(g == 0)), "reduce_sum"),
     "a number of entries": (each(lambda g, p: g / jnp.sum(jnp.ones_like(g))), "reduce_sum"),
+    "a product": (each(lambda g, p: g * jnp.prod(g)), "reduce_prod"),
     "whether all are not 0": (each(lambda g, p: jnp.where(jnp.all(g != 0), g, p)), "reduce_and"),
     "whether any is 0": (each(lambda g, p: jnp.where(jnp.any(p == 0), g, p)), "reduce_or"),
     "a sum of sums that start at 1": (remember(1.0, lambda g, s: g / jnp.sum(s)), "reduce_sum"),
@@ -141,6 +142,10 @@ ACCEPTED = {
 )
 def test_norms_of_kept_entries_are_accepted(name, dtype):
     check(ACCEPTED[name], dtype)
+
+
+def test_a_product_of_ones_at_removed_entries_is_accepted():
+    check(each(lambda g, p: g * jnp.prod(1 + g)))
 
 
 # The full parameter has moments of entries that an update of the masks removes.

@@ -126,6 +126,46 @@ def test_an_override_changes_the_results_or_is_an_error_that_names_another_hook(
     assert not idle
 
 
+_LOOP = {"pre_forward_update", "post_gradient_update", "apply_masks"}
+_INIT = {"init_state", "get_initial_masks", "init_algorithm_state"}
+# Hooks that get no arguments of `update`: masks of a forward pass, or of `init`.
+_OF_MASKS = {"calculate_scores", "create_masks"}
+_WITHOUT = dict.fromkeys(("magnitude_ste", "random_ste", "sr_ste", "static_sparse"), _OF_MASKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arguments_of_the_loop_reach_each_override_that_names_them(name):
+    cls, options = CASES[name]
+    hooks = [*ROWS, *(x for x in ("get_drop_scores", "get_grow_scores") if hasattr(cls, x))]
+    seen = {}
+
+    def noting(hook):
+        def note(self, *args, importance=None, sites=None, **kwargs):
+            seen.setdefault(hook, []).append((importance, sites is None))
+            if hook == "update_state":  # it calls other hooks
+                kwargs |= {"importance": importance, "sites": sites}
+            return getattr(super(type(self), self), hook)(*args, **kwargs)
+
+        return note
+
+    idle = _LOOP | _INIT | REFUSED.get(name, set()) | _WITHOUT.get(name, set())
+    effective = [hook for hook in hooks if hook not in idle]
+    updater = type("Derived", (cls,), {x: noting(x) for x in effective} | STATED)(**options)
+    tx, marker = updater.wrap_optax(optax.sgd(0.1)), object()
+
+    def step(params):
+        state = tx.init(params)
+        seen.clear()
+        return tx.update(params, state, params, importance=marker)
+
+    jax.eval_shape(step, PARAMS)
+    assert seen.keys() == set(effective)
+    for hook, arguments in seen.items():
+        for importance, lacks_sites in arguments:
+            assert importance is marker, hook
+            assert not lacks_sites, hook
+
+
 @pytest.mark.parametrize("caller", ["get_initial_masks", "new_masks", "update_state"])
 def test_scores_of_a_class_that_moves_masks_may_be_overridden_with_a_hook_that_calls_them(caller):
     hooks = {hook: _override(hook, {}) for hook in ("calculate_scores", caller)}

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.masks import is_elementwise
+from sparsity.masks import is_marked_elementwise
 from sparsity.training.hooks import HookArgs
 from sparsity.training.updater import INFERRED, Updater
 from tests.documents import PAGES
@@ -156,7 +156,7 @@ def test_scores_that_need_no_other_weights_are_never_stored():
         f"{name}.{hook}"
         for name in sparsity.all_algorithm_names()
         for hook in hooks
-        if is_elementwise(getattr(sparsity.api.ALGORITHM_REGISTRY[name], hook, None))
+        if is_marked_elementwise(getattr(sparsity.api.ALGORITHM_REGISTRY[name], hook, None))
     }
     by_entry = "acdc admm global_magnitude global_saliency magnitude magnitude_ste saliency snip"
     expected = {f"{name}.calculate_scores" for name in (*by_entry.split(), "sr_ste", "top_kast")}

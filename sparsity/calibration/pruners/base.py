@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     site: Site
     param: jax.Array
     statistic: Statistic
-    target: chex.Numeric | None  # `None` where only parameters beside this one have a sparsity
+    target: chex.Numeric | None  # `None` if only other parameters in its group have a sparsity
 
 
 Problems: TypeAlias = Mapping[KeyPath, Problem]
@@ -69,7 +69,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
         `sparsity.calibrate`.
       gram_copies: class attribute: arrays of the size of a Gram matrix that `solve` holds at once,
         the matrix included; at least 2, as while the sums of batches are added up.
-      corrects: class attribute: names the values that change beside the masks, so that no step of
+      corrects: class attribute: names the values that change besides the masks, so that no step of
         an optimizer can prune along a schedule; `None` if only masks change.
 
     Example:

@@ -180,7 +180,7 @@ def inverse_factors(
 ) -> jax.Array:
     """Returns upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1.
 
-    U takes all of the memory that this function needs beside the Gram matrices.
+    U takes all of the memory that this function needs besides the Gram matrices.
 
     Args:
       grams: [..., inputs, inputs], whose real parts count.

@@ -151,7 +151,7 @@ class Meter:
         self._note(live_bytes + work, live_bytes, param.name)
 
     def _note(self, bytes_: int, activations: int, param: str) -> None:
-        """Notes the bytes beside the model at a point of the run."""
+        """Notes the bytes besides the model at a point of the run."""
         now = self._params + sum(self._pruned.values()) + bytes_
         if now > self._peak[0]:
             self._peak = now, activations, param

@@ -131,7 +131,7 @@ class ReachedWeight:
 def _make_rerun(
     use: Use, alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
 ) -> Callable[[jax.Array], np.ndarray] | None:
-    """Returns a function from the operand beside a weight to the sums of |y|^2 with each matrix.
+    """Returns a function from the other operand of a product to the sums of |y|^2 with each matrix.
 
     A run outside of `jit` compiles each product by itself, and keeps the program. The product of
     the same inputs with lost weights is this program again: sums of its outputs compile nothing.

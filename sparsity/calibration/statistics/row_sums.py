@@ -37,7 +37,7 @@ def sum_inputs(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> Stat
       use: the product.
       alignment: alignment of the use, without the axes that scans took apart.
       kind: the kind of sums.
-      x: the operand beside the weight.
+      x: the other operand of the product.
 
     Returns:
       The statistic in the order of the parameter, of one layer where scans run over several.
@@ -65,7 +65,7 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
     Args:
       use: the product.
       alignment: alignment of the use, without the axes that scans took apart.
-      x: the operand beside the weight.
+      x: the other operand of the product.
       *matrices: [*batch, outputs, inputs] in the order of the parameter.
     """
     x = _wide(x)

@@ -1,4 +1,4 @@
-"""Programs that run with sums beside them, in loops and branches, too."""
+"""Programs that also compute sums, in loops and branches, too."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from sparsity.graph.scope.placed import (
     spread_masks,
     sum_importance,
 )
-from sparsity.masks import TopkFn
+from sparsity.masks import BatchAxes, PatternChoice, TopkFn
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
@@ -112,7 +112,7 @@ class Coupled(DataclassBase):
         if self.plan is not None and not isinstance(self.plan, Cut):
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
-    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
         if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
             raise ValueError(
