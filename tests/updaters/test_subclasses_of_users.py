@@ -575,3 +575,16 @@ def test_hooks_take_the_state_and_the_trees_by_name():
     placed = updater.update_state(state, params, params)
     np.testing.assert_array_equal(named.masks["k"], placed.masks["k"])
     assert int(named.masks["k"].sum()) == 16
+
+
+def test_a_global_pruner_may_set_a_scope_of_its_own():
+    class Local(sparsity.GlobalMagnitudePruning):
+        def __post_init__(self):
+            super().__post_init__()
+            self.scope = sparsity.Layerwise()
+
+    updater = Local(sparsity=0.5)
+    assert _mask_of(updater)[16:].all()
+    updater.scope = sparsity.Global(use_normalization=False)
+    with pytest.raises(ValueError, match="Local makes its scope from use_normalization"):
+        updater.check_fields()
