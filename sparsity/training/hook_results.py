@@ -62,6 +62,8 @@ def take_user_masks(
     updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
 ) -> SparseState:
     """Returns the first state with masks of a user, and a target for each leaf with a mask."""
+    with evaluate_now():
+        masks = jax.tree.map(lambda x: x != 0 if jnp.iscomplexobj(x) else x, masks)
     user_masks = trees.leaves_by_path(masks)
     for path, mask in user_masks.items():
         is_float = jnp.issubdtype(jnp.result_type(mask), jnp.floating)

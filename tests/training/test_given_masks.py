@@ -148,6 +148,11 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     np.testing.assert_array_equal(_in_use(_start(fixed, _masks(w=entries))), entries)
 
 
+def test_complex_masks_keep_entries_that_are_not_zero():
+    state = _start(sparsity.StaticRandomSparse(), _masks(w=_mask() * np.complex64(1j)))
+    np.testing.assert_array_equal(_in_use(state), _mask())
+
+
 @pytest.mark.slow
 def test_a_pruner_starts_from_the_masks_and_then_makes_its_own():
     pruner = sparsity.MagnitudePruning(
