@@ -194,11 +194,12 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    options["scheduler"] = _take_scheduler(name, algorithm, options, fields)
+    taken = fields | _config_keys(ALGORITHM_REGISTRY.values())  # some are ignored below
+    options["scheduler"] = _take_scheduler(name, algorithm, options, taken)
     scope = _take_scope(options, fields)
     if scope is not None:
         options["scope"] = scope
-    distribution = _take_distribution(name, algorithm, options, fields)
+    distribution = _take_distribution(name, algorithm, options, taken)
     if distribution is not None:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
@@ -242,15 +243,20 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
 
 
 def _take_scheduler(
-    name: str, algorithm: type[BaseUpdater], options: Options, fields: set[str]
+    name: str, algorithm: type[BaseUpdater], options: Options, taken: set[str]
 ) -> Schedule:
-    """Takes the keys of schedules out of the options and makes the schedule."""
+    """Takes the keys of schedules out of the options and makes the schedule.
+
+    Args:
+      name: the name of the algorithm.
+      algorithm: the class of the algorithm.
+      options: keys of the configuration; those that only schedules take are removed.
+      taken: keys that algorithms take; a schedule with such a field gets the value, too.
+    """
     kind = options.pop("schedule_type", None)
-    chosen = "polynomial" if kind is None else kind  # a ramp has the keys of every default
-    others = (fields | _config_keys(DISTRIBUTIONS.values())) - _config_keys(
-        [SCHEDULES.find(chosen)]
-    )
-    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - others)
+    shared = (taken | _config_keys(DISTRIBUTIONS.values())) & options.keys()
+    chosen = SCHEDULES.find("polynomial" if kind is None else kind)  # has the keys of defaults
+    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - shared)
     if "scheduler" in options:
         if keys or kind:
             raise ValueError(
@@ -259,6 +265,7 @@ def _take_scheduler(
         scheduler: Schedule = options.pop("scheduler")
         check_schedule(scheduler)
         return scheduler
+    keys |= {key: options[key] for key in shared & _config_keys([chosen])}
     start, end = keys.get("update_start_step"), keys.get("update_end_step")
     if kind is None:
         if start is None and end is not None:
@@ -278,6 +285,8 @@ def _take_scheduler(
                 raise ValueError("update_start_step and update_end_step need an update_freq.")
             if kind != "polynomial":
                 keys = _drop_ramp(name, kind, keys)
+        for unused in shared - _config_keys([SCHEDULES.find(kind)]):
+            keys.pop(unused, None)
         if kind == "none" and not keys:
             return algorithm.scheduler
     return _make(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
@@ -315,38 +324,42 @@ def _take_scope(options: Options, fields: set[str]) -> Scope | None:
 
 
 def _take_distribution(
-    name: str, algorithm: type[BaseUpdater], options: Options, fields: set[str]
+    name: str, algorithm: type[BaseUpdater], options: Options, taken: set[str]
 ) -> Distribution | None:
-    """Takes the keys of distributions out of the options; `None` means the default of the class."""
+    """Takes the keys of distributions out of the options; `None` means the default of the class.
+
+    Args:
+      name: the name of the algorithm.
+      algorithm: the class of the algorithm.
+      options: keys of the configuration; those that only distributions take are removed.
+      taken: keys that algorithms take; a distribution with such a field gets the value, too.
+    """
     kind = options.pop("dist_type", None)
-    if kind is not None:
-        DISTRIBUTIONS.find(kind)
+    distribution = DISTRIBUTIONS.find("uniform" if kind is None else kind)
     missing = f"sparsity is missing in the configuration of {name!r}."
-    allowed = _config_keys(DISTRIBUTIONS.values()) & options.keys()
-    if not algorithm.takes_distribution:
-        keys = _pop_keys(options, allowed - fields)
+    chosen, fields = _config_keys([distribution]), _field_names(algorithm)
+    listed = _config_keys(DISTRIBUTIONS.values())
+    keys = {key: options[key] for key in options if key in chosen or key in listed - taken}
+    removed = _pop_keys(options, listed - taken)
+    if not algorithm.takes_distribution or "sparsity_distribution_fn" not in fields:
         if "sparsity" not in fields:
-            _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks values
+            unshared = {key: value for key, value in keys.items() if key not in fields}
+            _make(distribution, unshared, "a distribution")  # checks values
         elif "sparsity" not in options:
             raise ValueError(missing)
         elif kind not in (None, "uniform"):
             _log.warning("%s takes no distribution and has no use for %r.", name, kind)
         return None
     if "sparsity_distribution_fn" in options:
-        keys = _pop_keys(options, allowed - fields)
-        if keys or kind:
+        if removed or kind:
             raise ValueError(
-                f"{_quote([*keys, *(['dist_type'] if kind else [])])} cannot go with "
+                f"{_quote([*removed, *(['dist_type'] if kind else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
-    chosen = _config_keys([DISTRIBUTIONS.find(kind or "uniform")])
-    # A field of the algorithm gets the value, too.
-    keys = {key: options[key] for key in allowed if key in chosen or key not in fields}
-    _pop_keys(options, allowed - fields)
     if "sparsity" not in keys:
         raise ValueError(missing)
-    return _make(DISTRIBUTIONS.find(kind or "uniform"), keys, f"dist_type {kind or 'uniform'!r}")
+    return _make(distribution, keys, f"dist_type {kind or 'uniform'!r}")
 
 
 def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:

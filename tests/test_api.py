@@ -485,6 +485,67 @@ def test_the_fields_of_a_registered_schedule_are_its_keys(monkeypatch):
     assert targets(create(config(filter_fn=lambda path, param: True)))["bias"] == 0.5
 
 
+@dataclasses.dataclass(frozen=True)
+class Shared(sparsity.PeriodicSchedule):
+    """Has fields of the names of other keys."""
+
+    drop_fraction: float = 0.3
+    sparsity: float = 0.3
+    rng_seed: int = 0
+
+
+def test_a_schedule_shares_keys_with_algorithms_and_distributions(monkeypatch):
+    monkeypatch.setattr(api, "SCHEDULES", type(api.SCHEDULES)("schedule_type", dict(api.SCHEDULES)))
+    sparsity.register_schedule("shared", Shared)
+    steps = {"update_freq": 2, "update_start_step": 1, "update_end_step": 5}
+    given = {"algorithm": "rigl", "sparsity": 0.5, "drop_fraction": 0.2, "rng_seed": 7} | steps
+    for kind in ({}, {"schedule_type": "shared"}):
+        updater = create(given | kind)
+        assert updater.drop_fraction_fn == sparsity.algorithms.sparse_trainers.CosineFraction(
+            0.2, 5
+        )
+        assert updater.sparsity_distribution_fn == sparsity.Uniform(0.5)
+        assert updater.rng_seed == 7
+        chosen = Shared(2, 1, 5, 0.2, 0.5, 7) if kind else sparsity.PeriodicSchedule(2, 1, 5)
+        assert updater.scheduler == chosen
+    ignored = create(config(drop_fraction=0.2))  # of other algorithms
+    assert ignored.scheduler == sparsity.NoUpdateSchedule()
+
+
+def test_a_distribution_shares_keys_with_algorithms(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Dropped:
+        sparsity: float
+        drop_fraction: float = 0.1
+
+        def __call__(self, params):
+            return dict.fromkeys(params, self.sparsity)
+
+    tables = api.DISTRIBUTIONS
+    monkeypatch.setattr(api, "DISTRIBUTIONS", type(tables)("dist_type", dict(tables)))
+    sparsity.register_distribution("dropped", Dropped)
+    for name in ("rigl", "magnitude"):
+        given = config(algorithm=name, drop_fraction=0.2)
+        assert create(given).sparsity_distribution_fn == sparsity.Uniform(0.5)
+        dropped = create(given | {"dist_type": "dropped"}).sparsity_distribution_fn
+        assert dropped == Dropped(0.5, 0.2)
+
+
+def test_an_algorithm_may_set_its_distribution(registry):
+    @dataclasses.dataclass(kw_only=True)
+    class OwnDistribution(sparsity.MagnitudePruning):
+        sparsity: float = 0.0
+        sparsity_distribution_fn: object = dataclasses.field(default=None, init=False)
+
+        def get_distribution_fn(self):
+            return sparsity.Uniform(self.sparsity)
+
+    sparsity.register_algorithm("own_distribution", OwnDistribution)
+    updater = create(config(algorithm="own_distribution"))
+    assert updater.get_distribution_fn() == sparsity.Uniform(0.5)
+    assert updater.sparsity_distribution_fn is None
+
+
 def test_fields_of_a_registered_distribution_leave_those_of_algorithms(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Sliced:

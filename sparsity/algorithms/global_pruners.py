@@ -48,7 +48,10 @@ class GlobalPruning(BaseUpdater):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if self.scope != Global(self.use_normalization, self.normalization_eps):
+        # A subclass may set a scope of its own after this class.
+        sets_scope = type(self).__post_init__ is not GlobalPruning.__post_init__
+        is_free = sets_scope and type(self.scope) is not Global
+        if not is_free and self.scope != Global(self.use_normalization, self.normalization_eps):
             raise ValueError(
                 f"{type(self).__name__} makes its scope from use_normalization and "
                 f"normalization_eps, got scope = {self.scope!r} with use_normalization = "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -21,7 +20,7 @@ from sparsity.training.step_checks import check_optimizer, check_state
 
 @dataclasses.dataclass(kw_only=True)
 class NoPruning(BaseUpdater):
-    """Keeps all parameters dense, as a baseline.
+    """Keeps all parameters dense, as a baseline; calls none of the hooks that prune.
 
     Example:
       >>> import jax.numpy as jnp
@@ -31,18 +30,6 @@ class NoPruning(BaseUpdater):
 
     regrows: ClassVar[bool | None] = False
     takes_distribution: ClassVar[bool] = False
-    unused_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (
-            "calculate_scores",
-            "create_masks",
-            "new_masks",
-            "update_state",
-            "init_algorithm_state",
-            "accumulate",
-            "modify_gradients",
-        ),
-        "the hook in a subclass of BaseUpdater",
-    )
 
     sparsity_distribution_fn: Distribution | None = None
 

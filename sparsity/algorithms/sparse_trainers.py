@@ -29,9 +29,9 @@ from sparsity.masks import (
     adapt_scope,
     defer_scores,
     elementwise,
-    is_marked_elementwise,
     keeps_targets,
     make_draw,
+    may_score_slices,
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
@@ -183,7 +183,7 @@ class DropAndGrow(SparseTraining):
 
     def _grows_by_slice(self) -> bool:
         """Returns whether `get_grow_scores` scores each slice alone."""
-        return is_marked_elementwise(self.get_grow_scores)
+        return may_score_slices(self.get_grow_scores)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         draw = make_draw(inputs.weights)

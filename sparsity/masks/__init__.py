@@ -29,6 +29,7 @@ from sparsity.masks.lazy import (
     host_scores,
     is_marked_elementwise,
     make_draw,
+    may_score_slices,
 )
 from sparsity.masks.scopes import (
     LeafScope,
@@ -96,6 +97,7 @@ __all__ = [
     "leading_axes",
     "make_draw",
     "mask_updates",
+    "may_score_slices",
     "pack",
     "pack_masks",
     "packed_shape",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeAlias, TypeVar
 
 import chex
@@ -26,7 +26,7 @@ from sparsity.core.hashing import (
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
-from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
 from sparsity.selection import Scores
 
@@ -39,7 +39,8 @@ def elementwise(hook: Hook) -> Hook:
 
     The mask search then calls the hook on parts of parameters, and `sparse_state` is `None`. The
     mark belongs to the method: an override without the mark gets complete trees. A hook that
-    joins entries, as a mean does, is a ValueError when masks are made.
+    joins entries, as a mean does, is a ValueError when masks are made. A hook that adds axes, as
+    `jnp.stack` does, gets complete trees.
 
     Example:
       >>> import dataclasses, sparsity
@@ -58,6 +59,22 @@ def elementwise(hook: Hook) -> Hook:
 def is_marked_elementwise(hook: Callable[..., object]) -> bool:
     """Returns whether a method has the mark of `elementwise`."""
     return getattr(hook, "is_elementwise", False)
+
+
+def may_score_slices(hook: Callable[..., PyTree]) -> bool:
+    """Returns whether a hook has the mark of `elementwise`, and its program allows for slices.
+
+    Args:
+      hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
+
+    Raises:
+      ValueError: the hook has the mark but joins entries.
+    """
+    if not is_marked_elementwise(hook):
+        return False
+    dtype = np.dtype(np.float32)
+    traced = _EntryScore.trace(hook, False, (dtype, dtype))
+    return traced.is_entrywise or bool(traced.program.consts)
 
 
 class Draw(Protocol):
@@ -120,8 +137,8 @@ def defer_scores(
 ) -> ScoreTree | None:
     """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
 
-    The result is `None` if the hook is not marked or holds arrays as constants. The result is also
-    `None` if a gradient is missing, as the error of the hook itself says more.
+    The result is `None` if the hook is not marked, holds arrays as constants, or adds axes. The
+    result is also `None` if a gradient is missing, as the error of the hook itself says more.
 
     Args:
       hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
@@ -145,7 +162,7 @@ def defer_scores(
         return Scores(fns[kind], tuple(values[i] for i in fns[kind].read))
 
     scores: ScoreTree = trees.map_matched(lazy, params, masks, grads)
-    return None if any(fn.program.consts for fn in fns.values()) else scores
+    return scores if all(fn.is_entrywise for fn in fns.values()) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +179,8 @@ class _EntryScore:
       read: positions of the values that the hook reads; calls take only these values.
       program: the traced hook; kept alive, because `formula` names its objects.
       formula: the text of the program.
+      is_entrywise: whether every operation of the program is entrywise, and the program holds no
+        arrays; hooks of other programs get complete trees.
     """
 
     hook: Callable[..., PyTree] = dataclasses.field(compare=False)
@@ -170,25 +189,27 @@ class _EntryScore:
     read: tuple[int, ...]
     program: ClosedJaxpr = dataclasses.field(compare=False)
     formula: str
+    is_entrywise: bool
 
     @classmethod
     def trace(cls, hook: Callable[..., PyTree], masked: bool, dtypes: Dtypes) -> _EntryScore:
-        """Traces the hook for two entries; `read` holds the position of the weight if the
+        """Traces the hook for a few entries; `read` holds the position of the weight if the
         hook reads no value.
 
         Raises:
-          ValueError: the hook does more than compute entry by entry.
+          ValueError: the hook joins entries.
         """
         call = functools.partial(_call_hook, hook, masked)
-        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((2,), x) for x in dtypes))
-        if not program.consts:  # those hooks get complete trees
-            _check_is_entrywise(hook, read_jaxpr(program))
+        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
+        steps = [] if program.consts else [*_list_live(read_jaxpr(program))]
+        _check_joins(hook, steps)
+        is_entrywise = not program.consts and all(map(_is_entrywise, steps))
         used = {*map(id, program.jaxpr.outvars)}
         for eqn in reversed(program.jaxpr.eqns):
             if not used.isdisjoint(map(id, eqn.outvars)):
                 used.update(map(id, eqn.invars))
         read = tuple(i for i, x in enumerate(program.jaxpr.invars) if id(x) in used) or (0,)
-        return cls(hook, masked, dtypes, read, program, str(program))
+        return cls(hook, masked, dtypes, read, program, str(program), is_entrywise)
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
@@ -208,17 +229,57 @@ class _EntryScore:
         return _ON_HOST.get(name) if program.outvars[0] in results else None
 
 
-def _check_is_entrywise(hook: Callable[..., PyTree], program: Program) -> None:
-    """Raises a ValueError that names the first operation of a hook that is not entrywise."""
-    for body in program.nested():
-        for equation in body.flat():
-            if not _is_entrywise(equation):
-                name = getattr(hook, "__qualname__", repr(hook))
-                raise ValueError(
-                    f"{name} is marked @elementwise but uses {equation.name}, which does more than "
-                    "compute entry by entry. The mask search calls the hook on parts of "
-                    "parameters: remove the mark, so that the hook gets complete trees."
-                )
+# Number of the entries for which hooks are traced, which tells their axis from others; a prime, so
+# that no other axes make it.
+_LENGTH = 97
+
+
+def _list_live(program: Program) -> list[Equation]:
+    """Returns the equations on which results depend, those of loops and branches included."""
+    live = list[Equation]()
+    used = {*program.outputs}
+    for equation in reversed([*program.flat()]):
+        if not used.isdisjoint(equation.outputs):
+            used.update(equation.inputs)
+            live += [step for body in equation.bodies for step in _list_live(body)]
+            live.append(equation)
+    return live
+
+
+def _check_joins(hook: Callable[..., PyTree], steps: Iterable[Equation]) -> None:
+    """Raises a ValueError that names an operation of a hook that joins entries."""
+    for equation in steps:
+        if any(shape[axis] == _LENGTH for shape, axis in _joined_axes(equation)):
+            name = getattr(hook, "__qualname__", repr(hook))
+            raise ValueError(
+                f"{name} is marked @elementwise but uses {equation.name}, which does more than "
+                "compute entry by entry. The mask search calls the hook on parts of "
+                "parameters: remove the mark, so that the hook gets complete trees."
+            )
+
+
+def _joined_axes(equation: Equation) -> list[tuple[tuple[int, ...], int]]:
+    """Returns (shape, axis) of the axes along which an equation joins or moves entries."""
+    params, shapes = equation.params, [value.shape for value in equation.inputs]
+    match equation.name:
+        case name if name in REDUCTIONS:
+            return [(shapes[0], axis) for axis in params["axes"]]
+        case "cumsum" | "cumprod" | "cummax" | "cummin" | "cumlogsumexp":
+            return [(shapes[0], params["axis"])]
+        case "rev":
+            return [(shapes[0], axis) for axis in params["dimensions"]]
+        case "sort" | "concatenate":
+            return [(shape, params["dimension"]) for shape in shapes]
+        case "iota":
+            return [(equation.outputs[0].shape, params["dimension"])]
+        case "dot_general":
+            contracted, _ = params["dimension_numbers"]
+            pairs = zip(shapes, contracted, strict=True)
+            return [(shape, axis) for shape, axes in pairs for axis in axes]
+        case "slice":
+            axes, after = range(len(shapes[0])), equation.outputs[0].shape
+            return [(shapes[0], axis) for axis in axes if after[axis] != shapes[0][axis]]
+    return []
 
 
 def _is_entrywise(equation: Equation) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
@@ -252,10 +252,12 @@ class LeafScope(TreeScope):
         self,
         hook: str,
         leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf],
-        masks: Sequence[jax.Array],
+        masks: Iterable[jax.Array],
         like: PyTree,
     ) -> Masks:
         """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+        if isinstance(masks, Iterator):
+            masks = list(masks)
         if not isinstance(masks, Sequence) or len(masks) != len(leaves):
             raise ValueError(
                 f"{type(self.scope).__name__}.{hook} must return a list of masks, one for each of "

@@ -16,9 +16,11 @@ from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks.scopes import Scope, TreeScope
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
+from sparsity.patterns import SparsityType
 
 DistributionFn: TypeAlias = Callable[..., PyTree]  # `masks.distributions.Distribution`
 
+_ROUNDING = 1e-6  # of sparsities that patterns compute
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +56,7 @@ def compute_targets(
         if not sites[path].has_override:
             _check_scope(scope, sites[path])
         if not is_traced(target):
-            final = pattern.final_sparsity(float(target))
-            check_fraction(f"{pattern}.final_sparsity of {name!r}", final)
-            if not math.isclose(float(target), final, abs_tol=1e-6):
-                message = "%s ends at sparsity %g, not at the target %g of %r."
-                _log.warning(message, pattern, final, float(target), name)
+            _check_final(pattern, float(target), name)
         return target
 
     return trees.map_matched(
@@ -67,6 +65,21 @@ def compute_targets(
         call_distribution(distribution_fn, params, batch_axes, sites, scope),
         others_role="sparsities that sparsity_distribution_fn returns",
     )
+
+
+def _check_final(pattern: SparsityType, target: float, name: str) -> None:
+    """Logs a target that a pattern cannot reach.
+
+    Raises:
+      ValueError: the sparsity that the pattern reaches lies outside [0, 1], beyond rounding.
+    """
+    final: float | None = pattern.final_sparsity(target)
+    if final is None or math.isclose(target, final, abs_tol=_ROUNDING):
+        return
+    is_rounded = any(math.isclose(final, limit, abs_tol=_ROUNDING) for limit in (0, 1))
+    check_fraction(f"{pattern}.final_sparsity of {name!r}", round(final) if is_rounded else final)
+    message = "%s ends at sparsity %g, not at the target %g of %r."
+    _log.warning(message, pattern, final, target, name)
 
 
 def call_distribution(

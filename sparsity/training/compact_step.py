@@ -259,6 +259,8 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
             "wrap_optax(tx, masks=masks)."
         )
     most = math.prod(shape[site.batch_axes :])
+    if isinstance(count, float | np.floating) and float(count).is_integer():
+        count = int(count)
     check_int(f"{site.pattern}.count_kept of {site.name!r}", count, 0, most)
     return int(count)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
+from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
     Sites,
@@ -61,9 +62,12 @@ def take_user_masks(
     updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
 ) -> SparseState:
     """Returns the first state with masks of a user, and a target for each leaf with a mask."""
-    for path, mask in trees.leaves_by_path(masks).items():
+    with evaluate_now():
+        masks = jax.tree.map(lambda x: x != 0 if jnp.iscomplexobj(x) else x, masks)
+    user_masks = trees.leaves_by_path(masks)
+    for path, mask in user_masks.items():
         is_float = jnp.issubdtype(jnp.result_type(mask), jnp.floating)
-        if is_float and not is_traced(mask) and np.isnan(jax.device_get(mask)).any():
+        if is_float and _is_readable(mask) and np.isnan(jax.device_get(mask)).any():
             raise ValueError(
                 f"The mask of {trees.path_string(path)!r} among the masks of wrap_optax has a NaN. "
                 "An entry of 0 removes a weight, and any other number keeps it."
@@ -82,7 +86,7 @@ def take_user_masks(
         if target is None:
             check_user_mask(updater.scope, sites, path)
             target = 1 - jnp.mean(mask, dtype=jnp.float32)
-        _check_units(updater, sites, path, mask)
+        _check_units(updater, sites, path, user_masks[path], param)
         return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
@@ -90,21 +94,40 @@ def take_user_masks(
     return state._replace(masks=first, target_sparsities=targets)
 
 
-def _check_units(updater: Updater, sites: Sites, path: trees.KeyPath, mask: chex.Array) -> None:
+def _is_readable(mask: chex.Array) -> bool:
+    """Returns whether this process knows all entries of a mask."""
+    return not is_traced(mask) and getattr(mask, "is_fully_addressable", True)
+
+
+def _check_units(
+    updater: Updater, sites: Sites, path: trees.KeyPath, mask: chex.Array, param: chex.Array
+) -> None:
     """Raises a ValueError if a mask that will move keeps parts of units.
 
     A move keeps the number of units of which a mask keeps any part, and keeps these as a unit: a
     random mask of half of the entries would keep nearly all blocks.
+
+    Args:
+      updater: the updater.
+      sites: sites of the parameters.
+      path: path of the parameter.
+      mask: the mask as the user gave it, which has entries also where the parameter is traced.
+      param: the parameter.
     """
     moves = updater.regrows and updater.keeps_count and has_updates(updater.scheduler)
-    if not moves or path not in sites or is_traced(mask):
+    if not moves or path not in sites or not _is_readable(mask):
         return
     pattern, axes = sites[path].pattern, sites[path].batch_axes
     if pattern.is_elementwise or not pattern.ranks_units:
         return
-    pattern.check(mask.shape, axes, sites[path].name)
-    kept = pattern.expand(are_kept(pattern.pool(jnp.asarray(mask), axes)), mask.shape, axes)
-    if not np.array_equal(jax.device_get(are_kept(kept)), jax.device_get(are_kept(mask))):
+    shape = param.shape
+    pattern.check(shape, axes, sites[path].name)
+    with evaluate_now():
+        like = jax.ShapeDtypeStruct(shape, param.dtype)
+        bits = read_masks(jax.device_get(mask), like, updater.use_packed_masks)
+        kept = pattern.expand(are_kept(pattern.pool(bits, axes)), shape, axes)
+        is_complete = np.array_equal(jax.device_get(are_kept(kept)), jax.device_get(bits))
+    if not is_complete:
         raise ValueError(
             f"The mask of {sites[path].name!r} among the masks of wrap_optax keeps parts of the "
             f"units of sparsity_type = {pattern!r}: {type(updater).__name__} would complete them, "

@@ -37,6 +37,7 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
+_PACKAGE = __name__.partition(".")[0]
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
 
 # Class attributes, and the value of a class that overrides one of the hooks without stating the
@@ -49,8 +50,11 @@ INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
 
 # Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
 _CALLERS: Mapping[str, tuple[str, ...]] = {
-    "calculate_scores": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
-    "create_masks": ("new_masks", "update_state", "instant_sparsify"),
+    "calculate_scores": (
+        *("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
+        *("get_drop_scores", "get_grow_scores", "create_masks"),
+    ),
+    "create_masks": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
     "new_masks": ("update_state",),
     "apply_masks": ("pre_forward_update", "post_gradient_update"),
 }
@@ -98,7 +102,7 @@ class Updater(DataclassBase):
         classes that train sparse from the start.
       unused_hooks: class attribute: hooks that the class never calls, each with the hook to
         override in its place. An override of such a hook is an error, unless the subclass also
-        overrides a hook that may call it.
+        overrides a hook that may call it, or a class of the library defines it.
       takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
         False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
@@ -431,6 +435,8 @@ def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) ->
 def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
     """Raises a TypeError for an override that a base class never calls, and names another hook.
 
+    An override of a class of the library, which is a mixin, may remain unused.
+
     Args:
       cls: class of an updater.
       assigned: names of attributes of the updater, which override those of its class.
@@ -444,7 +450,8 @@ def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
                     f"{cls.__name__} overrides {hook}, which {base.__name__} never calls: override "
                     f"{unused[hook]}."
                 )
-        overrides |= vars(base).keys()
+        if base.__module__.partition(".")[0] != _PACKAGE:
+            overrides |= vars(base).keys()
 
 
 def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:

@@ -438,5 +438,10 @@ def test_slices_of_set_move_alone_where_scores_are_random_or_elementwise():
         def get_grow_scores(self, sparse_state, params, grads):
             return params
 
-    rules = [cls().slice_rule() for cls in (sparsity.SET, Local, Complete)]
-    assert [rule is not None for rule in rules] == [True, True, False]
+    class AddsAxis(sparsity.SET):
+        @sparsity.elementwise
+        def get_grow_scores(self, sparse_state, params, grads):
+            return jax.tree.map(lambda w: jnp.stack([w, w])[0], params)
+
+    rules = [cls().slice_rule() for cls in (sparsity.SET, Local, Complete, AddsAxis)]
+    assert [rule is not None for rule in rules] == [True, True, False, False]

@@ -10,6 +10,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import ScoredPruning, StatisticsPruning
+from sparsity.calibration.statistics import validation
 from tests import helpers
 
 
@@ -146,6 +147,11 @@ def test_trees_of_a_hook_are_checked_by_the_name_of_hook_and_parameter(hook, ret
     with pytest.raises(ValueError, match=got) as error:
         sparsity.calibration.prune(pruner, TREE, SEEN)
     assert f"Returning.{hook}" in str(error.value)
+
+
+def test_weights_that_a_pruner_returns_as_they_are_are_not_read(monkeypatch):
+    monkeypatch.setattr(validation, "is_finite", None)
+    validation.check_finite({**TREE}, "solve_tree", TREE)
 
 
 def test_a_tree_of_ones_own_gets_the_dtypes_of_the_params_and_needs_each_mask(monkeypatch):

@@ -344,7 +344,7 @@ def _run_layers(params, x):
         ("expand", None, "expand of 'w' must be an array of real numbers, got .* = None"),
         ("expand", jnp.ones(3), r"expand of 'w' must have shape \(2, 4\), got .* = \(3,\)"),
         ("select", None, "mask of 'w' by Layerwise.select must be an array of real .* = None"),
-        ("final_sparsity", None, r"final_sparsity of 'w' must be in \[0, 1\] .* = None"),
+        ("final_sparsity", 1.01, r"final_sparsity of 'w' must be in \[0, 1\] .* = 1.01"),
         ("final_sparsity", np.nan, r"final_sparsity of 'w' must be in \[0, 1\] .* = nan"),
     ],
 )
@@ -355,15 +355,27 @@ def test_results_of_hooks_are_checked_by_the_name_of_hook_and_parameter(hook, re
         pruner.instant_sparsify({"w": jnp.ones((2, 4))})
 
 
+@pytest.mark.parametrize(("final", "ends"), [(None, None), (1 + 1e-9, 1.0), (-1e-9, 0.0)])
+def test_a_final_sparsity_may_be_unknown_or_rounded(caplog, final, ends):
+    kind = type("Odd", (Rows,), {"final_sparsity": lambda self, target: final})
+    pruner = sparsity.MagnitudePruning(sparsity_type=kind(), sparsity_distribution_fn=_HALF)
+    pruner.compute_targets({"w": jnp.ones((2, 4))}, pruner.sites({"w": jnp.ones((2, 4))}))
+    assert ("ends at sparsity" in caplog.text) == (ends is not None)
+
+
 def test_a_count_of_ones_own_is_a_number_of_entries():
     @dataclasses.dataclass(frozen=True)
     class Miscounted(sparsity.Unstructured):
-        def count_kept(self, shape, sparsity, batch_axes=0):
-            return 9
+        count: float = 9
 
-    pruner = sparsity.StaticRandomSparse(
-        sparsity_type=Miscounted(), sparsity_distribution_fn=_HALF, use_compact_state=True
-    )
-    message = r"Miscounted\(\)\.count_kept of 'w' must be at most 8, got .* = 9"
+        def count_kept(self, shape, sparsity, batch_axes=0):
+            return self.count
+
+    options = {"sparsity_distribution_fn": _HALF, "use_compact_state": True}
+    exact = sparsity.StaticRandomSparse(sparsity_type=Miscounted(4.0), **options)
+    state = jax.eval_shape(exact.wrap_optax(optax.sgd(0.1, 0.9)).init, {"w": jnp.ones((2, 4))})
+    assert state.inner_state
+    pruner = sparsity.StaticRandomSparse(sparsity_type=Miscounted(), **options)
+    message = r"Miscounted\(.*\)\.count_kept of 'w' must be at most 8, got .* = 9"
     with pytest.raises(ValueError, match=message):
         pruner.wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 4))})

@@ -1,5 +1,7 @@
 """Masks that a user hands to `wrap_optax`: kept, started from, or refused with the leaf's name."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +134,11 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     entries[::2, ::2] = entries[1::2, 1::2] = 1  # half of the entries, and a part of every unit
     with pytest.raises(ValueError, match=r"'w' among .* keeps parts of the units"):
         _start(moving, _masks(w=entries))
+    packed = dataclasses.replace(moving, use_packed_masks=True)
+    for updater, mask in ((moving, entries), (packed, np.packbits(entries, -1))):
+        tx = updater.wrap_optax(optax.sgd(0.1), masks=_masks(w=mask))
+        with pytest.raises(ValueError, match=r"'w' among .* keeps parts of the units"):
+            jax.eval_shape(tx.init, _params())
     units = np.zeros((4, 8), np.uint8)
     units[:2, :4] = units[2:, 4:] = 1
     if isinstance(kind, sparsity.Channel):
@@ -139,6 +146,11 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     np.testing.assert_array_equal(_in_use(_start(moving, _masks(w=units))), units)
     fixed = sparsity.StaticRandomSparse(**options)
     np.testing.assert_array_equal(_in_use(_start(fixed, _masks(w=entries))), entries)
+
+
+def test_complex_masks_keep_entries_that_are_not_zero():
+    state = _start(sparsity.StaticRandomSparse(), _masks(w=_mask() * np.complex64(1j)))
+    np.testing.assert_array_equal(_in_use(state), _mask())
 
 
 @pytest.mark.slow

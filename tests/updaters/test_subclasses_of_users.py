@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparsity
+from sparsity.masks import defer_scores
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
@@ -366,6 +367,35 @@ def test_a_marked_hook_that_joins_entries_is_an_error(score, name):
         updater.update_state(updater.init_state(PARAMS), PARAMS, PARAMS)
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda w: jnp.select([w > 2, w < -1], [w, -w], 0.0),
+        lambda w: jnp.piecewise(w, [w < 0, w >= 0], [lambda x: -x, lambda x: x]),
+        lambda w: jnp.stack([jnp.abs(w), w]).max(0),
+        lambda w: jnp.linalg.norm(jnp.stack([w, w]), axis=0),
+        lambda w: jnp.stack([w, w], -1)[..., 0],
+        lambda w: jnp.einsum("...,...->...", w, w),
+        lambda w: jnp.squeeze(w[None], 0),
+        lambda w: (w[..., None] * jnp.arange(3.0)).max(-1),
+    ],
+)
+def test_a_marked_hook_that_adds_axes_gets_complete_trees(score):
+    updater = _make_marked(score)
+    complete = score(PARAMS["k"])
+    expected = updater.create_masks({"k": complete}, {"k": 0.5})["k"]
+    assert _mask_of(updater).tolist() == np.asarray(expected).reshape(-1).tolist()
+    weights = {"k": PARAMS["k"]}
+    assert defer_scores(updater.calculate_scores, weights, None, None) is None
+
+
+def test_a_marked_hook_may_hold_code_whose_result_is_unused():
+    updater = _make_marked(jax.grad(lambda w: jnp.sum(jnp.tanh(w))))
+    scores = defer_scores(updater.calculate_scores, {"k": PARAMS["k"]}, None, None)
+    assert scores is not None
+    assert _mask_of(updater)[:16].all()
+
+
 def test_a_marked_hook_may_branch_and_repeat_by_entry():
     def score(w):
         halved = jax.lax.fori_loop(0, 3, lambda _, x: jax.nn.relu(x) / 2, w)
@@ -545,3 +575,16 @@ def test_hooks_take_the_state_and_the_trees_by_name():
     placed = updater.update_state(state, params, params)
     np.testing.assert_array_equal(named.masks["k"], placed.masks["k"])
     assert int(named.masks["k"].sum()) == 16
+
+
+def test_a_global_pruner_may_set_a_scope_of_its_own():
+    class Local(sparsity.GlobalMagnitudePruning):
+        def __post_init__(self):
+            super().__post_init__()
+            self.scope = sparsity.Layerwise()
+
+    updater = Local(sparsity=0.5)
+    assert _mask_of(updater)[16:].all()
+    updater.scope = sparsity.Global(use_normalization=False)
+    with pytest.raises(ValueError, match="Local makes its scope from use_normalization"):
+        updater.check_fields()
