@@ -196,7 +196,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
     taken = fields | _config_keys(ALGORITHM_REGISTRY.values())  # some are ignored below
     options["scheduler"] = _take_scheduler(name, algorithm, options, taken)
-    scope = _take_scope(options, fields)
+    scope = _take_scope(algorithm, options, taken)
     if scope is not None:
         options["scope"] = scope
     distribution = _take_distribution(name, algorithm, options, taken)
@@ -307,15 +307,23 @@ def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
-def _take_scope(options: Options, fields: set[str]) -> Scope | None:
-    """Takes the keys of scopes out of the options; `None` means the default of the class."""
+def _take_scope(algorithm: type[BaseUpdater], options: Options, taken: set[str]) -> Scope | None:
+    """Takes the keys of scopes out of the options; `None` means the default of the class.
+
+    Args:
+      algorithm: the class of the algorithm.
+      options: keys of the configuration; those that only scopes take are removed.
+      taken: keys that algorithms take; a scope with such a field gets the value, too.
+    """
     scope = options.pop("scope", None)
-    scope_fields = {key for kind in SCOPES.values() for key in _field_names(kind)}
-    keys = _pop_keys(options, scope_fields - fields)
-    if scope is not None and "scope" not in fields:
+    if scope is not None and "scope" not in _field_names(algorithm):
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     kind = SCOPES.find(scope) if isinstance(scope, str) else None
-    for key in sorted(keys.keys() - (_field_names(kind) if kind else set())):
+    chosen = _field_names(kind) if kind else set()
+    listed = {key for cls in SCOPES.values() for key in _field_names(cls)}
+    keys = {key: value for key, value in options.items() if key in chosen}
+    removed = _pop_keys(options, listed - taken - _config_keys(DISTRIBUTIONS.values()))
+    for key in sorted(removed.keys() - chosen):
         names = [repr(name) for name, cls in SCOPES.items() if key in _field_names(cls)]
         raise ValueError(
             f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."

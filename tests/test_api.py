@@ -531,6 +531,23 @@ def test_a_distribution_shares_keys_with_algorithms(monkeypatch):
         assert dropped == Dropped(0.5, 0.2)
 
 
+def test_a_scope_shares_keys_with_algorithms_and_distributions(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Scaled(sparsity.Layerwise):
+        drop_fraction: float = 0.1
+        sparsity: float = 0.1
+
+    monkeypatch.setattr(api, "SCOPES", type(api.SCOPES)("scope", dict(api.SCOPES)))
+    sparsity.register_scope("scaled", Scaled)
+    given = config(algorithm="rigl", drop_fraction=0.2)
+    assert create(given).scope == sparsity.Layerwise()
+    scaled = create(given | {"scope": "scaled"})
+    assert scaled.scope == Scaled(0.2, 0.5)
+    assert scaled.sparsity_distribution_fn == sparsity.Uniform(0.5)
+    with pytest.raises(ValueError, match=r"^'use_normalization' needs scope = 'global'"):
+        create(config(use_normalization=True))
+
+
 def test_an_algorithm_may_set_its_distribution(registry):
     @dataclasses.dataclass(kw_only=True)
     class OwnDistribution(sparsity.MagnitudePruning):
