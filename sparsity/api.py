@@ -195,8 +195,9 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
     taken = fields | _config_keys(ALGORITHM_REGISTRY.values())  # some are ignored below
-    options["scheduler"] = _take_scheduler(name, algorithm, options, taken)
-    scope = _take_scope(algorithm, options, taken)
+    shared = taken | _config_keys(DISTRIBUTIONS.values())
+    options["scheduler"] = _take_scheduler(name, algorithm, options, shared)
+    scope = _take_scope(algorithm, options, shared)
     if scope is not None:
         options["scope"] = scope
     distribution = _take_distribution(name, algorithm, options, taken)
@@ -251,10 +252,10 @@ def _take_scheduler(
       name: the name of the algorithm.
       algorithm: the class of the algorithm.
       options: keys of the configuration; those that only schedules take are removed.
-      taken: keys that algorithms take; a schedule with such a field gets the value, too.
+      taken: keys of algorithms and distributions; a schedule with such a field gets the value, too.
     """
     kind = options.pop("schedule_type", None)
-    shared = (taken | _config_keys(DISTRIBUTIONS.values())) & options.keys()
+    shared = taken & options.keys()
     chosen = SCHEDULES.find("polynomial" if kind is None else kind)  # has the keys of defaults
     keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - shared)
     if "scheduler" in options:
@@ -313,7 +314,7 @@ def _take_scope(algorithm: type[BaseUpdater], options: Options, taken: set[str])
     Args:
       algorithm: the class of the algorithm.
       options: keys of the configuration; those that only scopes take are removed.
-      taken: keys that algorithms take; a scope with such a field gets the value, too.
+      taken: keys of algorithms and distributions; a scope with such a field gets the value, too.
     """
     scope = options.pop("scope", None)
     if scope is not None and "scope" not in _field_names(algorithm):
@@ -322,7 +323,7 @@ def _take_scope(algorithm: type[BaseUpdater], options: Options, taken: set[str])
     chosen = _field_names(kind) if kind else set()
     listed = {key for cls in SCOPES.values() for key in _field_names(cls)}
     keys = {key: value for key, value in options.items() if key in chosen}
-    removed = _pop_keys(options, listed - taken - _config_keys(DISTRIBUTIONS.values()))
+    removed = _pop_keys(options, listed - taken)
     for key in sorted(removed.keys() - chosen):
         names = [repr(name) for name, cls in SCOPES.items() if key in _field_names(cls)]
         raise ValueError(

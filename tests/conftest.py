@@ -39,12 +39,20 @@ def pytest_collection_finish():
 
 
 @pytest.fixture
-def registry():
+def registries():
+    """The registries of configurations, restored after the test."""
+    tables = api.ALGORITHM_REGISTRY, api.SCHEDULES, api.SCOPES, api.DISTRIBUTIONS
+    saved = [dict(table) for table in tables]
+    yield tables
+    for table, entries in zip(tables, saved, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.fixture
+def registry(registries):
     """The registry of algorithms, restored after the test."""
-    saved = dict(api.ALGORITHM_REGISTRY)
-    yield api.ALGORITHM_REGISTRY
-    api.ALGORITHM_REGISTRY.clear()
-    api.ALGORITHM_REGISTRY.update(saved)
+    return registries[0]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -470,8 +470,7 @@ class Listed(sparsity.NoUpdateSchedule):
         return jnp.isin(step, jnp.array(self.steps))
 
 
-def test_the_fields_of_a_registered_schedule_are_its_keys(monkeypatch):
-    monkeypatch.setattr(api, "SCHEDULES", type(api.SCHEDULES)("schedule_type", dict(api.SCHEDULES)))
+def test_the_fields_of_a_registered_schedule_are_its_keys(registries):
     sparsity.register_schedule("listed", Listed)
     listed = config(schedule_type="listed", steps=(1, 5))
     assert create(listed).scheduler == Listed((1, 5))
@@ -494,13 +493,12 @@ class Shared(sparsity.PeriodicSchedule):
     rng_seed: int = 0
 
 
-def test_a_schedule_shares_keys_with_algorithms_and_distributions(monkeypatch):
-    monkeypatch.setattr(api, "SCHEDULES", type(api.SCHEDULES)("schedule_type", dict(api.SCHEDULES)))
+def test_a_schedule_shares_keys_with_algorithms_and_distributions(registries):
     sparsity.register_schedule("shared", Shared)
     steps = {"update_freq": 2, "update_start_step": 1, "update_end_step": 5}
-    given = {"algorithm": "rigl", "sparsity": 0.5, "drop_fraction": 0.2, "rng_seed": 7} | steps
+    options = {"algorithm": "rigl", "sparsity": 0.5, "drop_fraction": 0.2, "rng_seed": 7} | steps
     for kind in ({}, {"schedule_type": "shared"}):
-        updater = create(given | kind)
+        updater = create(options | kind)
         assert updater.drop_fraction_fn == sparsity.algorithms.sparse_trainers.CosineFraction(
             0.2, 5
         )
@@ -512,7 +510,7 @@ def test_a_schedule_shares_keys_with_algorithms_and_distributions(monkeypatch):
     assert ignored.scheduler == sparsity.NoUpdateSchedule()
 
 
-def test_a_distribution_shares_keys_with_algorithms(monkeypatch):
+def test_a_distribution_shares_keys_with_algorithms(registries):
     @dataclasses.dataclass(frozen=True)
     class Dropped:
         sparsity: float
@@ -521,27 +519,24 @@ def test_a_distribution_shares_keys_with_algorithms(monkeypatch):
         def __call__(self, params):
             return dict.fromkeys(params, self.sparsity)
 
-    tables = api.DISTRIBUTIONS
-    monkeypatch.setattr(api, "DISTRIBUTIONS", type(tables)("dist_type", dict(tables)))
     sparsity.register_distribution("dropped", Dropped)
     for name in ("rigl", "magnitude"):
-        given = config(algorithm=name, drop_fraction=0.2)
-        assert create(given).sparsity_distribution_fn == sparsity.Uniform(0.5)
-        dropped = create(given | {"dist_type": "dropped"}).sparsity_distribution_fn
+        options = config(algorithm=name, drop_fraction=0.2)
+        assert create(options).sparsity_distribution_fn == sparsity.Uniform(0.5)
+        dropped = create(options | {"dist_type": "dropped"}).sparsity_distribution_fn
         assert dropped == Dropped(0.5, 0.2)
 
 
-def test_a_scope_shares_keys_with_algorithms_and_distributions(monkeypatch):
+def test_a_scope_shares_keys_with_algorithms_and_distributions(registries):
     @dataclasses.dataclass(frozen=True)
     class Scaled(sparsity.Layerwise):
         drop_fraction: float = 0.1
         sparsity: float = 0.1
 
-    monkeypatch.setattr(api, "SCOPES", type(api.SCOPES)("scope", dict(api.SCOPES)))
     sparsity.register_scope("scaled", Scaled)
-    given = config(algorithm="rigl", drop_fraction=0.2)
-    assert create(given).scope == sparsity.Layerwise()
-    scaled = create(given | {"scope": "scaled"})
+    options = config(algorithm="rigl", drop_fraction=0.2)
+    assert create(options).scope == sparsity.Layerwise()
+    scaled = create(options | {"scope": "scaled"})
     assert scaled.scope == Scaled(0.2, 0.5)
     assert scaled.sparsity_distribution_fn == sparsity.Uniform(0.5)
     with pytest.raises(ValueError, match=r"^'use_normalization' needs scope = 'global'"):
@@ -563,7 +558,7 @@ def test_an_algorithm_may_set_its_distribution(registry):
     assert updater.sparsity_distribution_fn is None
 
 
-def test_fields_of_a_registered_distribution_leave_those_of_algorithms(monkeypatch):
+def test_fields_of_a_registered_distribution_leave_those_of_algorithms(registries):
     @dataclasses.dataclass(frozen=True)
     class Sliced:
         sparsity: float
@@ -572,8 +567,6 @@ def test_fields_of_a_registered_distribution_leave_those_of_algorithms(monkeypat
         def __call__(self, params):
             return dict.fromkeys(params, self.sparsity)
 
-    tables = api.DISTRIBUTIONS
-    monkeypatch.setattr(api, "DISTRIBUTIONS", type(tables)("dist_type", dict(tables)))
     sparsity.register_distribution("sliced", Sliced)
     assert create(config(batch_axes=1)).batch_axes == 1
     updater = create(config(batch_axes=1, dist_type="sliced"))
