@@ -117,8 +117,8 @@ def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, N]) -> N | int:
 
 
 def _find_largest(counts: Sequence[Count[N]]) -> Count[N]:
-    largest, *others = counts
-    for count in others:
+    largest = counts[0]
+    for count in counts[1:]:
         if isinstance(largest, Polynomial) or isinstance(count, Polynomial):
             largest = Polynomial.maximum(largest, count)
         else:

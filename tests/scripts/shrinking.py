@@ -181,8 +181,8 @@ def competing_channels_are_those_of_one_device(devices):
     expected = prune(params, x)
     assert expected["bias"].sum() * 2 != 24  # what one group gives up another one has
     with jax.set_mesh(devices.mesh):
-        found = prune(place(devices, params, specs), devices.put(x, "a"))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+        masks = prune(place(devices, params, specs), devices.put(x, "a"))
+    jax.tree.map(np.testing.assert_array_equal, masks, expected)
 
 
 def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):

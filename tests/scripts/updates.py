@@ -363,18 +363,17 @@ def a_tree_inside_shard_map_gets_the_masks_of_each_part(devices):
     updater = helpers.make_updater("rigl", update_start_step=0, update_end_step=0)
     tx = updater.wrap_optax(optax.sgd(0.1))
 
-    def masks(params, grads):
+    def update_masks(params, grads):
         params, grads = jax.tree.map(lambda x: x[0], (params, grads))
         state = tx.update(grads, tx.init(params), params)[1]
         return jax.tree.map(lambda mask: mask[None], state.masks)
 
     spec = P(("a", "b"))
-    mapped = jax.shard_map(masks, mesh=devices.mesh, in_specs=spec, out_specs=spec)
-    found, alone = jax.jit(mapped)(*trees), jax.jit(masks)
+    mapped = jax.shard_map(update_masks, mesh=devices.mesh, in_specs=spec, out_specs=spec)
+    masks, update_alone = jax.jit(mapped)(*trees), jax.jit(update_masks)
     for i in range(8):
-        expected = alone(*jax.tree.map(lambda x, i=i: x[i : i + 1], trees))
-        own = jax.tree.map(lambda x, i=i: x[i : i + 1], found)
-        jax.tree.map(np.testing.assert_array_equal, own, expected)
+        shards, part = jax.tree.map(lambda x, i=i: x[i : i + 1], (trees, masks))
+        jax.tree.map(np.testing.assert_array_equal, part, update_alone(*shards))
 
 
 _BOTH = [
