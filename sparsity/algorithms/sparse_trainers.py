@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.kernels import wait_for
-from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
     Draw,
     Global,
@@ -96,8 +96,8 @@ class SparseTraining(BaseUpdater):
         return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
 
     def instant_sparsify(
-        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Params, Masks]:
+        self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Tree, Masks]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
             "an optimizer with wrap_optax, or prune with MagnitudePruning or RandomPruning."
@@ -278,7 +278,7 @@ class SET(DropAndGrow):
         grads: Grads,
         *,
         draw: Draw = generate_random_scores,
-    ) -> PyTree:
+    ) -> ScoreTree:
         # Step 0 of the random stream drew the initial masks.
         return draw(params, self.rng_seed, sparse_state.count + 1)
 

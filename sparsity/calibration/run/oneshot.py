@@ -40,7 +40,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.masks import is_per_slice
 from sparsity.training.base_updater import BaseUpdater
 
@@ -49,7 +49,7 @@ from sparsity.training.base_updater import BaseUpdater
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: Params,
+    params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
     sequential: bool = True,
@@ -59,7 +59,7 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: Literal[False] = False,
-) -> tuple[Params, Masks, Report]: ...
+) -> tuple[Tree, Masks, Report]: ...
 
 
 @overload
@@ -77,7 +77,7 @@ def oneshot(
 def oneshot(
     pruner: BaseUpdater,
     fn: Callable[..., PyTree],
-    params: Params,
+    params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
     sequential: bool = True,
@@ -87,7 +87,7 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: bool = False,
-) -> tuple[Params, Masks, Report] | Estimate:
+) -> tuple[Tree, Masks, Report] | Estimate:
     """Prunes a trained model by calibration data, layer by layer.
 
     Args:
