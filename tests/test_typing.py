@@ -33,6 +33,8 @@ MISTAKES = {
     "a_wrong_option": ("sparsity.MagnitudePruning(skip_gradients='no')", "reportArgumentType"),
     "no_config": ("sparsity.create_updater_from_config()", "reportCallIssue"),
     "no_optimizer": ("sparsity.NoPruning().wrap_optax(0.1)", "reportArgumentType"),
+    "no_such_scores": ("sparsity.prune_at_init('snap', 1.0, 0.5)", "reportArgumentType"),
+    "no_batch": ("sparsity.calibrate(lambda params: params, 1.0, [1.0])", "reportArgumentType"),
 }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import chex
 import jax
@@ -193,7 +193,7 @@ def synflow_scores(
 
 
 def prune_at_init(
-    name: str,
+    name: Literal["snip", "grasp", "synflow"],
     params: Tree,
     sparsity: float,
     *,

@@ -48,7 +48,7 @@ from sparsity.training.base_updater import BaseUpdater
 @overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
@@ -65,7 +65,7 @@ def oneshot(
 @overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
@@ -76,7 +76,7 @@ def oneshot(
 
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
@@ -222,7 +222,7 @@ class _Run:
         self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
         self.report = Report()
 
-    def run(self, fn: Callable[..., PyTree], sequential: bool) -> None:
+    def run(self, fn: Callable[[PyTree, PyTree], PyTree], sequential: bool) -> None:
         """Prunes all parameters, those that the model reaches first."""
         if sequential:
             self._follow_model()
@@ -247,7 +247,7 @@ class _Run:
 
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, on_reached).run()
 
-    def _finish_others(self, fn: Callable[..., PyTree]) -> None:
+    def _finish_others(self, fn: Callable[[PyTree, PyTree], PyTree]) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model."""
         task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
         model = fn, self.weights.tree(), self._batches
