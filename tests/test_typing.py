@@ -121,6 +121,12 @@ def test_programs_of_users_pass_mypy_in_its_strict_mode(tmp_path, installed):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_examples_name_only_what_the_package_has():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"\bsparsity\.([A-Z]\w*)", text)}
+    assert {"BaseUpdater", "Plan"} <= named <= vars(sparsity).keys()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STRICT, ids=[path.stem for path in STRICT])
 def test_a_program_of_a_user_runs(path):
