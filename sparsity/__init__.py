@@ -80,6 +80,12 @@ from sparsity.calibration import (
     owl,
 )
 from sparsity.compacting import compact
+
+# Names of jaxpruner and jax_pruning: not in `__all__` either.
+from sparsity.compat.jax_pruning import pruning_act_struct as pruning_act_struct
+from sparsity.compat.jax_pruning import pruning_act_unstruct as pruning_act_unstruct
+from sparsity.compat.jaxpruner import apply_mask as apply_mask
+from sparsity.compat.jaxpruner import summarize_intersection as summarize_intersection
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.finetuning.delta import Delta
 from sparsity.finetuning.train_only import train_only
@@ -110,12 +116,8 @@ from sparsity.training.state import (
 )
 from sparsity.version import __version__ as __version__
 
-# Names of jaxpruner and jax_pruning: not in `__all__` either.
+# Modules of jaxpruner.
 utils = mask_calculator = compat.jaxpruner
-apply_mask = compat.jaxpruner.apply_mask
-summarize_intersection = compat.jaxpruner.summarize_intersection
-pruning_act_struct = compat.jax_pruning.pruning_act_struct
-pruning_act_unstruct = compat.jax_pruning.pruning_act_unstruct
 
 __all__ = [
     "ACDC",

@@ -38,7 +38,8 @@ class Polynomial:
     """
 
     def __init__(self, terms: Terms, largest: Sequence[Sequence[Polynomial]] = ()) -> None:
-        self.terms, self.largest = terms, largest
+        self.terms: Terms = terms
+        self.largest: Sequence[Sequence[Polynomial]] = largest
 
     @classmethod
     def convert(cls, value: Number) -> Polynomial:
@@ -70,7 +71,11 @@ class Polynomial:
     def __truediv__(self, other: int) -> Polynomial:
         return self * Fraction(1, other)
 
-    __radd__, __rmul__ = __add__, __mul__
+    def __radd__(self, other: Number) -> Polynomial:
+        return self + other
+
+    def __rmul__(self, other: Number) -> Polynomial:
+        return self * other
 
     def value(self, sizes: Sequence[Fraction | int], choose: Reduction = max) -> Fraction:
         """Returns the value at given sizes; `choose` reduces the values of alternatives."""
@@ -105,10 +110,10 @@ class Cost:
         """Prepares the tables of a polynomial, for sizes of at most `sizes`."""
         less = [[n - (i == j) for j, n in enumerate(sizes)] for i in range(len(sizes))]
         full = polynomial.value(sizes, sum)
-        self.each = [full - polynomial.value(x, sum) for x in less]
+        self.each: list[Fraction] = [full - polynomial.value(x, sum) for x in less]
         terms = {monomial: a for monomial, a in polynomial.terms.items() if monomial}
         variable_part = Polynomial(terms, polynomial.largest)
-        self.unit = math.lcm(*variable_part.denominators())
+        self.unit: int = math.lcm(*variable_part.denominators())
         if variable_part.value(sizes, sum) * self.unit >= _MOST:
             raise ValueError(
                 f"The model costs {float(full):.3g}, more than can be counted exactly. Trace it "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -18,7 +18,7 @@ from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
 from sparsity.graph.readers.biases import Bias, find_biases
 from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
-from sparsity.graph.readers.uses import Tracker
+from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters
 from sparsity.patterns import SparsityType
@@ -53,15 +53,17 @@ class Graph:
     """
 
     def __init__(self, model: Model, trace: Callable[..., Graph]) -> None:
-        self.state = model.state
+        self.state: Mapping[Path, Path] = model.state
         # Internal to the package.
         self.model = model  # the traced program
         self.trace = trace  # `trace(fn, params, *args)` with the state of this model
-        self.tracker = Tracker(model)  # arrays that hold entries of parameters
-        self.uses = self.tracker.uses
-        self.removal = Removal(model, self.uses)  # coupled axes, and proofs that channels may go
-        self.costs = Costs(model, self.tracker, self.removal)  # also of masked and smaller models
-        self.parameters = Parameters(model.parameters, self.removal.list_members)
+        self.tracker: Tracker = Tracker(model)  # arrays that hold entries of parameters
+        self.uses: Sequence[Use] = self.tracker.uses
+        # Coupled axes, and proofs that channels may go.
+        self.removal: Removal = Removal(model, self.uses)
+        # Costs also of masked and smaller models.
+        self.costs: Costs = Costs(model, self.tracker, self.removal)
+        self.parameters: Parameters = Parameters(model.parameters, self.removal.list_members)
         self.retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
 
     @functools.cached_property

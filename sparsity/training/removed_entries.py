@@ -46,7 +46,7 @@ class RemovedEntries(Flow[Fact]):
     def __init__(self, is_short: Callable[[Value], bool]) -> None:
         super().__init__()
         self._is_short = is_short
-        self.reason = ""
+        self.reason: str = ""
 
     def follow(self, program: Program, inputs: Sequence[Fact]) -> list[Fact]:
         """Returns the facts of the outputs of a program."""

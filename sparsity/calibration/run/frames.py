@@ -33,9 +33,11 @@ class Frame:
         data: list[dict[Value, jax.Array]],
         layers: ScanLayers,
     ) -> None:
-        self.program, self.param_inputs = program, param_inputs
-        self.data, self.layers = data, layers
-        self.last = last_uses(program)
+        self.program: Program = program
+        self.param_inputs: Mapping[Value, Callable[..., jax.Array]] = param_inputs
+        self.data: list[dict[Value, jax.Array]] = data
+        self.layers: ScanLayers = layers
+        self.last: Mapping[Value, Equation | None] = last_uses(program)
         self._from_params: dict[Value, jax.Array] = {}
         self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 

@@ -109,7 +109,8 @@ class Calibration:
         self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
     ) -> None:
         leaves = {param.path: param for param in graph.parameters}
-        self.graph, self.kind = graph, kind
+        self.graph: Graph = graph
+        self.kind: Kind = kind
         self.alignments: dict[int, Alignment] = {}
         self._axes: dict[int, Statistic] = {}  # of all layers
         for number, use in enumerate(graph.uses):
@@ -117,7 +118,7 @@ class Calibration:
                 layer, stack = align(use, graph, one_layer=True), align(use, graph)
                 if layer is not None and stack is not None:
                     self.alignments[number], self._axes[number] = layer, stack.axes
-        self.uses = Uses({number: graph.uses[number] for number in self.alignments})
+        self.uses: Uses = Uses({number: graph.uses[number] for number in self.alignments})
 
     def gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""

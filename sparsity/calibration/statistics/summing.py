@@ -32,7 +32,7 @@ def is_count(x: object) -> bool:
     return isinstance(x, Count)
 
 
-add_in_place = jax.jit(add, donate_argnums=0)
+add_in_place: Callable[[PyTree, PyTree], PyTree] = jax.jit(add, donate_argnums=0)
 
 
 class Uses(dict[int, Use]):

@@ -97,12 +97,12 @@ class Tracker(Flow[Views]):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.facts = dict.fromkeys(model.program.inputs, Views(is_data=True))
+        self.facts.update(dict.fromkeys(model.program.inputs, Views(is_data=True)))
         for value, parameter in model.parameter_inputs.items():
             by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
             self.facts[value] = Views((View(parameter.path, by_axis),))
         self.run(model.program)
-        self.uses = list(self._find_uses(model.program, 1))
+        self.uses: list[Use] = list(self._find_uses(model.program, 1))
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""

@@ -48,8 +48,11 @@ class Constants:
         everywhere: float | None = None,
         may_be_nan: bool = False,
     ):
-        self.at = {place: x for place, x in (at or {}).items() if x is not None}
-        self.everywhere, self.may_be_nan = everywhere, may_be_nan
+        self.at: dict[RemovedEntry, float] = {
+            place: x for place, x in (at or {}).items() if x is not None
+        }
+        self.everywhere: float | None = everywhere
+        self.may_be_nan: bool = may_be_nan
 
     def __getitem__(self, place: RemovedEntry) -> float | None:
         return self.at.get(place, self.everywhere)
