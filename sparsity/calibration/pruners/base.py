@@ -97,7 +97,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
                 f"an optimizer can, got scheduler = {self.scheduler!r}. Prune with "
                 "instant_sparsify, and train with wrap_optax(tx, masks=masks)."
             )
-        self._check_scope()
+        self.check_scope()
 
     def solve(
         self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
@@ -199,7 +199,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def _check_scope(self) -> None:
+    def check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""
         if not keeps_targets(self.scope) or self.topk_fn is not None:
             raise ValueError(
