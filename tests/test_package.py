@@ -375,3 +375,10 @@ def test_no_private_method_is_overridden_in_another_file():
         if classes[name][0] != classes[base][0]
         and (overridden := private_methods(name) & private_methods(base))
     ] == []
+
+
+def test_the_order_of_reading_names_each_file_of_a_step():
+    folder = PACKAGE / "training"
+    order = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert files <= {*re.findall(r"`(\w+)`", order)}
