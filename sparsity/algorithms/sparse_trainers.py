@@ -126,7 +126,7 @@ class StaticRandomSparse(SparseTraining):
         return sparse_state.masks
 
 
-class Move(NamedTuple):
+class MaskMove(NamedTuple):
     """Scores by which masks move.
 
     Attributes:
@@ -196,7 +196,7 @@ class DropAndGrow(SparseTraining):
         move = self.score_move(sparse_state, inputs)
         return adapt_scope(self.scope, inputs.sites).move_tree(sparse_state.masks, *move)
 
-    def score_move(self, sparse_state: SparseState, inputs: StepInputs) -> Move:
+    def score_move(self, sparse_state: SparseState, inputs: StepInputs) -> MaskMove:
         """Returns the scores by which masks move, and the fraction of weights to replace.
 
         Args:
@@ -217,7 +217,7 @@ class DropAndGrow(SparseTraining):
             # Even a constant fraction waits for the count: `training.regrow.pack_before_update`.
             fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
-        return Move(score(self.get_drop_scores), score(self.get_grow_scores), fraction)
+        return MaskMove(score(self.get_drop_scores), score(self.get_grow_scores), fraction)
 
     def compute_drop_fraction(self, step: chex.Numeric) -> Any:
         """Returns the fraction of active weights to replace at a step."""
