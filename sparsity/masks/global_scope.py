@@ -16,7 +16,7 @@ from sparsity.core.checks import DataclassBase, check_bool, check_number, is_tra
 from sparsity.core.dtypes import promote
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import path_names
+from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
@@ -217,13 +217,10 @@ def _merge_overrides(
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 
-def _select_by_class(
-    scores: Sequence[jax.Array | LazyScores], k: exact.Words
-) -> list[jax.Array] | None:
+def _select_by_class(scores: Sequence[PyTree], k: exact.Words) -> list[jax.Array] | None:
     """Returns masks by the search of the class of all scores; `None` if there is no such search."""
-    lazy = [x for x in scores if isinstance(x, LazyScores)]
-    is_one_class = len(lazy) == len(scores) and len({type(x) for x in lazy}) == 1
-    return type(lazy[0]).select_together(lazy, k) if is_one_class else None
+    cls, *others = {type(x) for x in scores}
+    return None if others or not issubclass(cls, LazyScores) else cls.select_together(scores, k)
 
 
 def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
@@ -291,8 +288,6 @@ class _Scaled:
         return self._on_host if host.find_body(self.fn) else None
 
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        compute = host.find_body(self.fn)
-        assert compute is not None
-        score = compute(*values[: self.count], *values[self.count + 1 :])
+        score = host.call(self.fn, *values[: self.count], *values[self.count + 1 :])
         wide = np.dtype(promote(score.dtype, jnp.float32))
         return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))

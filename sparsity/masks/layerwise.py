@@ -21,7 +21,7 @@ from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
-from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
+from sparsity.selection import LazyScores, Ranked, compute_array, topk_masks
 from sparsity.selection.kept_counts import num_kept
 
 
@@ -171,9 +171,9 @@ def _pool_scores(site: Site, scores: jax.Array | LazyScores) -> Ranked:
     """Returns the scores of the units of a parameter."""
     pattern = site.pattern
     if pattern.is_elementwise:
-        return Ranked(Scores.wrap(scores), None, site.batch_axes)
+        return Ranked.wrap(scores, None, site.batch_axes)
     units = pool_units(pattern, compute_array(scores), site.batch_axes, site.name)
-    return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
+    return Ranked.wrap(units, None, site.batch_axes + pattern.group_axes)
 
 
 def _pool_mask(site: Site, mask: jax.Array) -> jax.Array:

@@ -139,9 +139,7 @@ class Scores(LazyScores):
         Args:
           arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
         """
-        compute = host.find_body(self.fn)
-        assert compute is not None
-        scores: np.ndarray = compute(*arrays, *self.scalars)
+        scores: np.ndarray = host.call(self.fn, *arrays, *self.scalars)
         return scores
 
     def compute(self) -> jax.Array:
@@ -205,6 +203,13 @@ class Ranked:
     eligible_is_zero: bool = False
     last_axes: int = 0
     where_in_scores: int | None = None
+
+    @classmethod
+    def wrap(
+        cls, scores: chex.Array | LazyScores, where: jax.Array | None = None, batch_axes: int = 0
+    ) -> Ranked:
+        """Returns stored or lazy scores as a search takes them."""
+        return cls(Scores.wrap(scores), where, batch_axes)
 
     def restrict_to(self, where: jax.Array) -> Ranked:
         """Returns the scores with entries that are eligible where an array is not zero."""

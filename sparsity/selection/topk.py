@@ -125,7 +125,7 @@ def global_topk_mask(
     leaves = list[Ranked]()
 
     def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        ranked = Ranked(Scores.wrap(leaf))
+        ranked = Ranked.wrap(leaf)
         leaves.append(_restrict(ranked, f"where at {trees.path_string(path)!r}", mask))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
