@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.tree_util import SequenceKey
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.core.trees import Masks, PyTree, Tree
 from sparsity.masks import apply_mask, read_masks
 
 
-def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeric = 1.0) -> Params:
+def merge_lora(params: Tree, lora: PyTree, masks: Masks, *, scale: chex.Numeric = 1.0) -> Tree:
     """Merges adapters into weights under the masks: mask * (W + scale * A @ B).
 
     The sum without a mask is dense. Use this function in the forward pass, too, so that adapters
@@ -58,7 +58,8 @@ def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeri
         _check_adapter(trees.path_string(path), param, a, b)
         return sharding.shard_like(param, _merge, param, a, b, mask, scale)
 
-    merged = trees.map_matched(merge, params, read_masks(masks, params, may_be_packed=True))
+    read = read_masks(masks, params, may_be_packed=True)
+    merged: Tree = trees.map_matched(merge, params, read)
     if factors:
         raise ValueError(
             f"lora has leaves at {trees.listed([trees.path_string(path) for path in factors])}, "

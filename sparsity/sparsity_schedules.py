@@ -42,10 +42,12 @@ class Schedule(Protocol):
       [0, 2, 4]
     """
 
-    def get_sparsity_at_step(self, target_sparsities: Sparsities, step: chex.Numeric) -> Sparsities:
+    def get_sparsity_at_step(
+        self, target_sparsities: Sparsities, step: int | jax.Array, /
+    ) -> Sparsities:
         """Returns the tree of sparsities of masks that are made at `step`."""
 
-    def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
+    def is_mask_update_iter(self, step: int | jax.Array, /) -> chex.Numeric:
         """Returns whether masks are updated at `step`: a bool, or a traced bool scalar."""
 
 

@@ -33,6 +33,8 @@ MISTAKES = {
     "a_wrong_option": ("sparsity.MagnitudePruning(skip_gradients='no')", "reportArgumentType"),
     "no_config": ("sparsity.create_updater_from_config()", "reportCallIssue"),
     "no_optimizer": ("sparsity.NoPruning().wrap_optax(0.1)", "reportArgumentType"),
+    "no_such_scores": ("sparsity.prune_at_init('snap', 1.0, 0.5)", "reportArgumentType"),
+    "no_batch": ("sparsity.calibrate(lambda params: params, 1.0, [1.0])", "reportArgumentType"),
 }
 
 
@@ -117,6 +119,12 @@ def test_programs_of_users_pass_mypy_in_its_strict_mode(tmp_path, installed):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_examples_name_only_what_the_package_has():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"\bsparsity\.([A-Z]\w*)", text)}
+    assert {"BaseUpdater", "Plan"} <= named <= vars(sparsity).keys()
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def draw_all(
     networks: dict[str, Network],
     trained: dict[str, TrainState],
     history: dict[str, list[Any]],
-    small: sparsity.Small | None,
+    small: sparsity.shrinking.Small[Any] | None,
     folder: Path,
 ) -> list[Path]:
     """Writes all pictures to `folder`, as NAME_light.png and NAME_dark.png; returns their paths."""

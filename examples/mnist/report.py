@@ -86,7 +86,11 @@ def print_report(
 
 
 def print_cut(
-    small: sparsity.Small, before: Network, after: Network, batch: data.Digits, test: data.Digits
+    small: sparsity.shrinking.Small[Any],
+    before: Network,
+    after: Network,
+    batch: data.Digits,
+    test: data.Digits,
 ) -> None:
     """Prints what the cut has made of every layer, and what that saves of the time."""
     steps = [stepping(network, network.init(), batch) for network in (before, after)]

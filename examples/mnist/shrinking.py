@@ -48,7 +48,7 @@ def make_plan(network: Network, state: TrainState) -> sparsity.Plan:
     return sparsity.shrink(network.updater.scope.graph, state.params, masks).plan
 
 
-def shrink(network: Network, plan: sparsity.Plan) -> sparsity.Small:
+def shrink(network: Network, plan: sparsity.Plan) -> sparsity.shrinking.Small[Any]:
     """Returns the initial network with the channels of a plan only."""
     return sparsity.shrink(network.updater.scope.graph, network.model.init(), plan)
 

@@ -98,7 +98,9 @@ class CompactModel(nnx.Module):
       trains_dense: whether to train parameters without a mask.
     """
 
-    def __init__(self, compact: sparsity.Compact, trains_dense: bool = True) -> None:
+    def __init__(
+        self, compact: sparsity.compacting.Compact[nnx.State], trains_dense: bool = True
+    ) -> None:
         values, self.weights_structure = jax.tree.flatten(compact.params)
         positions, self.structure = jax.tree.flatten(compact)
         masked = jax.tree.leaves(compact.indices, is_leaf=lambda x: x is None)
@@ -108,7 +110,7 @@ class CompactModel(nnx.Module):
         )
         self.positions = nnx.List(nnx.Variable(x) for x in positions)
 
-    def read(self) -> tuple[sparsity.Compact, nnx.State]:
+    def read(self) -> tuple[sparsity.compacting.Compact[nnx.State], nnx.State]:
         """Returns the compact model, and its parameters as they are now."""
         values, positions = ([x[...] for x in each] for each in (self.values, self.positions))
         weights = jax.tree.unflatten(self.weights_structure, values)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import chex
 import jax
@@ -34,7 +34,7 @@ from sparsity.core.checks import (
 from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
-from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import AdaptedScope, Global, Scope, Sites, apply_masks, are_ones
 from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
@@ -193,8 +193,8 @@ def synflow_scores(
 
 
 def prune_at_init(
-    name: str,
-    params: Params,
+    name: Literal["snip", "grasp", "synflow"],
+    params: Tree,
     sparsity: float,
     *,
     loss_fn: LossFn | None = None,
@@ -202,7 +202,7 @@ def prune_at_init(
     batches: Iterable[PyTree] | None = None,
     inputs: PyTree | None = None,
     rounds: int = 100,
-) -> tuple[Params, Masks]:
+) -> tuple[Tree, Masks]:
     """Prunes by the scores of 'snip', 'grasp' or 'synflow', all matrices and kernels together.
 
     Args:

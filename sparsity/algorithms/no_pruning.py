@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
+from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities, Tree
 from sparsity.masks.distributions import Distribution
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, StepInputs
@@ -40,8 +40,8 @@ class NoPruning(BaseUpdater):
         return sparse_state.masks
 
     def instant_sparsify(
-        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Params, Masks]:
+        self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Tree, Masks]:
         self.check_fields()
         return params, self.get_initial_masks(params, None)
 

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.kernels import wait_for
-from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
     Draw,
     Global,
@@ -97,8 +97,8 @@ class SparseTraining(BaseUpdater):
         return inputs.call(self.create_masks, scores, target_sparsities, named=named)
 
     def instant_sparsify(
-        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Params, Masks]:
+        self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Tree, Masks]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
             "an optimizer with wrap_optax, or prune with MagnitudePruning or RandomPruning."
@@ -274,7 +274,7 @@ class SET(DropAndGrow):
         grads: Grads,
         *,
         draw: Draw = generate_random_scores,
-    ) -> PyTree:
+    ) -> ScoreTree:
         # Step 0 of the random stream drew the initial masks.
         return draw(params, self.rng_seed, sparse_state.count + 1)
 

@@ -19,7 +19,7 @@ import optax
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
-from sparsity.core.trees import Grads, Masks, Params, ScoreTree
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Tree
 from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
@@ -68,7 +68,7 @@ class StraightThrough(BaseUpdater):
                 "without store_masks makes them in the forward pass alone. Set store_masks=True."
             )
 
-    def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
+    def pre_forward_update(self, params: Tree, opt_state: optax.OptState) -> Tree:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
         state = get_sparse_state(opt_state)
         masks = self._make_forward_masks(params, state, self.use_packed_masks)
@@ -76,7 +76,8 @@ class StraightThrough(BaseUpdater):
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
 
-        return trees.map_matched(apply, params, masks)
+        masked: Tree = trees.map_matched(apply, params, masks)
+        return masked
 
     def _make_forward_masks(self, params: Params, state: SparseState, is_packed: bool) -> Masks:
         """Returns the masks of a forward pass; hooks get states with masks that are not packed."""
@@ -119,7 +120,7 @@ class StraightThrough(BaseUpdater):
             return super().new_masks(sparse_state, inputs)
         return sparse_state.masks
 
-    def post_gradient_update(self, params: Params, sparse_state: optax.OptState) -> Params:
+    def post_gradient_update(self, params: Tree, sparse_state: optax.OptState) -> Tree:
         """Returns `params`: the weights stay dense."""
         return params
 

@@ -23,22 +23,22 @@ from sparsity.core.checks import (
     check_iterable,
     is_traced,
 )
-from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.masks import apply_masks
 from sparsity.masks.distributions import Uniform
 
-Ticket: TypeAlias = tuple[PyTree, PyTree, PyTree]  # start, masks, trained
+Ticket: TypeAlias = tuple[Tree, Masks, Tree]  # start, masks, trained
 
 
 def lottery_ticket(
-    train_fn: Callable[[PyTree, PyTree], PyTree],
-    params: Params,
+    train_fn: Callable[[Tree, Masks], Tree],
+    params: Tree,
     rounds: int,
     rate: float = 0.2,
-    rewind_params: Params | None = None,
+    rewind_params: Tree | None = None,
     *,
-    done: Sequence[Ticket] = (),
-) -> list[Ticket]:
+    done: Sequence[Ticket[Tree]] = (),
+) -> list[Ticket[Tree]]:
     """Finds tickets of fewer and fewer weights, by iterative magnitude pruning.
 
     Of the n weights of all matrices and kernels, round r keeps the round(n * (1 - rate)^r) weights
@@ -127,7 +127,7 @@ def _check_finite(role: str, tree: PyTree, masks: Masks) -> None:
     trees.map_matched(check, tree, masks)
 
 
-def _check_done(r: int, ticket: Ticket, params: Params, ones: PyTree, rate: float) -> None:
+def _check_done(r: int, ticket: Ticket[Tree], params: Tree, ones: Masks, rate: float) -> None:
     """Raises a ValueError unless a ticket belongs to the parameters and the rate."""
     if not isinstance(ticket, tuple | list) or len(ticket) != 3:
         raise ValueError(
@@ -160,7 +160,7 @@ def _copy(leaf: PyTree) -> PyTree:
     return jnp.copy(leaf) if trees.is_array(leaf) else leaf
 
 
-def _rewind(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTree, PyTree]:
+def _rewind(ticket: Ticket[Tree], origin: Tree, rate: float, r: int) -> tuple[Tree, Masks]:
     """Returns the initial parameters and the masks of round r, from the ticket before."""
     _, masks, trained = ticket
     _check_finite(f"what train_fn returned in round {r - 1}", trained, masks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias
 
 import chex
 import jax
@@ -43,7 +43,7 @@ from sparsity.compacting.tune import choose, measure
 from sparsity.comparisons.updates import check_arguments
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.step_checks import check_optimizer
@@ -55,7 +55,7 @@ Outside: TypeAlias = Literal["zero", "frozen"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Compact(StoredModel):
+class Compact(StoredModel, Generic[Tree]):
     """A model whose masked parameters are their kept values. Made by `compact`.
 
     A pytree whose leaves are the positions of the values, and frozen entries: give the object to
@@ -98,6 +98,7 @@ class Compact(StoredModel):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
+    params: Tree
     opt_state: PyTree
     update_error: float | None
 
@@ -138,7 +139,7 @@ class Compact(StoredModel):
         count: chex.Numeric,
         loss: Loss | None = None,
         tx: optax.GradientTransformation | None = None,
-    ) -> tuple[Compact, Params, PyTree]:
+    ) -> tuple[Compact[Tree], Tree, PyTree]:
         """Moves the masks once, as SET, RigL or SRigL do in a step that updates masks.
 
         No shape changes. Entries that stay keep values and moments; grown ones start at 0 with the
@@ -191,13 +192,14 @@ class Compact(StoredModel):
         changed = {"indices": positions, "params": params, "opt_state": opt_state}
         return _make_model({**vars(self), **changed}), params, opt_state
 
-    def dense(self, params: Params) -> Params:
+    def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
-        return jax.tree.map(
+        dense: Tree = jax.tree.map(
             lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
             wrap_values(self, params),
             is_leaf=is_kept,
         )
+        return dense
 
     def dense_state(self, opt_state: optax.OptState) -> PyTree:
         """Returns the optimizer's state of the dense parameters, with moments 0 outside the masks.
@@ -252,7 +254,7 @@ class Compact(StoredModel):
         *args: PyTree,
         rounds: int = 10,
         opt_state: optax.OptState | None = None,
-    ) -> Compact:
+    ) -> Compact[Tree]:
         """Returns the model with the fastest format of each parameter, see `measure`.
 
         Of formats that are equally fast, the one with fewer bytes wins.
@@ -344,16 +346,17 @@ class Compact(StoredModel):
     def _outside(self) -> Outside:
         return "frozen" if jax.tree.leaves(self.frozen) else "zero"
 
-    def _in_all_formats(self, dense: PyTree) -> dict[str, Compact]:
+    def _in_all_formats(self, dense: Tree) -> dict[str, Compact[Tree]]:
         """Returns the model in each format, where parameters can have the format."""
         if quantized := [path for path, each in self.storages if each.is_quantized]:
             raise ValueError(
                 f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
                 "floating parameters only. Give formats."
             )
-        masks, outside, models = self.masks, self._outside, dict[str, Compact]()
+        masks, outside = self.masks, self._outside
         arrays = read_masks(self.graph, masks)
         masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
+        models = {}
         for name, storage in STORAGES.items():
             formats = {path: name if storage.make(x) else ANY_MASK for path, x in masked}
             models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
@@ -372,7 +375,7 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
-def _make_model(fields: Mapping[str, object]) -> Compact:
+def _make_model(fields: Mapping[str, object]) -> Compact[PyTree]:
     """Returns a model with these fields, which may lack `params` and others that are no leaves."""
     model = object.__new__(Compact)
     vars(model).update(fields)
@@ -395,13 +398,13 @@ jax.tree_util.register_pytree_with_keys(
 
 def compact(
     graph: Graph,
-    params: Params,
+    params: Tree,
     masks: Masks,
     opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
     outside: Outside = "zero",
     formats: Mapping[Path, str] | Mapping[str, str] | None = None,
-) -> Compact:
+) -> Compact[Tree]:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
     Returns a `Compact`. Any optimizer that works entry by entry trains its `params`, without a

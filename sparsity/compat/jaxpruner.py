@@ -14,7 +14,7 @@ import chex
 import jax
 
 from sparsity.core import trees
-from sparsity.core.trees import Params, PyTree
+from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.masks import apply_masks, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
@@ -46,7 +46,7 @@ def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
     return param.ndim > 1
 
 
-def apply_mask(param: PyTree, mask: PyTree, is_packed: bool = False) -> PyTree:
+def apply_mask(param: Tree, mask: Masks, is_packed: bool = False) -> Tree:
     """Returns a parameter, or a tree of parameters, with pruned entries at exactly 0.0."""
     return apply_masks(param, read_masks(mask, param, is_packed))
 

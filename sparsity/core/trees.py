@@ -20,8 +20,10 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 N = TypeVar("N", bound=NamedTuple)
-# A tree of arrays in any containers, those of users included. No type says this; jax has Any, too.
+# A tree of arrays in any containers, those of users included. No type says this: flax's FrozenDict,
+# nnx.State, equinox modules and dataclasses share no base class. jax has Any, too.
 PyTree: TypeAlias = Any
+Tree = TypeVar("Tree")  # class of a user's tree, for functions that return a tree of that class
 # Trees by their leaves; trees that go with params may have `None` in the place of a parameter.
 Params: TypeAlias = PyTree  # arrays of a model, and leaves that are no arrays
 Grads: TypeAlias = PyTree  # arrays in the shapes of the parameters
@@ -234,9 +236,12 @@ def find_nodes(tree: PyTree, kind: type[N]) -> list[tuple[KeyPath, N]]:
     return nodes
 
 
-def replace_node(tree: PyTree, node: PyTree, by: PyTree) -> PyTree:
+def replace_node(tree: Tree, node: PyTree, by: PyTree) -> Tree:
     """Replaces a node of a tree."""
-    return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)
+    replaced: Tree = jax.tree.map(
+        lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node
+    )
+    return replaced
 
 
 def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:

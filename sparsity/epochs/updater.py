@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from sparsity.core import trees
 from sparsity.core.checks import check_int
-from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Tree
 from sparsity.epochs import strategies
 from sparsity.masks import (
     AdaptedScope,
@@ -50,9 +50,9 @@ _GLOBAL = Global(use_normalization=False)
 def pruning(
     state: PyTree,
     epoch: int,
-    mask_key: PyTree | None = None,
+    mask_key: Masks | None = None,
     prune_strategy: strategies.Strategy | None = None,
-) -> tuple[bool, PyTree]:
+) -> tuple[bool, Masks]:
     """Creates the masks of a strategy at an epoch.
 
     Args:
@@ -90,7 +90,7 @@ def pruning(
     return True, _apply_stage(stages[number], scores, mask_key)
 
 
-def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
+def pruning_apply(state: Tree, mask_key: Masks) -> tuple[Tree, Masks]:
     """Puts pruned weights at exactly 0.0.
 
     Args:
@@ -230,8 +230,8 @@ class EpochStrategy(BaseUpdater):
         )
 
     def instant_sparsify(
-        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Params, Masks]:
+        self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Tree, Masks]:
         """Applies all stages of the strategy in order, without training.
 
         Args:
@@ -287,5 +287,5 @@ def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Ma
     )
 
 
-def _read_mask_key(masks: Masks, params: Params) -> PyTree:
+def _read_mask_key(masks: Masks, params: Params) -> Masks:
     return read_masks(masks, params, may_be_packed=False, role="masks of mask_key")

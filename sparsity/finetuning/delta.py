@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from sparsity.core import trees
 from sparsity.core.checks import check_iterable, check_kind, check_number
-from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.finetuning import delta_file
 from sparsity.finetuning.entries import (
     BaseParameter,
@@ -190,7 +190,7 @@ class Delta:
         """Bytes of all positions and values; the file has a header besides."""
         return sum(part.nbytes for term in self.terms for part in term.entries.values())
 
-    def apply(self, base: Params) -> Params:
+    def apply(self, base: Tree) -> Tree:
         """Returns the fine-tuned model.
 
         Args:
@@ -210,7 +210,10 @@ class Delta:
             name: _copy(arrays[name]) if array is None else _place_like(arrays[name], array)
             for name, array in self.patches(arrays)
         }
-        return trees.map_matched(lambda path, leaf: new.get(trees.path_string(path), leaf), base)
+        tuned: Tree = trees.map_matched(
+            lambda path, leaf: new.get(trees.path_string(path), leaf), base
+        )
+        return tuned
 
     def patches(self, arrays: Mapping[str, PyTree]) -> Iterator[tuple[str, np.ndarray | None]]:
         """Yields the path of each parameter of the base and its new array, one at a time.

@@ -18,7 +18,7 @@ import numpy as np
 
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import is_real
-from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.core.trees import Masks, Params, PyTree, Tree
 
 Param = TypeVar("Param", bound=chex.Array)
 
@@ -70,7 +70,7 @@ def _to_bits(mask: jax.Array) -> jax.Array:
     return jnp.sum(shifted, axis=-1, dtype=jnp.uint8)
 
 
-def pack_masks(masks: Masks, params: Params) -> Masks:
+def pack_masks(masks: Tree, params: Params) -> Tree:
     """Packs masks to bits, as `use_packed_masks=True` stores them.
 
     Args:
@@ -91,10 +91,11 @@ def pack_masks(masks: Masks, params: Params) -> Masks:
     """
     check_masks(params, masks, are_packed=False)
     likes = trees.leaves_by_path(params)
-    return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
+    packed: Tree = trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
+    return packed
 
 
-def unpack_masks(masks: Masks, params: Params) -> Masks:
+def unpack_masks(masks: Tree, params: Params) -> Tree:
     """Unpacks the masks of a state with `use_packed_masks=True`; undoes `pack_masks`.
 
     Args:
@@ -114,7 +115,8 @@ def unpack_masks(masks: Masks, params: Params) -> Masks:
     """
     check_masks(params, masks, are_packed=True)
     likes = trees.leaves_by_path(params)
-    return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
+    unpacked: Tree = trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
+    return unpacked
 
 
 def are_packed(masks: Masks, likes: PyTree) -> bool:
@@ -278,13 +280,13 @@ def _check_bits(mask: chex.Array, name: str) -> None:
         )
 
 
-def apply_masks(params: Params, masks: Masks) -> Params:
+def apply_masks(params: Tree, masks: Masks) -> Tree:
     """Applies unpacked masks to parameters by path; raises as `check_masks`."""
     check_complete(params, masks)
     return mask_updates(params, masks, "params")
 
 
-def mask_updates(updates: PyTree, masks: Masks, role: str = "updates") -> PyTree:
+def mask_updates(updates: Tree, masks: Masks, role: str = "updates") -> Tree:
     """Applies unpacked masks by path; arrays without a mask stay unchanged.
 
     Raises:
@@ -292,7 +294,10 @@ def mask_updates(updates: PyTree, masks: Masks, role: str = "updates") -> PyTree
         call `role`.
     """
     check_shapes(updates, masks, role=role)
-    return trees.map_matched(lambda _, x, mask: apply_mask(x, mask), updates, masks, role=role)
+    masked: Tree = trees.map_matched(
+        lambda _, x, mask: apply_mask(x, mask), updates, masks, role=role
+    )
+    return masked
 
 
 def are_ones(masks: Masks) -> jax.Array:

@@ -114,7 +114,9 @@ class Scope(Protocol):
              [1, 0]], dtype=uint8)
     """
 
-    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
+    def check(
+        self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None, /
+    ) -> None:
         """Raises a ValueError if the scope cannot create masks of this pattern.
 
         Called when an updater is created.
@@ -125,7 +127,7 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None, /) -> list[jax.Array]:
         """Returns a mask for each parameter: uint8, of the shape of its scores.
 
         Args:
@@ -133,7 +135,7 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric, /) -> list[jax.Array]:
         """Returns each parameter's mask with a fraction of the active weights replaced.
 
         Args:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from sparsity.comparisons.updates import check_updates
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
@@ -83,11 +83,12 @@ def describe_cuts(
     }
 
 
-def cut_params(cuts: Cuts, params: Params) -> Params:
+def cut_params(cuts: Cuts, params: Tree) -> Tree:
     """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
-    return trees.map_matched(
+    cut: Tree = trees.map_matched(
         lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
     )
+    return cut
 
 
 def cut_masks(cuts: Cuts, small_params: Params) -> Masks:

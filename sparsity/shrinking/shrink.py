@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from sparsity.comparisons.updates import check_arguments
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import Masks, Params, Path
+from sparsity.core.trees import Masks, Params, Path, Tree
 from sparsity.graph import Graph
 from sparsity.graph.channels.cuts import solve_kept
 from sparsity.masks import apply_masks
@@ -23,11 +23,11 @@ from sparsity.shrinking.small import Small
 
 def shrink(
     graph: Graph,
-    params: Params,
+    params: Tree,
     masks: Masks | Plan,
     opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
-) -> Small:
+) -> Small[Tree]:
     """Removes dead channels from the parameters, the model and the optimizer's state.
 
     A channel is dead if the masked model provably computes the same without it: all entries that

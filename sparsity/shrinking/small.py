@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.pictures import bars, pick_pair
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph, Parameter
 from sparsity.graph.channels.cuts import solve_kept
 from sparsity.programs.axes import Axis
@@ -36,7 +36,7 @@ class _Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Small:
+class Small(Generic[Tree]):
     """A smaller model. Made by `shrink`.
 
     Attributes:
@@ -63,7 +63,7 @@ class Small:
       (Array([[5.]], dtype=float32), Array([[15.]], dtype=float32))
     """
 
-    params: Params
+    params: Tree
     opt_state: PyTree
     plan: Plan
     before: Graph

@@ -17,7 +17,7 @@ from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
-from sparsity.core.trees import Grads, Masks, Params, ScoreTree
+from sparsity.core.trees import Grads, Masks, ScoreTree, Tree
 from sparsity.core.warn import warn
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import check_common_fields, check_names
@@ -88,8 +88,8 @@ class BaseUpdater(ComparedByFields, Updater):
     # Entry points.
 
     def instant_sparsify(
-        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Params, Masks]:
+        self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Tree, Masks]:
         """Prunes at once, without an optimizer.
 
         Args:

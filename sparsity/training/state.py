@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.sharding import on_device
-from sparsity.core.trees import Masks, Params, PyTree, Sparsities
+from sparsity.core.trees import Masks, Params, PyTree, Sparsities, Tree
 from sparsity.masks import pack_masks, packed_shape, place_masks, read_masks
 
 
@@ -98,7 +98,7 @@ def check_no_state(masks: PyTree) -> None:
         )
 
 
-def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
+def set_sparse_state(opt_state: Tree, sparse_state: SparseState) -> Tree:
     """Returns `opt_state` with its only `SparseState` replaced.
 
     Args:
@@ -116,11 +116,10 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
     """
     old = get_sparse_state(opt_state)
     check_kind("sparse_state", sparse_state, SparseState, "a SparseState")
-    replaced: optax.OptState = trees.replace_node(opt_state, old, sparse_state)
-    return replaced
+    return trees.replace_node(opt_state, old, sparse_state)
 
 
-def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:
+def sharding_like(params: Params, opt_state: optax.OptState) -> PyTree:
     """Returns the shardings of an optimizer state: each leaf has the sharding of its parameter.
 
     The result serves as `out_shardings` of a jitted `init`, because the compiler would otherwise
@@ -172,8 +171,7 @@ def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:
             return sharding.with_axes(replicated, [()] * jnp.ndim(leaf))
         return fitted or replicated
 
-    shardings: optax.OptState = owners.map_owned(fit, params, opt_state)
-    return shardings
+    return owners.map_owned(fit, params, opt_state)
 
 
 def _shard_like(param: jax.Array, shape: tuple[int, ...]) -> Sharding | None:

@@ -16,7 +16,7 @@ from sparsity.core import trees
 from sparsity.core.checks import DataclassBase, check_values
 from sparsity.core.hashing import DEFAULT_SEED, Seed, generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
-from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
     BatchAxes,
     Layerwise,
@@ -364,7 +364,7 @@ class Updater(DataclassBase):
         """
         return grads
 
-    def apply_masks(self, params: Params, masks: Masks, is_packed: bool | None = None) -> Params:
+    def apply_masks(self, params: Tree, masks: Masks, is_packed: bool | None = None) -> Tree:
         """Returns `params` with pruned entries at exactly 0.0.
 
         Args:
@@ -379,7 +379,7 @@ class Updater(DataclassBase):
         read = masks_lib.read_masks(masks, params, may_be_packed)
         return masks_lib.apply_masks(params, read)
 
-    def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
+    def pre_forward_update(self, params: Tree, opt_state: optax.OptState) -> Tree:
         """Returns the parameters for the forward pass; by default `params`.
 
         Args:
@@ -388,7 +388,7 @@ class Updater(DataclassBase):
         """
         return params
 
-    def post_gradient_update(self, params: Params, sparse_state: optax.OptState) -> Params:
+    def post_gradient_update(self, params: Tree, sparse_state: optax.OptState) -> Tree:
         """Returns the parameters after a step, pruned weights at exactly 0.0.
 
         Args:

@@ -66,8 +66,8 @@ def train_step(
     weights = signed.pre_forward_update(params, opt_state)
     grads = {name: jnp.ones_like(weight) for name, weight in weights.items()}
     updates, opt_state = tx.update(grads, opt_state, params)
-    params = signed.post_gradient_update(optax.apply_updates(params, updates), opt_state)
-    return params, opt_state
+    params = optax.apply_updates(params, updates)
+    return signed.post_gradient_update(params, opt_state), opt_state
 
 
 trained, opt_state = train_step(params, tx.init(params))

@@ -13,11 +13,11 @@ at_step: Any = ramp.get_sparsity_at_step({"w": 0.5}, 7)
 
 
 class Often:
-    def is_mask_update_iter(self, step: Any) -> Any:
-        return step % 2 == 0
+    def is_mask_update_iter(self, count: int | jax.Array) -> bool | jax.Array:
+        return count % 2 == 0
 
-    def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
-        return target_sparsities
+    def get_sparsity_at_step(self, targets: Any, count: int | jax.Array) -> Any:
+        return targets
 
 
 def half(params: Any) -> Any:

@@ -29,6 +29,7 @@ opt_state = tx.init(params)
 for _ in range(2):
     grads = gradients(params, jnp.ones((2, 8)))
     updates, opt_state = tx.update(grads, opt_state, params)
-    params = pruner.post_gradient_update(optax.apply_updates(params, updates), opt_state)
+    params = optax.apply_updates(params, updates)
+    params = pruner.post_gradient_update(params, opt_state)
 state: sparsity.SparseState = sparsity.get_sparse_state(opt_state)
 table: str = sparsity.sparsity_table(params, opt_state, pruner)

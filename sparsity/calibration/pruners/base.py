@@ -25,7 +25,7 @@ from sparsity.calibration.statistics.validation import (
 )
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_iterable
-from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Sparsities
+from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities, Tree
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
@@ -153,12 +153,12 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
 
     def instant_sparsify(
         self,
-        params: Params,
-        grads: PyTree | None = None,
+        params: Tree,
+        grads: Grads | None = None,
         *,
         statistics: Statistics | None = None,
         **extra_args: ExtraArg,
-    ) -> tuple[Params, Masks]:
+    ) -> tuple[Tree, Masks]:
         """Prunes and corrects at once.
 
         Args:

@@ -40,6 +40,7 @@ class Refit(Protocol):
         mask: jax.Array,
         statistic: Statistic,
         select: Select,
+        /,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the weights of a parameter and their mask, of any real dtype.
 
@@ -75,6 +76,7 @@ class BiasRefit(Protocol):
         pruned: jax.Array,
         statistic: Statistic,
         read: Callable[[Value], jax.Array],
+        /,
     ) -> jax.Array:
         """Returns the bias of a weight, of the same shape, dtype and sharding.
 

@@ -117,8 +117,7 @@ def _refit_by_xla(
     def refit_matrix(*arrays: jax.Array) -> jax.Array:
         return _refit_matrix(solve, dense.dtype, *arrays)
 
-    refitted: jax.Array = statistic.solve(refit_matrix, dense, pruned, mask)
-    return refitted.astype(dense.dtype)
+    return statistic.solve(refit_matrix, dense, pruned, mask).astype(dense.dtype)
 
 
 def _supports(masks: jax.Array) -> tuple[int, bool]:

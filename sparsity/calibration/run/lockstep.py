@@ -24,7 +24,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program
+from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.reuse import compile_at_call
 
 
@@ -170,7 +170,8 @@ class Lockstep:
         carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
         stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
         for layer in _list_layers(equation):
-            param_inputs, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
+            param_inputs: dict[Value, Callable[..., jax.Array]] = {}
+            data: list[dict[Value, jax.Array]] = [{} for _ in batches]
             for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
                     place = (layer,) if at >= end else ()

@@ -40,7 +40,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.masks import is_per_slice
 from sparsity.training.base_updater import BaseUpdater
 
@@ -48,8 +48,8 @@ from sparsity.training.base_updater import BaseUpdater
 @overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
-    params: Params,
+    fn: Callable[[PyTree, PyTree], PyTree],
+    params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
     sequential: bool = True,
@@ -59,13 +59,13 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: Literal[False] = False,
-) -> tuple[Params, Masks, Report]: ...
+) -> tuple[Tree, Masks, Report]: ...
 
 
 @overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
@@ -76,8 +76,8 @@ def oneshot(
 
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., PyTree],
-    params: Params,
+    fn: Callable[[PyTree, PyTree], PyTree],
+    params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
     sequential: bool = True,
@@ -87,7 +87,7 @@ def oneshot(
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
     estimate: bool = False,
-) -> tuple[Params, Masks, Report] | Estimate:
+) -> tuple[Tree, Masks, Report] | Estimate:
     """Prunes a trained model by calibration data, layer by layer.
 
     Args:
@@ -222,7 +222,7 @@ class _Run:
         self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
         self.report = Report()
 
-    def run(self, fn: Callable[..., PyTree], sequential: bool) -> None:
+    def run(self, fn: Callable[[PyTree, PyTree], PyTree], sequential: bool) -> None:
         """Prunes all parameters, those that the model reaches first."""
         if sequential:
             self._follow_model()
@@ -247,7 +247,7 @@ class _Run:
 
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, on_reached).run()
 
-    def _finish_others(self, fn: Callable[..., PyTree]) -> None:
+    def _finish_others(self, fn: Callable[[PyTree, PyTree], PyTree]) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model."""
         task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
         model = fn, self.weights.tree(), self._batches

@@ -48,7 +48,7 @@ class OutputReport:
 
 
 def compare_outputs(
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     dense: Params,
     pruned: Params,
     batches: Iterable[PyTree],
@@ -104,7 +104,7 @@ def _measure(metric: Callable[[PyTree], chex.Numeric], params: Params) -> float:
 
 
 def make_outputs(
-    fn: Callable[..., PyTree], params: Params, batch: PyTree
+    fn: Callable[[PyTree, PyTree], PyTree], params: Params, batch: PyTree
 ) -> Callable[[PyTree, PyTree], list[jax.Array]]:
     """Returns a compiled function from parameters and a batch to the outputs with fractions.
 

@@ -20,14 +20,14 @@ from sparsity.calibration.statistics.validation import (
     read_pruned,
 )
 from sparsity.core import host, sharding, trees
-from sparsity.core.trees import KeyPath, Masks, Params
+from sparsity.core.trees import KeyPath, Masks, Tree
 from sparsity.masks import ScoredSite, Site, are_kept, is_per_slice, pack_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
 def prune(
-    pruner: BaseUpdater, params: Params, statistics: Statistics, refit: Refit | None = None
-) -> tuple[Params, Masks]:
+    pruner: BaseUpdater, params: Tree, statistics: Statistics, refit: Refit | None = None
+) -> tuple[Tree, Masks]:
     """Prunes with statistics of the inputs, and refits the kept weights.
 
     Args:
@@ -66,8 +66,8 @@ def prune(
 
 
 def prune_at_once(
-    pruner: BaseUpdater, params: Params, statistics: Statistics, required: Iterable[KeyPath] = ()
-) -> tuple[Params, Masks]:
+    pruner: BaseUpdater, params: Tree, statistics: Statistics, required: Iterable[KeyPath] = ()
+) -> tuple[Tree, Masks]:
     """Returns what `instant_sparsify` returns, checked, with masks that are not packed.
 
     Args:
@@ -110,11 +110,11 @@ def _got(value: object) -> str:
 def apply_refit(
     refit: Refit,
     pruner: BaseUpdater,
-    params: Params,
-    pruned: Params,
+    params: Tree,
+    pruned: Tree,
     masks: Masks,
     statistics: Statistics,
-) -> tuple[Params, Masks]:
+) -> tuple[Tree, Masks]:
     """Refits the weights that a pruner kept; a parameter that the refit makes worse stays as it is.
 
     Without a Gram matrix a parameter stays as it is if the refit returns NaN or infinities.

@@ -115,7 +115,7 @@ class Report(dict[Path, LayerReport]):
     def sensitivity(
         self,
         pruner: BaseUpdater,
-        fn: Callable[..., PyTree],
+        fn: Callable[[PyTree, PyTree], PyTree],
         params: Params,
         batches: Iterable[PyTree],
         rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),

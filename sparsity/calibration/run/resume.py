@@ -98,7 +98,7 @@ def _tree(layer: StoredLayer) -> dict[str, PyTree]:
 
 def identify(
     task: PruningTask,
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Sequence[PyTree],
     **others: object,

@@ -192,7 +192,7 @@ class PruningTask:
 def make_task(
     pruner: BaseUpdater,
     refit: Refit | BiasRefit | None,
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batch: PyTree,
 ) -> PruningTask:

@@ -33,7 +33,7 @@ from sparsity.programs.reuse import compile_at_call
 
 
 def calibrate(
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
     kind: Kind = "squares",
@@ -169,7 +169,7 @@ class Calibration:
 
 
 def collect(
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
     make: Callable[[Graph], Calibration],
@@ -228,7 +228,7 @@ def collect(
 
 
 def sum_losses(
-    fn: Callable[..., PyTree],
+    fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
     matrices: Mapping[Path, Sequence[jax.Array]],

@@ -68,8 +68,6 @@ class Count:
         equal: bool | np.ndarray = np.asarray(self) == np.asarray(other)
         return equal
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __rtruediv__(self, sums: chex.Array) -> jax.Array:
         return jnp.asarray(sums) / self.as_float()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import chex
 import jax
@@ -21,8 +22,10 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.core import host
 from sparsity.core.checks import check_int, check_kind
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Path
 from sparsity.masks import Site
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +122,7 @@ class Statistic:
         moved = matrices.reshape([shape[axis] for axis in axes])
         return moved.transpose(np.argsort(axes))
 
-    def solve(self, fn: Callable[..., PyTree], *params: jax.Array) -> PyTree:
+    def solve(self, fn: Callable[..., T], *params: jax.Array) -> T:
         """Returns parameters that `fn` computes from the matrices of real ones and their Grams.
 
         Args:
@@ -132,7 +135,8 @@ class Statistic:
             fn = jax.vmap(fn)
         wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]
         solved = fn(*map(self.matrices, wide), grams.astype(dtype))
-        return jax.tree.map(lambda x: self.parameter(x, params[0].shape), solved)
+        shaped: T = jax.tree.map(lambda x: self.parameter(x, params[0].shape), solved)
+        return shaped
 
     def sliced(self, site: Site, shape: tuple[int, ...]) -> Statistic:
         """Returns the statistic with all batch axes of the site among its batch axes.

@@ -15,7 +15,7 @@ from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
-from sparsity.core.trees import KeyPath, Masks, Params, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Tree
 from sparsity.core.warn import warn
 from sparsity.masks import Site, read_masks
 
@@ -223,8 +223,8 @@ def check_solution(new: PyTree, who: str, name: str, param: jax.Array) -> None:
 
 
 def read_pruned(
-    pruned: object, who: str, params: Params, required: Iterable[KeyPath], may_be_packed: bool
-) -> tuple[Params, Masks]:
+    pruned: object, who: str, params: Tree, required: Iterable[KeyPath], may_be_packed: bool
+) -> tuple[Tree, Masks]:
     """Returns the params that a hook pruned, in the dtypes of before, and uint8 masks.
 
     Args:

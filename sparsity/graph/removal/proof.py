@@ -71,8 +71,6 @@ class Constants:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and repr(self._key()) == repr(other._key())
 
-    __hash__ = None  # type: ignore[assignment]
-
     def _key(self) -> tuple[object, ...]:
         at = sorted((i, id(v), c) for (i, v), c in self.at.items())
         return self.everywhere, self.may_be_nan, at
