@@ -135,7 +135,9 @@ def not_finite(name: str, batch: int) -> ValueError:
 
 
 def is_finite(value: jax.Array) -> bool:
-    """Returns whether all entries are finite; traced ones pass."""
+    """Returns whether all entries are finite; traced ones and integers pass."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return True
     return _all(lambda x: host.namespace([x]).isfinite(x), value)
 
 
