@@ -195,7 +195,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
         who = f"{name}.{'solve_tree' if overrides else 'solve'}"
         solved = self.solve_tree(params, targets, problems)
         weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
-        check_finite(weights, who, params)
+        # `solve` changes the parameters of problems alone; others, such as embeddings, are large.
+        check_finite(weights, who, params, leaves if overrides else problems)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
