@@ -194,13 +194,34 @@ def judge(measured, marker, mutant, budget):
     Path(file).write_text(source)
     try:
         code = fork(lambda: run_tests(tests, marker), int(20 + 4 * seconds))
+        if not has_run(code):  # the mutant renamed parameters: all tests of these functions
+            functions = {test.split("[")[0] for test in tests}
+            all_seconds = measured["seconds"].items()
+            seconds = sum(cost for test, cost in all_seconds if test.split("[")[0] in functions)
+            code = fork(lambda: run_tests(sorted(functions), marker), int(20 + 4 * seconds))
     finally:
         Path(file).write_text(original)
     if not code:
         return "survived", f"{len(tests)} tests"
-    lines = Path("log").read_text(errors="replace").splitlines()
-    failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if not has_run(code):
+        return "survived", "pytest finds no test by the names that ran the line"
+    failures = [line for line in read_log() if line.startswith(("FAILED ", "ERROR "))]
     return "killed", failures[0] if failures else f"exit status {code}"
+
+
+def has_run(code):
+    """Returns whether pytest ran tests, or failed to import them, by its exit status and log.
+
+    A usage error (4) may be either: a name that no test has, or an import that fails.
+    """
+    if code not in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return True
+    return any(line.startswith(("ERROR ", "ImportError while loading")) for line in read_log())
+
+
+def read_log():
+    """Returns the lines that the last child wrote."""
+    return Path("log").read_text(errors="replace").splitlines()
 
 
 def check_room(room, args):

@@ -346,3 +346,39 @@ def test_the_version_is_said_once_as_a_literal_that_the_metadata_reads():
     source = (PACKAGE / "version.py").read_text(encoding="utf-8")
     assert f'\n__version__ = "{sparsity.__version__}"\n' in source
     assert "version" not in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def test_no_private_method_is_overridden_in_another_file():
+    classes = {
+        node.name: (path, node)
+        for path in SOURCES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def ancestors(name):
+        _, node = classes[name]
+        for base in node.bases:
+            root = base.value if isinstance(base, ast.Subscript) else base
+            if getattr(root, "id", None) in classes:
+                yield root.id
+                yield from ancestors(root.id)
+
+    def private_methods(name):
+        methods = [x.name for x in classes[name][1].body if isinstance(x, ast.FunctionDef)]
+        return {x for x in methods if x.startswith("_") and not x.endswith("__")}
+
+    assert [
+        f"{name} overrides {sorted(overridden)} of {base}"
+        for name in classes
+        for base in ancestors(name)
+        if classes[name][0] != classes[base][0]
+        and (overridden := private_methods(name) & private_methods(base))
+    ] == []
+
+
+def test_the_order_of_reading_names_each_file_of_a_step():
+    folder = PACKAGE / "training"
+    order = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert files <= {*re.findall(r"`(\w+)`", order)}

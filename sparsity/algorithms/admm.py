@@ -25,7 +25,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update
-from sparsity.training.hooks import NO_EXTRA, ExtraArg
+from sparsity.training.hooks import ExtraArg, HookArgs, StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -81,11 +81,11 @@ class ADMMPruning(MagnitudePruning):
     ) -> PyTree:
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
-        sites = sites or self.sites(params)
-        targets = self.compute_targets(params, sites)
+        inputs = StepInputs(params, None, sites or self.sites(params))
+        targets = self.compute_targets(params, inputs.sites)
         masked = adapt_scope(self.scope).masked(params, targets)
         start = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
-        z, _ = self._project(start, targets, sites)
+        z, _ = self._project(start, targets, inputs)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
 
     def update_state(
@@ -97,9 +97,9 @@ class ADMMPruning(MagnitudePruning):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        sites = sites or self.sites(params)
+        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
         moved = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
-        z, support = self._project(moved, sparse_state.target_sparsities, sites, extra_args)
+        z, support = self._project(moved, sparse_state.target_sparsities, inputs)
         u = jax.tree.map(jnp.subtract, moved, z)
         end = find_last_update(self.scheduler)
         ends = sparse_state.count == (-1 if end is None else end)
@@ -141,15 +141,12 @@ class ADMMPruning(MagnitudePruning):
         return rho if end is None else jnp.where(step < end, rho, 0)
 
     def _project(
-        self,
-        weights: Params,
-        targets: Sparsities,
-        sites: Sites,
-        extra: Mapping[str, ExtraArg] = NO_EXTRA,
+        self, weights: Params, targets: Sparsities, inputs: StepInputs
     ) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
-        scores = self._call_calculate_scores(weights, sites, extra)
-        support = self._call_create_masks(scores, targets, sites, extra=extra)
+        scores = inputs.call(self.calculate_scores, weights)
+        named: HookArgs = {"target_sparsities": targets}
+        support = inputs.call(self.create_masks, scores, targets, named=named)
         return trees.map_matched(_mask_weights, weights, support), support
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import jax
@@ -27,7 +27,6 @@ from sparsity.masks import (
     Scope,
     Sites,
     adapt_scope,
-    defer_scores,
     elementwise,
     keeps_targets,
     make_draw,
@@ -35,7 +34,7 @@ from sparsity.masks import (
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
+from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
 
@@ -93,7 +92,9 @@ class SparseTraining(BaseUpdater):
         takes_arrays = is_overridden(self, "create_masks")
         draw = generate_random_scores if takes_arrays else make_draw(params)
         scores = draw(params, self.rng_seed)
-        return self._call_create_masks(scores, target_sparsities, sites or self.sites(params))
+        inputs = StepInputs(params, None, sites or self.sites(params))
+        named: HookArgs = {"target_sparsities": target_sparsities}
+        return inputs.call(self.create_masks, scores, target_sparsities, named=named)
 
     def instant_sparsify(
         self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
@@ -123,6 +124,20 @@ class StaticRandomSparse(SparseTraining):
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         return sparse_state.masks
+
+
+class MaskMove(NamedTuple):
+    """Scores by which masks move.
+
+    Attributes:
+      drop_scores: tree of arrays or lazy scores; active weights with the highest are kept.
+      grow_scores: tree of arrays or lazy scores; of all others those with the highest grow.
+      fraction: fraction of the active weights to replace, in [0, 1].
+    """
+
+    drop_scores: ScoreTree
+    grow_scores: ScoreTree
+    fraction: chex.Numeric
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -173,57 +188,38 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params, sites=sites)
 
     def slice_rule(self) -> SliceRule | None:
-        # An override of these hooks takes complete trees.
-        takes_trees = is_overridden(self, "update_state") or any(
-            is_overridden(self, hook, DropAndGrow) for hook in ("new_masks", "get_drop_scores")
-        )
-        if takes_trees or not keeps_targets(self.scope) or not self._grows_by_slice():
+        if is_overridden(self, "new_masks", DropAndGrow):  # an override takes complete trees
             return None
-        return SliceRule(self.get_grow_scores, self._drop_fraction)
-
-    def _grows_by_slice(self) -> bool:
-        """Returns whether `get_grow_scores` scores each slice alone."""
-        return may_score_slices(self.get_grow_scores)
+        return make_slice_rule(self)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
+        move = self.score_move(sparse_state, inputs)
+        return adapt_scope(self.scope, inputs.sites).move_tree(sparse_state.masks, *move)
+
+    def score_move(self, sparse_state: SparseState, inputs: StepInputs) -> MaskMove:
+        """Returns the scores by which masks move, and the fraction of weights to replace.
+
+        Args:
+          sparse_state: the current state.
+          inputs: inputs of the step.
+        """
         draw = make_draw(inputs.weights)
 
-        def scores(hook: Callable[..., PyTree]) -> ScoreTree:
-            lazy = defer_scores(hook, inputs.weights, inputs.masks, inputs.grads)
+        def score(hook: Callable[..., PyTree]) -> ScoreTree:
+            lazy = inputs.defer_scores(hook)
             if lazy is not None:
                 return lazy
             args = sparse_state, inputs.masked_weights, inputs.grads
             return inputs.call(hook, *args, named={"draw": draw})
 
-        fraction = self._drop_fraction(sparse_state.count)
+        fraction = self.compute_drop_fraction(sparse_state.count)
         if is_traced(sparse_state.count):
             # Even a constant fraction waits for the count: `training.regrow.pack_before_update`.
             fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
-        drop_scores, grow_scores = scores(self.get_drop_scores), scores(self.get_grow_scores)
-        return self._move_masks(sparse_state, inputs, drop_scores, grow_scores, fraction)
+        return MaskMove(score(self.get_drop_scores), score(self.get_grow_scores), fraction)
 
-    def _move_masks(
-        self,
-        sparse_state: SparseState,
-        inputs: StepInputs,
-        drop_scores: ScoreTree,
-        grow_scores: ScoreTree,
-        fraction: chex.Numeric,
-    ) -> Masks:
-        """Returns the masks with a fraction of their active weights replaced.
-
-        Args:
-          sparse_state: the current state.
-          inputs: inputs of the step.
-          drop_scores: tree of arrays or lazy scores; active weights with the highest are kept.
-          grow_scores: tree of arrays or lazy scores; of all others those with the highest grow.
-          fraction: fraction of the active weights to replace, in [0, 1].
-        """
-        scope = adapt_scope(self.scope, inputs.sites)
-        return scope.move_tree(sparse_state.masks, drop_scores, grow_scores, fraction)
-
-    def _drop_fraction(self, step: chex.Numeric) -> Any:
+    def compute_drop_fraction(self, step: chex.Numeric) -> Any:
         """Returns the fraction of active weights to replace at a step."""
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             return self.drop_fraction_fn(step)
@@ -282,10 +278,6 @@ class SET(DropAndGrow):
         # Step 0 of the random stream drew the initial masks.
         return draw(params, self.rng_seed, sparse_state.count + 1)
 
-    def _grows_by_slice(self) -> bool:
-        is_random = not is_overridden(self, "get_grow_scores", SET)
-        return is_random or super()._grows_by_slice()
-
 
 @dataclasses.dataclass(kw_only=True)
 class RigL(DropAndGrow):
@@ -335,3 +327,20 @@ class GlobalRigL(RigL):
     """
 
     scope: Scope = Global()
+
+
+def make_slice_rule(updater: DropAndGrow) -> SliceRule | None:
+    """Returns the rule by which slices move; `None` if a hook takes complete trees.
+
+    Args:
+      updater: an updater whose `new_masks` is that of the library.
+    """
+    takes_trees = is_overridden(updater, "update_state") or is_overridden(
+        updater, "get_drop_scores", DropAndGrow
+    )
+    if takes_trees or not keeps_targets(updater.scope):
+        return None
+    grow = updater.get_grow_scores
+    is_random = not is_overridden(updater, "get_grow_scores", SET)
+    scores_slices = is_random or may_score_slices(grow)
+    return SliceRule(grow, updater.compute_drop_fraction) if scores_slices else None

@@ -31,11 +31,11 @@ import numpy as np
 from jax import lax
 
 from sparsity.algorithms.pruners import generate_random_scores
-from sparsity.algorithms.sparse_trainers import RigL
+from sparsity.algorithms.sparse_trainers import RigL, make_slice_rule
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import sums
-from sparsity.core.trees import Masks, Params, ScoreTree, Sparsities
+from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
@@ -44,6 +44,7 @@ from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
+from sparsity.training.updater import is_overridden
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
 
@@ -149,17 +150,14 @@ class SRigL(RigL):
         return neurons * min(size // neurons, num_kept_int(size, float(target)) // neurons)
 
     def slice_rule(self) -> SliceRule | None:
-        rule = super().slice_rule() if self.min_salient is None else None
+        if self.min_salient is not None or is_overridden(self, "new_masks", SRigL):
+            return None
+        rule = make_slice_rule(self)
         return None if rule is None else rule._replace(move_matrix=move_fan_in)
 
-    def _move_masks(
-        self,
-        sparse_state: SparseState,
-        inputs: StepInputs,
-        drop_scores: ScoreTree,
-        grow_scores: ScoreTree,
-        fraction: chex.Numeric,
-    ) -> Masks:
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
+        drop_scores, grow_scores, fraction = self.score_move(sparse_state, inputs)
+
         def move(
             path: trees.KeyPath,
             drop: jax.Array | Scores,

@@ -23,7 +23,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
-from sparsity.training.hooks import NO_EXTRA, ExtraArg
+from sparsity.training.hooks import ExtraArg, HookArgs, StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -79,18 +79,17 @@ class TopKast(StraightThrough, MagnitudePruning):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        sites = sites or self.sites(params)
-        scores = self._call_calculate_scores(params, sites)
-        return self._call_create_masks(scores, target_sparsities, sites)
+        inputs = StepInputs(params, None, sites or self.sites(params))
+        return self._select_forward(params, target_sparsities, inputs)[1]
 
     def init_algorithm_state(
         self, params: Params, masks: Masks, *, sites: Sites | None = None
     ) -> PyTree:
-        sites = sites or self.sites(params)
-        targets = self.compute_targets(params, sites)
+        inputs = StepInputs(params, None, sites or self.sites(params))
+        targets = self.compute_targets(params, inputs.sites)
         _check_backward(self.backward_sparsity, targets)
-        scores = self._call_calculate_scores(params, sites)
-        backward = self._select_backward(scores, masks, targets, sites)
+        scores = inputs.call(self.calculate_scores, params)
+        backward = self._select_backward(scores, masks, targets, inputs)
         # A user may pass a mask for a leaf without a target.
         return trees.map_matched(
             lambda _, param, mask, chosen: mask if chosen is None else chosen,
@@ -108,11 +107,10 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        sites = sites or self.sites(params)
+        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
         targets = sparse_state.target_sparsities
-        scores = self._call_calculate_scores(params, sites, extra_args)
-        masks = self._call_create_masks(scores, targets, sites, extra=extra_args)
-        backward = self._select_backward(scores, masks, targets, sites, extra_args)
+        scores, masks = self._select_forward(params, targets, inputs)
+        backward = self._select_backward(scores, masks, targets, inputs)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
@@ -142,13 +140,16 @@ class TopKast(StraightThrough, MagnitudePruning):
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
+    def _select_forward(
+        self, params: Params, targets: Sparsities, inputs: StepInputs
+    ) -> tuple[ScoreTree, Masks]:
+        """Returns the scores of the weights, and the masks of A."""
+        scores = inputs.call(self.calculate_scores, params)
+        named: HookArgs = {"target_sparsities": targets}
+        return scores, inputs.call(self.create_masks, scores, targets, named=named)
+
     def _select_backward(
-        self,
-        scores: ScoreTree,
-        masks: Masks,
-        targets: Sparsities,
-        sites: Sites,
-        extra: Mapping[str, ExtraArg] = NO_EXTRA,
+        self, scores: ScoreTree, masks: Masks, targets: Sparsities, inputs: StepInputs
     ) -> PyTree:
         """Returns the masks of B: of A, and of the largest weights outside of A."""
         targets = jax.tree.map(on_device, targets)
@@ -161,7 +162,8 @@ class TopKast(StraightThrough, MagnitudePruning):
             scores,
             masks,
         )
-        return self._call_create_masks(first, sparsities, sites, targets, extra)
+        named: HookArgs = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, first, sparsities, named=named)
 
 
 # Both are compiled, as eager calls would send their constants to the device.

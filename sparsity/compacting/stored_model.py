@@ -19,7 +19,6 @@ from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph
-from sparsity.graph.graph import retrace
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
@@ -69,9 +68,7 @@ def run_stored(
       record: called with the equations that read masked parameters, see `Densifier`.
     """
     graph, inputs = _retrace(model, params, args, observers)
-    densifier = Densifier(graph.tracker.is_data, model.in_turn, record)
-    outputs = densifier.run(graph.model.program, inputs)
-    return jax.tree.unflatten(graph.model.output_tree, outputs)
+    return graph.model.run(Densifier(graph.is_data, model.in_turn, record), inputs)
 
 
 def wrap_values(
@@ -189,4 +186,4 @@ def _retrace(
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
-    return retrace(model.graph, example, *args), [*leaves, *trees.split_arrays(args)[0]]
+    return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]

@@ -157,7 +157,7 @@ def check_fraction(name: str, value: object) -> None:
 
     A traced real scalar passes.
     """
-    if not _is_traced_scalar(value) and not 0 <= _as_float(value) <= 1:
+    if not _is_traced_scalar(value) and not 0 <= as_float(value) <= 1:
         raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
 
 
@@ -166,7 +166,7 @@ def check_density(name: str, value: object) -> None:
 
     A traced real scalar passes.
     """
-    if not _is_traced_scalar(value) and not 0 < _as_float(value) <= 1:
+    if not _is_traced_scalar(value) and not 0 < as_float(value) <= 1:
         raise ValueError(
             f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
         )
@@ -199,7 +199,7 @@ def _is_real_scalar(value: np.generic | np.ndarray | jax.Array) -> bool:
     return value.shape == () and value.dtype != np.bool_ and is_real(value.dtype)
 
 
-def _as_float(value: Any) -> float:
+def as_float(value: Any) -> float:
     """Returns the value of a real scalar, NaN for anything else."""
     if is_traced(value):
         return math.nan

@@ -61,8 +61,11 @@ def _use_mesh(like: PyTree) -> contextlib.AbstractContextManager[object]:
 
     Programs that read none of these arrays, such as random numbers, would run on one device.
     """
-    mesh = None if not jax.sharding.get_abstract_mesh().empty else find_mesh(like)
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    mesh = find_mesh(like) if jax.sharding.get_abstract_mesh().empty else None
+    try:
+        return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    except ValueError:  # of a function that is traced: the array is a constant there
+        return contextlib.nullcontext()
 
 
 def find_mesh(tree: PyTree) -> Mesh | None:
@@ -159,9 +162,12 @@ def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStr
 
 def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
-    if not any(explicit_sharding(jax.typeof(array)) for array in arrays):
+    explicit = next(filter(None, (explicit_sharding(jax.typeof(x)) for x in arrays)), None)
+    if explicit is None:
         return fn(*arrays)
-    result: T = auto_axes(fn, out_sharding=PartitionSpec())(*arrays)
+    everywhere = explicit.update(spec=PartitionSpec())  # names the mesh, which no context may name
+    with _use_mesh(arrays):
+        result: T = auto_axes(fn, out_sharding=everywhere)(*arrays)
     return result
 
 

@@ -23,9 +23,9 @@ from sparsity.core.checks import check_int
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Tree
 from sparsity.epochs import strategies
 from sparsity.masks import (
+    AdaptedScope,
     Global,
     Layerwise,
-    LeafScope,
     Site,
     Sites,
     TopkFn,
@@ -281,7 +281,7 @@ def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Ma
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )
     scope = _GLOBAL if stage.is_global else Layerwise()
-    new = LeafScope(scope, stage.sites).select_tree(scores, named)
+    new = AdaptedScope(scope, stage.sites).select_tree(scores, named)
     return trees.map_matched(
         lambda _, score, mask, old: old if mask is None else mask, scores, new, masks
     )

@@ -23,6 +23,7 @@ from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.masks.affordable import CoupledBudget
 from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured
+from sparsity.patterns.counts import read_final_sparsity
 from sparsity.programs.axes import Axis
 from sparsity.selection.kept_counts import lowest_sparsity
 
@@ -119,9 +120,12 @@ class Budget(CoupledBudget):
             for path, lower in trees.leaves_by_path(spread(below)).items():
                 raised = _with(targets, path, lower)
                 targets = raised if count(raised) <= allowed else targets
-        return trees.map_matched(  # some patterns fix the density
-            lambda path, x: sites[path].pattern.final_sparsity(x), targets
-        )
+
+        def reach(path: trees.KeyPath, target: float) -> float:
+            final = read_final_sparsity(sites[path].pattern, target, sites[path].name)
+            return target if final is None else final
+
+        return trees.map_matched(reach, targets)  # some patterns fix the density
 
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled

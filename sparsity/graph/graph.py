@@ -22,6 +22,7 @@ from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters
 from sparsity.patterns import SparsityType
+from sparsity.programs.program import Value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,9 +37,9 @@ class Graph:
       parameters: every `Parameter`: path, shape and dtype, in tree order.
       uses: every product, convolution and lookup that reads a parameter.
       state: outputs that the next call reads: {path in the output: path in params}.
+      trace: `trace(fn, params, *args)` makes the graph of another function, with this `state`.
 
-    The attributes `model`, `trace`, `tracker`, `removal`, `costs` and `retraced`, and methods of
-    `parameters`, are internal to the package and may change.
+    The analyses `model`, `removal` and `costs` serve other folders of the package and may change.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -54,22 +55,52 @@ class Graph:
 
     def __init__(self, model: Model, trace: Callable[..., Graph]) -> None:
         self.state: Mapping[Path, Path] = model.state
-        # Internal to the package.
+        self.trace = trace
         self.model = model  # the traced program
-        self.trace = trace  # `trace(fn, params, *args)` with the state of this model
-        self.tracker: Tracker = Tracker(model)  # arrays that hold entries of parameters
-        self.uses: Sequence[Use] = self.tracker.uses
+        self._tracker = Tracker(model)  # arrays that hold entries of parameters
+        self.uses: Sequence[Use] = self._tracker.uses
         # Coupled axes, and proofs that channels may go.
         self.removal: Removal = Removal(model, self.uses)
         # Costs also of masked and smaller models.
-        self.costs: Costs = Costs(model, self.tracker, self.removal)
+        self.costs: Costs = Costs(model, self._tracker, self.removal)
         self.parameters: Parameters = Parameters(model.parameters, self.removal.list_members)
-        self.retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
+        self._retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
 
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:
         """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
-        return find_biases(self.model, self.tracker)
+        return find_biases(self.model, self._tracker)
+
+    def find_products(self, path: Path) -> list[Use]:
+        """Returns the dots and convolutions that read a parameter."""
+        return self._tracker.find_products(path)
+
+    def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
+        """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""
+        return self._tracker.find_scanned_axes()
+
+    def is_data(self, value: Value) -> bool:
+        """Returns whether a value of the program depends on more than parameters."""
+        return self._tracker.is_data(value)
+
+    def retrace(self, params: Params, *args: PyTree) -> Graph:
+        """Returns the graph of the model for other arguments, or this graph if they are alike.
+
+        Arguments are alike if trees, shapes, dtypes and all leaves that are not arrays (flags,
+        numbers, functions) are equal.
+
+        Args:
+          params: the parameters; dtypes and containers may differ from those of the trace.
+          *args: inputs of the model.
+        """
+        example = sharding.abstract((params, args))
+        for earlier, result in [(self.model.example, self), *self._retraced]:
+            if trees.are_alike(example, earlier):
+                return result
+        graph = self.trace(self.model.fn, example[0], *example[1])
+        # A number that changes from call to call must not fill the memory.
+        self._retraced = [*self._retraced[-_MOST_RETRACED:], (example, graph)]
+        return graph
 
     def __deepcopy__(self, _: object) -> Graph:
         return self
@@ -292,26 +323,3 @@ class Graph:
         are not channels and are left out.
         """
         return self.removal.channels.refused
-
-
-def retrace(graph: Graph, params: Params, *args: PyTree) -> Graph:
-    """Returns the graph of the model for other arguments, or `graph` if they are alike.
-
-    Arguments are alike if trees, shapes, dtypes and all leaves that are not arrays (flags,
-    numbers, functions) are equal.
-
-    Args:
-      graph: the graph of the model.
-      params: the parameters; dtypes and containers may differ from those of the trace.
-      *args: inputs of the model.
-    """
-    example, model = sharding.abstract((params, args)), graph.model
-    if trees.are_alike(example, model.example):
-        return graph
-    for earlier, result in graph.retraced:
-        if trees.are_alike(example, earlier):
-            return result
-    retraced = graph.trace(model.fn, example[0], *example[1])
-    # A number that changes from call to call must not fill the memory.
-    graph.retraced = [*graph.retraced[-_MOST_RETRACED:], (example, retraced)]
-    return retraced

@@ -14,6 +14,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.programs.program import Program, Value
+from sparsity.programs.walk import Interpreter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,15 @@ class Model:
     def state(self) -> dict[Path, Path]:
         """Outputs that the next call reads: {path in the output: path in params}."""
         return {self.outputs[i]: self.parameters[n].path for i, n in self.carried.items()}
+
+    def run(self, interpreter: Interpreter[PyTree], inputs: Sequence[PyTree]) -> PyTree:
+        """Returns the outputs of the program by an interpreter, in the tree of the function.
+
+        Args:
+          interpreter: computes the equations.
+          inputs: the leaves of the parameters and of the inputs, in order.
+        """
+        return jax.tree.unflatten(self.output_tree, interpreter.run(self.program, inputs))
 
     def reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
         """Returns a function that computes values of the program from parameters alone.

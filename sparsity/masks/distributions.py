@@ -306,7 +306,8 @@ def kept_counter(params: Params, sites: Sites) -> Callable[[Sparsities], dict[tr
 
     @functools.cache
     def counter(path: trees.KeyPath) -> Callable[[float], int]:
-        return entry_counter(sites[path].pattern, arrays[path].shape, sites[path].batch_axes)
+        site = sites[path]
+        return entry_counter(site.pattern, arrays[path].shape, site.batch_axes, site.name)
 
     return lambda targets: {
         path: counter(path)(float(x)) for path, x in trees.leaves_by_path(targets).items()

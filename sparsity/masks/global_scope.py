@@ -16,12 +16,12 @@ from sparsity.core.checks import DataclassBase, check_bool, check_number, is_tra
 from sparsity.core.dtypes import promote
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import path_names
+from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, check_sizes, find_mesh
+from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
@@ -67,14 +67,14 @@ class Global(DataclassBase):
         """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
         _check(pattern, batch_axes, topk_fn)
 
-    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
         ranked, fixed = _split_overrides(leaves)
         together = self._select_together(ranked, fixed) if ranked else []
         return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
-        self, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
+        self, leaves: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
         _check_meshes(leaves)
@@ -95,7 +95,7 @@ class Global(DataclassBase):
         return topk_masks(ranked, k, across_leaves=True)
 
     def _select_within(
-        self, total: Polynomial, leaves: Sequence[ScoredLeaf], fixed: Sequence[ScoredLeaf]
+        self, total: Polynomial, leaves: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns the masks of parameters whose weights cost differently, within a budget.
 
@@ -116,7 +116,7 @@ class Global(DataclassBase):
         scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
         return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
 
-    def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
 
         Of the n active weights of all parameters the num_kept(n, drop_fraction) with the highest
@@ -128,7 +128,7 @@ class Global(DataclassBase):
         return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
-        self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric
+        self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
         _check_meshes(leaves)
         check_sizes(leaves)
@@ -186,7 +186,7 @@ def _check(
         )
 
 
-def _check_meshes(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> None:
+def _check_meshes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for parameters on several meshes, which no program ranks together."""
     names = {find_mesh(leaf): leaf.site.name for leaf in leaves}
     names.pop(None, None)  # a program moves what lies on no mesh
@@ -199,7 +199,7 @@ def _check_meshes(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> None:
         )
 
 
-def _split_overrides(leaves: Sequence[AnyLeaf]) -> tuple[list[AnyLeaf], list[AnyLeaf]]:
+def _split_overrides(leaves: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
     """Returns the parameters that compete, checked, and those with a sparsity of their own."""
     ranked = [leaf for leaf in leaves if not leaf.site.has_override]
     for leaf in ranked:
@@ -208,7 +208,7 @@ def _split_overrides(leaves: Sequence[AnyLeaf]) -> tuple[list[AnyLeaf], list[Any
 
 
 def _merge_overrides(
-    leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf],
+    leaves: Sequence[ScoredSite] | Sequence[MovingSite],
     together: list[jax.Array],
     fixed: list[jax.Array],
 ) -> list[jax.Array]:
@@ -217,13 +217,10 @@ def _merge_overrides(
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 
-def _select_by_class(
-    scores: Sequence[jax.Array | LazyScores], k: exact.Words
-) -> list[jax.Array] | None:
+def _select_by_class(scores: Sequence[PyTree], k: exact.Words) -> list[jax.Array] | None:
     """Returns masks by the search of the class of all scores; `None` if there is no such search."""
-    lazy = [x for x in scores if isinstance(x, LazyScores)]
-    is_one_class = len(lazy) == len(scores) and len({type(x) for x in lazy}) == 1
-    return type(lazy[0]).select_together(lazy, k) if is_one_class else None
+    cls, *others = {type(x) for x in scores}
+    return None if others or not issubclass(cls, LazyScores) else cls.select_together(scores, k)
 
 
 def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
@@ -291,8 +288,6 @@ class _Scaled:
         return self._on_host if host.find_body(self.fn) else None
 
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        compute = host.find_body(self.fn)
-        assert compute is not None
-        score = compute(*values[: self.count], *values[self.count + 1 :])
+        score = host.call(self.fn, *values[: self.count], *values[self.count + 1 :])
         wide = np.dtype(promote(score.dtype, jnp.float32))
         return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))

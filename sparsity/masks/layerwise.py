@@ -18,10 +18,10 @@ from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import AnyLeaf, MovingLeaf, ScoredLeaf, check_sizes, find_mesh
+from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
-from sparsity.selection import LazyScores, Ranked, Scores, compute_array, topk_masks
+from sparsity.selection import LazyScores, Ranked, compute_array, topk_masks
 from sparsity.selection.kept_counts import num_kept
 
 
@@ -46,10 +46,10 @@ class Layerwise(DataclassBase):
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Accepts all patterns, batch axes and functions."""
 
-    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter, by the pattern of the parameter."""
 
-        def one(leaf: ScoredLeaf) -> jax.Array:
+        def one(leaf: ScoredSite) -> jax.Array:
             site = leaf.site
             return site.pattern.select(
                 leaf.scores,
@@ -64,10 +64,10 @@ class Layerwise(DataclassBase):
         check_sizes(leaves)
         return _search_by_kind(leaves, _select_ranked, one)
 
-    def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
 
-        def one(leaf: MovingLeaf) -> jax.Array:
+        def one(leaf: MovingSite) -> jax.Array:
             site = leaf.site
             scores = leaf.drop_scores, leaf.grow_scores
             return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
@@ -85,9 +85,9 @@ def keeps_targets(scope: object) -> bool:
 
 
 def _search_by_kind(
-    leaves: Sequence[AnyLeaf],
-    search: Callable[[Sequence[AnyLeaf]], list[jax.Array]],
-    one: Callable[[AnyLeaf], jax.Array],
+    leaves: Sequence[AnySite],
+    search: Callable[[Sequence[AnySite]], list[jax.Array]],
+    one: Callable[[AnySite], jax.Array],
 ) -> list[jax.Array]:
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
@@ -107,7 +107,7 @@ def _search_by_kind(
     return [masks[i] for i in range(len(leaves))]
 
 
-def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
+def _select_ranked(leaves: Sequence[ScoredSite]) -> list[jax.Array]:
     """Returns the masks of the highest units of each parameter, or of each slice of a parameter."""
     sites = [leaf.site for leaf in leaves]
 
@@ -133,7 +133,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
     return _shard(sites, select, scores, [leaf.sparsity for leaf in leaves])
 
 
-def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingLeaf]) -> list[jax.Array]:
+def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingSite]) -> list[jax.Array]:
     """Returns masks with some active units of each parameter, or of each slice, replaced."""
     sites = [leaf.site for leaf in leaves]
 
@@ -171,9 +171,9 @@ def _pool_scores(site: Site, scores: jax.Array | LazyScores) -> Ranked:
     """Returns the scores of the units of a parameter."""
     pattern = site.pattern
     if pattern.is_elementwise:
-        return Ranked(Scores.wrap(scores), None, site.batch_axes)
+        return Ranked.wrap(scores, None, site.batch_axes)
     units = pool_units(pattern, compute_array(scores), site.batch_axes, site.name)
-    return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
+    return Ranked.wrap(units, None, site.batch_axes + pattern.group_axes)
 
 
 def _pool_mask(site: Site, mask: jax.Array) -> jax.Array:

@@ -22,8 +22,8 @@ from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.selection import LazyScores, Scores, compute_array
 
 
-class ScoredLeaf(NamedTuple):
-    """Parameter that needs a mask.
+class ScoredSite(NamedTuple):
+    """Site of a parameter that needs a mask, with its scores and sparsities.
 
     Attributes:
       site: path, pattern and batch axes of the parameter.
@@ -44,8 +44,8 @@ class ScoredLeaf(NamedTuple):
         return scores
 
 
-class MovingLeaf(NamedTuple):
-    """Parameter whose mask moves.
+class MovingSite(NamedTuple):
+    """Site of a parameter whose mask moves, with its mask and scores.
 
     Attributes:
       site: path, pattern and batch axes of the parameter.
@@ -72,18 +72,18 @@ class MovingLeaf(NamedTuple):
         return scores
 
 
-AnyLeaf = TypeVar("AnyLeaf", ScoredLeaf, MovingLeaf)
+AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 
 
-def check_sizes(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> None:
+def check_sizes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
     for leaf in leaves:
         leaf.site.check_size(
-            (leaf.mask if isinstance(leaf, MovingLeaf) else leaf.lazy_scores).shape
+            (leaf.mask if isinstance(leaf, MovingSite) else leaf.lazy_scores).shape
         )
 
 
-def find_mesh(leaf: ScoredLeaf | MovingLeaf) -> Mesh | None:
+def find_mesh(leaf: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
     values = [vars(x) if isinstance(x, LazyScores) else x for x in leaf]
     return sharding.find_mesh(values)
@@ -127,7 +127,7 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None, /) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None, /) -> list[jax.Array]:
         """Returns a mask for each parameter: uint8, of the shape of its scores.
 
         Args:
@@ -135,7 +135,7 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric, /) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric, /) -> list[jax.Array]:
         """Returns each parameter's mask with a fraction of the active weights replaced.
 
         Args:
@@ -188,14 +188,14 @@ def adapt_scope(
     targets: Sparsities | None = None,
     topk_fn: TopkFn | None = None,
 ) -> TreeScope:
-    """Returns a `TreeScope` as it is, and a `Scope` as a `LeafScope` with the other arguments."""
-    return (
-        scope if isinstance(scope, TreeScope) else LeafScope(scope, sites or {}, targets, topk_fn)
-    )
+    """Returns a `TreeScope` as it is, and a `Scope` as an `AdaptedScope` of the arguments."""
+    if isinstance(scope, TreeScope):
+        return scope
+    return AdaptedScope(scope, sites or {}, targets, topk_fn)
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafScope(TreeScope):
+class AdaptedScope(TreeScope):
     """Makes masks of trees by a `Scope`, which gets the parameters with a sparsity or a mask.
 
     Attributes:
@@ -217,7 +217,7 @@ class LeafScope(TreeScope):
         return set(trees.leaves_by_path(sparsities))
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
-        leaves: list[ScoredLeaf] = []
+        leaves: list[ScoredSite] = []
 
         def collect(
             path: KeyPath,
@@ -228,7 +228,7 @@ class LeafScope(TreeScope):
             if sparsity is not None:
                 check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
                 target = sparsity if target is None else target
-                leaves.append(ScoredLeaf(self.sites[path], score, sparsity, target))
+                leaves.append(ScoredSite(self.sites[path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
         return self._place("select", leaves, self.scope.select(leaves, self.topk_fn), scores)
@@ -236,7 +236,7 @@ class LeafScope(TreeScope):
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> Masks:
-        leaves: list[MovingLeaf] = []
+        leaves: list[MovingSite] = []
 
         def collect(
             path: KeyPath,
@@ -245,7 +245,7 @@ class LeafScope(TreeScope):
             mask: jax.Array | None,
         ) -> None:
             if mask is not None:
-                leaves.append(MovingLeaf(self.sites[path], mask, drop, grow))
+                leaves.append(MovingSite(self.sites[path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
         return self._place("move", leaves, self.scope.move(leaves, drop_fraction), masks)
@@ -253,7 +253,7 @@ class LeafScope(TreeScope):
     def _place(
         self,
         hook: str,
-        leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf],
+        leaves: Sequence[ScoredSite] | Sequence[MovingSite],
         masks: Iterable[jax.Array],
         like: PyTree,
     ) -> Masks:

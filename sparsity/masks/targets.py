@@ -17,10 +17,9 @@ from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks.scopes import Scope, TreeScope
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
 from sparsity.patterns import SparsityType
+from sparsity.patterns.counts import ROUNDING, read_final_sparsity
 
 DistributionFn: TypeAlias = Callable[..., PyTree]  # `masks.distributions.Distribution`
-
-_ROUNDING = 1e-6  # of sparsities that patterns compute
 
 _log = logging.getLogger(__name__)
 
@@ -71,13 +70,11 @@ def _check_final(pattern: SparsityType, target: float, name: str) -> None:
     """Logs a target that a pattern cannot reach.
 
     Raises:
-      ValueError: the sparsity that the pattern reaches lies outside [0, 1], beyond rounding.
+      ValueError: the sparsity of the pattern is no number in [0, 1], beyond rounding.
     """
-    final: float | None = pattern.final_sparsity(target)
-    if final is None or math.isclose(target, final, abs_tol=_ROUNDING):
+    final = read_final_sparsity(pattern, target, name)
+    if final is None or math.isclose(target, final, abs_tol=ROUNDING):
         return
-    is_rounded = any(math.isclose(final, limit, abs_tol=_ROUNDING) for limit in (0, 1))
-    check_fraction(f"{pattern}.final_sparsity of {name!r}", round(final) if is_rounded else final)
     message = "%s ends at sparsity %g, not at the target %g of %r."
     _log.warning(message, pattern, final, target, name)
 

@@ -10,13 +10,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.core.checks import as_float, check_fraction, check_int, check_values
 from sparsity.core.sharding import evaluate_now
 from sparsity.patterns.base import SparsityType
 from sparsity.selection.kept_counts import num_kept_int
 
+ROUNDING = 1e-6  # of sparsities that patterns compute
+
+
+def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> float | None:
+    """Returns the sparsity of masks at the end of a ramp, `None` if the pattern does not know it.
+
+    Args:
+      pattern: the pattern of the mask.
+      target: end of the ramp.
+      name: the parameter's path, for messages.
+
+    Raises:
+      ValueError: the sparsity of the pattern is no number in [0, 1], beyond rounding.
+    """
+    with evaluate_now():
+        final: object = pattern.final_sparsity(target)
+    if final is None:
+        return None
+    who = f"{pattern}.final_sparsity of {name!r}"
+    check_values(who, final, "Return a number.")
+    nearest = min(max(as_float(final), 0.0), 1.0)
+    if not abs(as_float(final) - nearest) <= ROUNDING:  # NaN, too
+        check_fraction(who, final)
+    return nearest
+
+
+def read_count(
+    pattern: SparsityType, shape: tuple[int, ...], sparsity: float, batch_axes: int, name: str
+) -> int | None:
+    """Returns the number of entries that a slice keeps, `None` if it depends on scores.
+
+    Raises:
+      ValueError: `count_kept` of the pattern returns no number of entries of a slice.
+    """
+    count: object = pattern.count_kept(shape, sparsity, batch_axes)
+    if count is None:
+        return None
+    if isinstance(count, float | np.floating) and float(count).is_integer():
+        count = int(count)
+    check_int(f"{pattern}.count_kept of {name!r}", count, 0, math.prod(shape[batch_axes:]))
+    return int(count)  # type: ignore[call-overload, no-any-return]
+
 
 def entry_counter(
-    pattern: SparsityType, shape: tuple[int, ...], batch_axes: int = 0
+    pattern: SparsityType, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params"
 ) -> Callable[[float], int]:
     """Returns a function from a sparsity to the largest number of entries that a mask keeps.
 
@@ -24,6 +67,11 @@ def entry_counter(
       pattern: the pattern of the mask.
       shape: shape of the parameter, batch axes included.
       batch_axes: number of leading axes that index separate slices.
+      name: the parameter's path, for messages.
+
+    Raises:
+      ValueError: from the function, if `count_kept` or `final_sparsity` of the pattern returns no
+        number of entries of a slice, or no number in [0, 1].
 
     Example:
       >>> from sparsity.patterns import Block
@@ -34,10 +82,10 @@ def entry_counter(
     if not slices * size:
         return lambda sparsity: 0
     if pattern.count_kept(shape, 0.5, batch_axes) is not None:
-        return lambda sparsity: slices * (pattern.count_kept(shape, sparsity, batch_axes) or 0)
+        return lambda x: slices * (read_count(pattern, shape, x, batch_axes, name) or 0)
     if not pattern.ranks_units:
-        return lambda sparsity: math.ceil(
-            slices * size * (1 - Fraction(pattern.final_sparsity(sparsity)))
+        return lambda x: math.ceil(
+            slices * size * (1 - Fraction(read_final_sparsity(pattern, x, name) or 0))
         )
     units, largest = _count_units(pattern, shape, batch_axes)
     return lambda sparsity: slices * min(size, num_kept_int(units, sparsity) * largest)

@@ -7,7 +7,7 @@
                                marked `elementwise`;
                                `make_draw` for random scores;
                                `Scores.wrap` for stored arrays
-    Ranked, with the mask of   scopes, `topk_masks`             searches
+    Ranked, with the mask of   scopes, `topk_masks`             searches, by its `Recipe`
     entries that compete
 
 The page on the design says what each of them saves.
@@ -20,7 +20,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import chex
 import jax
@@ -139,9 +139,7 @@ class Scores(LazyScores):
         Args:
           arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
         """
-        compute = host.find_body(self.fn)
-        assert compute is not None
-        scores: np.ndarray = compute(*arrays, *self.scalars)
+        scores: np.ndarray = host.call(self.fn, *arrays, *self.scalars)
         return scores
 
     def compute(self) -> jax.Array:
@@ -177,10 +175,53 @@ def compute_array(scores: PyTree) -> PyTree:
     return scores.compute() if isinstance(scores, LazyScores) else scores
 
 
-def is_eligible(where: jax.Array, eligible_is_zero: bool) -> jax.Array:
-    """Returns a bool mask of the entries that `where`, of any dtype, makes eligible."""
-    mask = where.astype(bool)
-    return ~mask if eligible_is_zero else mask
+class Recipe(NamedTuple):
+    """Recipe that computes keys from parts of the arrays of a `Ranked`.
+
+    Parameters with one recipe are ranked by one search.
+
+    Attributes:
+      fn: as in `Scores`.
+      dtype: dtype of the scores.
+      dtypes: dtypes of `Ranked.arrays`, then of the scalars.
+      arrays: the number of arrays that `fn` takes.
+      where: position of the array that says which entries are eligible; None: all are.
+      uses_index: as in `Scores`.
+      eligible_is_zero: as in `Ranked`.
+    """
+
+    fn: Callable[..., jax.Array]
+    dtype: np.dtype
+    dtypes: tuple[np.dtype, ...]
+    arrays: int
+    where: int | None
+    uses_index: bool
+    eligible_is_zero: bool
+
+    def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
+        """Returns a bool mask of the eligible entries; None: all entries are eligible."""
+        if self.where is None:
+            return None
+        mask = arrays[self.where].astype(bool)
+        return ~mask if self.eligible_is_zero else mask
+
+    def keys(
+        self,
+        arrays: Sequence[jax.Array],
+        scalars: tuple[jax.Array, ...],
+        index: jax.Array | None,
+        is_entry: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the keys of some entries, of any shape: the lowest key unless eligible.
+
+        Args:
+          arrays: entries of `Ranked.arrays`.
+          scalars: scalars of the scores, to be broadcast against the entries.
+          index: flat index of the entries in their parameter; not read unless `uses_index`.
+          is_entry: False at padding; None: there is no padding.
+        """
+        values = (*arrays[: self.arrays], *scalars, *[index][: self.uses_index])
+        return eligible_keys(self.fn(*values), self.eligible(arrays), is_entry)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -205,6 +246,13 @@ class Ranked:
     eligible_is_zero: bool = False
     last_axes: int = 0
     where_in_scores: int | None = None
+
+    @classmethod
+    def wrap(
+        cls, scores: chex.Array | LazyScores, where: jax.Array | None = None, batch_axes: int = 0
+    ) -> Ranked:
+        """Returns stored or lazy scores as a search takes them."""
+        return cls(Scores.wrap(scores), where, batch_axes)
 
     def restrict_to(self, where: jax.Array) -> Ranked:
         """Returns the scores with entries that are eligible where an array is not zero."""
@@ -249,18 +297,28 @@ class Ranked:
         """Position in `arrays` of the array that says what is eligible; None: all entries are."""
         return self.where_in_scores if self.where is None else len(self.arrays) - 1
 
+    @property
+    def recipe(self) -> Recipe:
+        """Recipe that computes the keys."""
+        scores, arrays = self.scores, self.arrays
+        return Recipe(
+            fn=scores.fn,
+            dtype=scores.dtype,
+            dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
+            arrays=min(len(scores.arrays), len(arrays)),
+            where=self.where_position,
+            uses_index=scores.uses_index,
+            eligible_is_zero=self.eligible_is_zero,
+        )
+
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
-        if self.where_position is None:
-            return None
-        return is_eligible(arrays[self.where_position], self.eligible_is_zero)
+        return self.recipe.eligible(arrays)
 
     def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Computes keys in the shape of the scores, by values of `self.arrays`."""
-        scores = self.scores
-        index = [hash_index(scores.shape)] if scores.uses_index else []
-        x = scores.fn(*arrays[: len(scores.arrays)], *scores.scalars, *index)
-        return eligible_keys(x, self.eligible(arrays))
+        index = hash_index(self.scores.shape) if self.scores.uses_index else None
+        return self.recipe.keys(arrays, self.scores.scalars, index)
 
     def tree_flatten(self) -> tuple[PyTree, PyTree]:
         """Splits off the arrays."""

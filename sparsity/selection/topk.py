@@ -125,7 +125,7 @@ def global_topk_mask(
     leaves = list[Ranked]()
 
     def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        ranked = Ranked(Scores.wrap(leaf))
+        ranked = Ranked.wrap(leaf)
         leaves.append(_restrict(ranked, f"where at {trees.path_string(path)!r}", mask))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
@@ -217,7 +217,7 @@ def select_best(
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.scores.size:
-            kind = cpu.Recipe.read(leaf) if one_search is cpu.select_by_rows else leaf.scores.dtype
+            kind = leaf.recipe if one_search is cpu.select_by_rows else leaf.scores.dtype
             kinds.setdefault(None if across_leaves else kind, []).append(i)
     ends = np.cumsum([leaf.slices for leaf in leaves])
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]

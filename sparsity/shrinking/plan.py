@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
@@ -14,7 +13,6 @@ from sparsity.core.checks import check_kind
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
-from sparsity.graph.graph import retrace
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
@@ -111,12 +109,12 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        retraced = retrace(graph, example, *args)
+        retraced = graph.retrace(example, *args)
         kept_indices = solve_kept(retraced.removal.list_axes(), self)
         check_proven(retraced, kept_indices, self)
-        interpreter = CutInterpreter(retraced.removal, kept_indices)
-        outputs = interpreter.run(retraced.model.program, [*arrays, *inputs])
-        return jax.tree.unflatten(retraced.model.output_tree, outputs)
+        return retraced.model.run(
+            CutInterpreter(retraced.removal, kept_indices), [*arrays, *inputs]
+        )
 
     def graph(self, graph: Graph) -> Graph:
         """Traces the smaller model: makes its graph from that of the model before the cut.

@@ -18,9 +18,10 @@ import numpy as np
 import optax
 
 from sparsity.core import trees
-from sparsity.core.checks import check_int, is_traced
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
+from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
@@ -250,7 +251,7 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
             f"use_compact_state=True needs the sparsity of {site.name!r} as a number, but it is "
             "traced. Make the updater outside of jit, scan and vmap."
         )
-    count = site.pattern.count_kept(shape, float(target), site.batch_axes)
+    count = read_count(site.pattern, shape, float(target), site.batch_axes, site.name)
     if count is None:
         raise ValueError(
             f"use_compact_state=True: how many entries {site.pattern!r} keeps of {site.name!r} of "
@@ -258,11 +259,7 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
             "Unstructured(), NByM, FanIn, or a Block that divides the axes; or give masks: "
             "wrap_optax(tx, masks=masks)."
         )
-    most = math.prod(shape[site.batch_axes :])
-    if isinstance(count, float | np.floating) and float(count).is_integer():
-        count = int(count)
-    check_int(f"{site.pattern}.count_kept of {site.name!r}", count, 0, most)
-    return int(count)
+    return count
 
 
 def _check_moves(updater: Updater, site: Site) -> None:

@@ -11,12 +11,12 @@ import chex
 import jax
 
 from sparsity.core import trees
-from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
-from sparsity.masks import Draw, Sites, apply_masks
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.masks import Draw, Sites, apply_masks, defer_scores
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
-NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})  # the extra arguments of `init`
+_NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})
 
 
 class HookArgs(TypedDict, total=False):
@@ -43,14 +43,14 @@ class StepInputs(NamedTuple):
       params: tree of parameters as they are stored.
       updates: tree of gradients from the training loop; `None` where there are none.
       sites: table of `Updater.sites`, resolved from the parameters.
-      extra: other arguments of the training loop.
+      extra: other arguments of the training loop; none at `init`.
       masks: tree of the masks under which hooks see the weights; `None` for no masks.
     """
 
     params: Params
     updates: Grads | None
     sites: Sites
-    extra: Mapping[str, ExtraArg]
+    extra: Mapping[str, ExtraArg] = _NO_EXTRA
     masks: Masks | None = None
 
     @property
@@ -67,6 +67,13 @@ class StepInputs(NamedTuple):
     def masked_weights(self) -> PyTree:
         """The weights with `masks` applied."""
         return apply_masks(self.weights, self.masks)
+
+    def defer_scores(self, hook: Callable[..., PyTree]) -> ScoreTree | None:
+        """Returns the scores of a hook that the search calls; `None` if the step has to call it.
+
+        Weights and masks are read as they are stored: masked weights need no memory.
+        """
+        return defer_scores(hook, self.weights, self.masks, self.grads)
 
     def call(
         self,

@@ -93,7 +93,7 @@ class Step(abc.ABC):
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
-        inputs = StepInputs(params, None, updater.sites(params), {})
+        inputs = StepInputs(params, None, updater.sites(params))
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.user_masks is not None:

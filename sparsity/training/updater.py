@@ -27,14 +27,13 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     TreeScope,
-    defer_scores,
     make_draw,
     read_overrides,
 )
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs, call_hook
+from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.state import SparseState, get_sparse_state, store_first
 
 _PACKAGE = __name__.partition(".")[0]
@@ -184,7 +183,7 @@ class Updater(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        inputs = StepInputs(params, None, sites or self.sites(params), {})
+        inputs = StepInputs(params, None, sites or self.sites(params))
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masked = trees.map_matched(lambda _, x, t: None if t is None else x, params, targets)
         remedy = "jax.eval_shape(tx.init, params) computes with shapes."
@@ -254,24 +253,6 @@ class Updater(DataclassBase):
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
 
-    def _call_create_masks(
-        self,
-        scores: ScoreTree,
-        sparsities: Sparsities,
-        sites: Sites,
-        target_sparsities: Sparsities | None = None,
-        extra: Mapping[str, ExtraArg] = NO_EXTRA,
-    ) -> Masks:
-        """Calls `create_masks` with its arguments by name; `extra` is from the training loop."""
-        named: HookArgs = {"sites": sites, "target_sparsities": target_sparsities}
-        return call_hook(self.create_masks, scores, sparsities, extra=extra, named=named)
-
-    def _call_calculate_scores(
-        self, params: Params, sites: Sites, extra: Mapping[str, ExtraArg] = NO_EXTRA
-    ) -> ScoreTree:
-        """Calls `calculate_scores` on parameters alone, as `_call_create_masks` does."""
-        return call_hook(self.calculate_scores, params, extra=extra, named={"sites": sites})
-
     def _repeat_sparsity(
         self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites
     ) -> Sparsities:
@@ -290,28 +271,21 @@ class Updater(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
-        targets, grads = sparse_state.target_sparsities, inputs.grads
+        targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        is_lazy = not is_overridden(self, "create_masks")  # overrides get arrays
-        scores: ScoreTree | None = None
-        if is_lazy:
-            scores = self._defer_scores(inputs)
+        takes_arrays = is_overridden(self, "create_masks")
+        scores = None if takes_arrays else inputs.defer_scores(self.calculate_scores)
         if scores is None:
-            draw = make_draw(inputs.weights) if is_lazy else generate_random_scores
+            draw = generate_random_scores if takes_arrays else make_draw(inputs.weights)
             scores = inputs.call(
                 self.calculate_scores,
                 inputs.masked_weights,
                 sparse_state=sparse_state,
-                grads=grads,
+                grads=inputs.grads,
                 named={"draw": draw},
             )
         named: HookArgs = {"target_sparsities": targets}
         return inputs.call(self.create_masks, scores, sparsities, named=named)
-
-    def _defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
-        """Returns scores that the search computes; `None` if `calculate_scores` has to."""
-        # Parameters and masks are read as they are stored: masked parameters need no memory.
-        return defer_scores(self.calculate_scores, inputs.weights, inputs.masks, inputs.grads)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None

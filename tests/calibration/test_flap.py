@@ -1,5 +1,7 @@
 """FLAP removes the channels that vary least, keeps their means in biases, and is cut for real."""
 
+from dataclasses import fields
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -256,3 +258,27 @@ def test_few_channels_are_no_warning_where_they_are_asked_for():
     pruner = FLAPPruning(scope=Coupled(graph), sparsity_distribution_fn=uniform)
     masks = pruner.instant_sparsify(params, statistics=statistics)[1]
     assert int(masks["down_a"].sum()) == 1
+
+
+def test_hooks_of_scores_get_the_arguments_of_the_call_that_they_name():
+    seen = []
+
+    class Weighted(FLAPPruning):
+        def calculate_scores(
+            self, params, sparse_state=None, grads=None, statistics=None, *, factor, sites
+        ):
+            seen.append((sparse_state, sorted(grads), factor, len(sites)))
+            return super().calculate_scores(params, statistics=statistics)
+
+        def create_masks(self, scores, sparsities, target_sparsities=None, *, factor, sites):
+            seen.append((factor, len(sites)))
+            return super().create_masks(scores, sparsities, sites=sites)
+
+    graph = trace(mlp, PARAMS, BATCHES[0])
+    statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")
+    plain = flap(graph, compensate=False)
+    pruner = Weighted(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    expected = plain.instant_sparsify(PARAMS, statistics=statistics)[1]
+    masks = pruner.instant_sparsify(PARAMS, PARAMS, statistics=statistics, factor=3)[1]
+    jax.tree.map(np.testing.assert_array_equal, masks, expected)
+    assert seen == [(None, ["down", "up"], 3, 4), (3, 4)]

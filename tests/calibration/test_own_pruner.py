@@ -149,9 +149,21 @@ def test_trees_of_a_hook_are_checked_by_the_name_of_hook_and_parameter(hook, ret
     assert f"Returning.{hook}" in str(error.value)
 
 
-def test_weights_that_a_pruner_returns_as_they_are_are_not_read(monkeypatch):
-    monkeypatch.setattr(validation, "is_finite", None)
-    validation.check_finite({**TREE}, "solve_tree", TREE)
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(("hook", "names"), [("solve", ["up"]), ("solve_tree", ["bias", "up"])])
+def test_all_weights_that_a_hook_may_change_are_read_and_no_others(monkeypatch, hook, names, copy):
+    class Returning(StatisticsPruning):
+        def solve(self, site, param, statistic, target):
+            return jnp.array(param, copy=copy), jnp.ones(param.shape, jnp.uint8)
+
+    if hook == "solve_tree":
+        copied = jax.tree.map(lambda x: jnp.array(x, copy=copy), TREE)
+        Returning.solve_tree = lambda *args: (copied, MASKS)
+    shapes = []
+    monkeypatch.setattr(validation, "is_finite", lambda x: shapes.append(x.shape) or True)
+    pruner = Returning(sparsity_distribution_fn=helpers.half)
+    pruner.instant_sparsify(TREE, statistics=SEEN)
+    assert shapes[1:] == [TREE[name].shape for name in names]  # after the statistic
 
 
 def test_a_tree_of_ones_own_gets_the_dtypes_of_the_params_and_needs_each_mask(monkeypatch):

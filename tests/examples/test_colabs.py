@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import sys
+import textwrap
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -183,6 +185,20 @@ def test_a_notebook_runs_and_shows_what_is_stored(path, execute_in_turn):
     execute_in_turn(fresh, path.stem in SETS_DEVICES)
     assert kinds(fresh) == kinds(stored)
     assert heads_of_tables(fresh) == heads_of_tables(stored)
+
+
+def test_collectives_are_counted_with_those_of_which_the_same_is_said(capsys):
+    (cell,) = [c for c in code_cells(read(ROOT / "colabs/scaling.ipynb")) if "def show" in c.source]
+    exec(cell.source.split("def traffic")[0], names := {"re": re, "textwrap": textwrap})
+    line = "  %x.{} = s32[8]{{0}} all-gather(%y), replica_groups={}, metadata={{op_name={}}}\n"
+    collectives = [("{0}", "/while/"), ("{0}", "/top/"), ("{1}", "/top/"), ("{0}", "/top/")]
+    text = "".join(line.format(i, *each) for i, each in enumerate(collectives))
+    names["show"](SimpleNamespace(as_text=lambda: text))
+    assert capsys.readouterr().out.splitlines() == [
+        "  1 x s32[8] all-gather(...), replica_groups={0}, in a loop",
+        "  2 x s32[8] all-gather(...), replica_groups={0}",
+        "  1 x s32[8] all-gather(...), replica_groups={1}",
+    ]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

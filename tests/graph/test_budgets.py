@@ -164,6 +164,36 @@ def test_a_pattern_that_a_budget_cannot_meet_is_said_to_keep_what_it_keeps():
         updater.instant_sparsify({"w": jnp.ones((4, 8))})
 
 
+def odd_budget(final, *overrides):
+    """Targets of a pattern that ends at `final`; some methods it overrides without a change."""
+    params = {"w": jnp.ones((4, 8))}
+    graph = trace(lambda p, x: x @ p["w"], params, jnp.ones((1, 4)))
+    methods = {name: getattr(sparsity.SparsityType, name) for name in overrides}
+    methods |= {"final_sparsity": lambda self, target: final}
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=type("Odd", (sparsity.SparsityType,), methods)(),
+        sparsity_distribution_fn=sparsity.budget(graph, macs=0.5),
+    )
+    return pruner.compute_targets(params, pruner.sites(params))
+
+
+@pytest.mark.parametrize("overrides", [(), ("select",)])
+@pytest.mark.parametrize("final", [float("nan"), -0.5, 1.5, "0.5", np.full(2, 0.5), True])
+def test_a_final_sparsity_that_is_no_fraction_is_named(final, overrides):
+    with pytest.raises(ValueError, match=r"Odd.*\.final_sparsity of 'w' must be in \[0, 1\]"):
+        odd_budget(final, *overrides)
+
+
+@pytest.mark.parametrize(("final", "target"), [(None, 0.5), (1 + 1e-9, 1.0), (-1e-9, 0.0)])
+def test_a_final_sparsity_may_be_unknown_or_rounded(final, target):
+    assert odd_budget(final)["w"] == pytest.approx(target, abs=0.02)
+
+
+def test_a_pattern_with_unknown_counts_is_assumed_to_keep_everything():
+    with pytest.raises(ValueError, match=r"cannot be met: .* leave 1\.0 of the cost"):
+        odd_budget(None, "select")
+
+
 @pytest.mark.parametrize("value", [0, -0.1, 1.5, float("nan"), "half"])
 @pytest.mark.parametrize("name", ["macs", "nbytes"])
 def test_budgets_outside_their_range_are_named(name, value):

@@ -11,7 +11,6 @@ import pytest
 
 import sparsity
 from sparsity.graph import trace
-from sparsity.graph.graph import retrace
 from tests.graph import models
 
 mpl.use("Agg")
@@ -521,10 +520,10 @@ def test_a_model_is_traced_again_once_for_each_kind_of_arguments():
 
     params = {"w": jnp.ones((3, 2))}
     graph = trace(fn, params, jnp.ones((1, 3)))
-    assert retrace(graph, params, jnp.zeros((1, 3))) is graph
-    retraced = [retrace(graph, params, jnp.ones((batch, 3))) for batch in (2, 3)]
+    assert graph.retrace(params, jnp.zeros((1, 3))) is graph
+    retraced = [graph.retrace(params, jnp.ones((batch, 3))) for batch in (2, 3)]
     assert [each.macs() for each in retraced] == [12, 18]
-    assert [retrace(graph, params, jnp.zeros((batch, 3))) for batch in (2, 3)] == retraced
+    assert [graph.retrace(params, jnp.zeros((batch, 3))) for batch in (2, 3)] == retraced
     assert len(traces) == 3
 
 

@@ -12,7 +12,7 @@ import pytest
 import sparsity
 from sparsity.core import trees
 from sparsity.masks import Layerwise as LayerwiseScope
-from sparsity.masks import ScoredLeaf, Sites
+from sparsity.masks import ScoredSite, Sites
 from sparsity.selection import LazyScores, compute_array
 
 _SIZES = {"a": (6, 8), "b": (4, 6), "c": (10, 8)}
@@ -370,7 +370,7 @@ class FirstServed:
             raise ValueError("no stacks here")
 
     def select(self, leaves, topk_fn):
-        assert all(isinstance(leaf, ScoredLeaf) for leaf in leaves)
+        assert all(isinstance(leaf, ScoredSite) for leaf in leaves)
         left = sum(round(leaf.scores.size * (1 - float(leaf.sparsity))) for leaf in leaves)
         masks = []
         for leaf in leaves:
@@ -538,7 +538,7 @@ def test_a_global_scope_takes_the_masks_of_the_search_that_all_scores_have():
     def select(params, **fields):
         lazy = {name: _KeepsTheLastLayer(x) for name, x in params.items()}
         leaves = [
-            ScoredLeaf(sites[path], x, 0.5, 0.5) for path, x in trees.leaves_by_path(lazy).items()
+            ScoredSite(sites[path], x, 0.5, 0.5) for path, x in trees.leaves_by_path(lazy).items()
         ]
         masks = sparsity.Global(**fields).select(leaves, None)
         return dict(zip(params, masks, strict=True))

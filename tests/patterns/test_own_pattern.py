@@ -346,6 +346,8 @@ def _run_layers(params, x):
         ("select", None, "mask of 'w' by Layerwise.select must be an array of real .* = None"),
         ("final_sparsity", 1.01, r"final_sparsity of 'w' must be in \[0, 1\] .* = 1.01"),
         ("final_sparsity", np.nan, r"final_sparsity of 'w' must be in \[0, 1\] .* = nan"),
+        ("final_sparsity", "0.5", r"final_sparsity of 'w' must be in \[0, 1\] .* = '0.5'"),
+        ("final_sparsity", np.ones(2), r"final_sparsity of 'w' must be in \[0, 1\] .* = array"),
     ],
 )
 def test_results_of_hooks_are_checked_by_the_name_of_hook_and_parameter(hook, returned, got):
@@ -379,3 +381,7 @@ def test_a_count_of_ones_own_is_a_number_of_entries():
     message = r"Miscounted\(.*\)\.count_kept of 'w' must be at most 8, got .* = 9"
     with pytest.raises(ValueError, match=message):
         pruner.wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 4))})
+    entries = sparsity.Uniform(entries=4)
+    pruner = sparsity.MagnitudePruning(sparsity_type=Miscounted(), sparsity_distribution_fn=entries)
+    with pytest.raises(ValueError, match=message):
+        pruner.init_state({"w": jnp.ones((2, 4))})

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from sparsity.calibration import prune
+from sparsity.calibration.pruners.sweep import inverse_factors
 from tests.calibration import oracles
 from tests.scripts.devices import same
 
@@ -120,6 +121,29 @@ def batches_that_are_sharded_give_what_one_device_gives(devices):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 
 
+def multiply(params, x):
+    return x @ params
+
+
+def meshes_that_are_not_in_use_give_what_one_device_gives(devices):
+    params, statistics = jax.tree.map(jnp.asarray, layer())
+    gram = statistics[("w",)].gram
+    x = jax.random.normal(jax.random.key(0), (16, 6))
+    expected = sparsity.calibrate(multiply, jnp.ones((6, 4)), [x], "gram")[()]
+    placed = devices.put(np.ones((6, 4)), None, "b")
+    found = sparsity.calibrate(multiply, placed, [devices.put(x, "a")], "gram")[()]
+    np.testing.assert_allclose(found.gram, expected.gram, rtol=1e-5)
+    assert int(found.count) == int(expected.count) == 16
+    sharded, there = devices.put(gram, "a"), devices.put(params["w"], "a")
+    constant = jax.jit(lambda w: inverse_factors(sharded, 0.1, np.float32).sum() + w.sum())
+    factors = inverse_factors(gram, 0.1, np.float32)
+    np.testing.assert_allclose(inverse_factors(sharded, 0.1, np.float32), factors, atol=1e-5)
+    np.testing.assert_allclose(constant(there), factors.sum() + params["w"].sum(), rtol=1e-4)
+    pruner = sparsity.SparseGPTPruning(sparsity_distribution_fn=half)
+    masks = sparsity.oneshot(pruner, multiply, placed, [devices.put(x, "a")])[1]
+    same(masks, sparsity.oneshot(pruner, multiply, jnp.ones((6, 4)), [x])[1], placed)
+
+
 def each_device_solves_a_part_of_a_weight_that_lies_on_all(devices):
     where = []
 
@@ -152,6 +176,7 @@ _BOTH = [
     training_updates_masks_by_statistics,
     statistics_that_are_constants_serve_inside_shard_map,
     batches_that_are_sharded_give_what_one_device_gives,
+    meshes_that_are_not_in_use_give_what_one_device_gives,
     each_device_solves_a_part_of_a_weight_that_lies_on_all,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}

@@ -104,7 +104,7 @@ def test_a_number_that_changes_from_call_to_call_fills_no_memory():
     for t in np.linspace(0, 1, 40):
         found = small.apply(small.params, x, float(t))
         assert jnp.allclose(found, fn(masked, x, float(t)), atol=1e-5)
-    assert len(small.before.retraced) <= 16
+    assert len(small.before._retraced) <= 16
 
 
 def test_containers_in_another_order_are_read_by_name():

@@ -15,11 +15,11 @@ from sparsity.algorithms.lamp.scores import lamp_scores
 from sparsity.algorithms.lamp.search import search_together
 from sparsity.core import sharding
 from sparsity.core.exact import Words
-from sparsity.core.trees import Grads, Params, ScoreTree
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import StepInputs
+from sparsity.training.hooks import HookArgs, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
 
@@ -79,8 +79,12 @@ class LampPruning(BaseUpdater):
     ) -> ScoreTree:
         return jax.tree.map(lambda param: LampScores(param).compute(), params)
 
-    def _defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
-        if is_overridden(self, "calculate_scores", LampPruning):
-            return super()._defer_scores(inputs)
-        scores: ScoreTree = jax.tree.map(LampScores, inputs.masked_weights)
-        return scores
+    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
+        takes_arrays = is_overridden(self, "create_masks")
+        if takes_arrays or is_overridden(self, "calculate_scores", LampPruning):
+            return super().new_masks(sparse_state, inputs)
+        targets = sparse_state.target_sparsities
+        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        scores = jax.tree.map(LampScores, inputs.masked_weights)
+        named: HookArgs = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, named=named)

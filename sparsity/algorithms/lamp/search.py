@@ -37,7 +37,7 @@ from sparsity.core import exact, exact_sums
 from sparsity.core.exact import Words
 from sparsity.core.kernels import at_runtime, use_flat
 from sparsity.masks.positions import kept_positions
-from sparsity.selection import Ranked, Scores, topk_masks
+from sparsity.selection import Ranked, topk_masks
 
 _ROOM = 4096, 16_384  # least and most weights of a layer to sample, and to sort
 _SHARE = 256  # one in so many weights of the largest layer between these ends
@@ -102,7 +102,7 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
-        ranked = [Ranked(Scores.wrap(x)) for x in _sorted_scores(arrays)]
+        ranked = [Ranked.wrap(x) for x in _sorted_scores(arrays)]
         return topk_masks(ranked, k, across_leaves=True)
 
     masks: list[jax.Array] = lax.cond(is_proved, by_search, by_sorting)
@@ -138,7 +138,7 @@ def _choose_inside(
     )
     is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
     need = exact.minus(k, above)
-    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
+    slots = Ranked.wrap(scores, is_slot.astype(jnp.uint8))
     [chosen] = topk_masks([slots], (need[0][None], need[1][None]), across_leaves=True)
     last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
     least_above, most_below = (

@@ -29,7 +29,7 @@ from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities, Tree
 from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import ExtraArg, call_hook
 
 
 class Problem(NamedTuple):
@@ -97,7 +97,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
                 f"an optimizer can, got scheduler = {self.scheduler!r}. Prune with "
                 "instant_sparsify, and train with wrap_optax(tx, masks=masks)."
             )
-        self._check_scope()
+        self.check_scope()
 
     def solve(
         self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
@@ -163,10 +163,11 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
 
         Args:
           params: tree of parameters, or a single array.
-          grads: not used.
+          grads: tree of gradients, for a `solve_tree` that names them.
           statistics: `{path: Statistic}` of the kind `statistics_kind`, for each parameter that has
             a sparsity; pruners of channels need one for each parameter that reads them.
-          **extra_args: not used.
+          **extra_args: `solve_tree` gets the arguments that its signature names, and passes them
+            to the hooks of scores in pruners of channels that have scores.
 
         Returns:
           (pruned and corrected params, masks); with `use_packed_masks` the masks are packed.
@@ -193,13 +194,15 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
             problems[key] = Problem(site, param, statistic, sparsities.get(key))
         overrides = type(self).solve_tree is not StatisticsPruning.solve_tree
         who = f"{name}.{'solve_tree' if overrides else 'solve'}"
-        solved = self.solve_tree(params, targets, problems)
+        extra = {**extra_args, "grads": grads}
+        solved = call_hook(self.solve_tree, params, targets, problems, extra=extra)
         weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
-        check_finite(weights, who, params)
+        # `solve` changes the parameters of problems alone; others, such as embeddings, are large.
+        check_finite(weights, who, params, leaves if overrides else problems)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def _check_scope(self) -> None:
+    def check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""
         if not keeps_targets(self.scope) or self.topk_fn is not None:
             raise ValueError(

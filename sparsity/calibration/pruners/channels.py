@@ -30,10 +30,12 @@ class ReaderChannels(Coupled):
     differ in scale by far. Channels without any importance stay out.
     """
 
-    def _is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
+    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         return any(use.path == path and axis in use.contracting for use in graph.uses)
 
-    def _ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
+    def rank_across(
+        self, importance: Sequence[jax.Array], costs: Sequence[Fraction]
+    ) -> list[jax.Array]:
         standardized = [_standardized(x) for x in importance]
         joined = jnp.concatenate(standardized)
         # Positive, in the order of the scores, of which some are negative.
@@ -100,7 +102,7 @@ class ReaderChannels(Coupled):
 class ChannelPruning(StatisticsPruning):
     """Removes coupled channels by statistics of the products that read them."""
 
-    def _check_scope(self) -> None:
+    def check_scope(self) -> None:
         if not isinstance(self.scope, Coupled):
             raise ValueError(
                 f"{type(self).__name__} removes channels and needs scope = "

@@ -18,10 +18,12 @@ from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Sparsities
+from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph import Bias
 from sparsity.masks import Sites, apply_masks
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
+from sparsity.training.step_checks import check_gradients
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -99,15 +101,33 @@ class FLAPPruning(ChannelPruning):
         return self.readers.select_tree(scores, sparsities)
 
     def solve_tree(
-        self, params: Params, targets: Sparsities, problems: Problems
+        self,
+        params: Params,
+        targets: Sparsities,
+        problems: Problems,
+        grads: Grads | None = None,
+        **extra_args: ExtraArg,
     ) -> tuple[Params, Masks]:
+        """Returns (weights, masks) of a tree; the hooks of scores and masks get the arguments.
+
+        Args:
+          params: tree of parameters.
+          targets: tree of sparsities, `None` for parameters that stay dense.
+          problems: by path, of `calibrated_paths`.
+          grads: tree of gradients, for overrides that score weights by gradients.
+          **extra_args: other arguments of `instant_sparsify`.
+        """
+        if grads is not None:
+            check_gradients(grads, params, targets)
         biases = self._biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
         names = {key: param.path for key, param in graph.parameters.match(params).items()}
         read = graph.model.reader({name: leaves[key] for key, name in names.items()})
         statistics = {trees.path_names(key): x.statistic for key, x in problems.items()}
-        scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
-        masks = self.create_masks(scores, targets)
+        extra = {**extra_args, "statistics": statistics}
+        inputs = StepInputs(params, grads, self.sites(params), extra)
+        scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
+        masks = inputs.call(self.create_masks, scores, targets)
         pruned = trees.leaves_by_path(apply_masks(params, masks))
 
         def compensate(key: KeyPath, bias: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from sparsity.core.trees import KeyPath, Params, PyTree, Sparsities
 from sparsity.masks import (
     Layerwise,
     Scope,
-    ScoredLeaf,
+    ScoredSite,
     Site,
     Sites,
     TopkFn,
@@ -231,7 +231,7 @@ class SplitScope(Layerwise):
     scope: Scope
     split_axes: Mapping[KeyPath, tuple[int, ...]]
 
-    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
         masks = self.scope.select([self._moved(param) for param in leaves], topk_fn)
         return [
@@ -239,7 +239,7 @@ class SplitScope(Layerwise):
             for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
         ]
 
-    def _moved(self, param: ScoredLeaf) -> ScoredLeaf:
+    def _moved(self, param: ScoredSite) -> ScoredSite:
         """Returns the parameter with the axes in front."""
         axes = self._axes(param)
         if not axes:
@@ -247,7 +247,7 @@ class SplitScope(Layerwise):
         scores = _move_axes(jnp.asarray(param.scores), axes, tuple(range(len(axes))))
         return param._replace(lazy_scores=scores, site=param.site._replace(batch_axes=len(axes)))
 
-    def _axes(self, param: ScoredLeaf) -> tuple[int, ...]:
+    def _axes(self, param: ScoredSite) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
         return self.split_axes[param.site.path] if param.site.pattern.is_elementwise else ()
 

@@ -92,11 +92,11 @@ class Meter:
         """
         last, live = last_uses(program), dict[Value, int]()
         for value in program.inputs:
-            if self._graph.tracker.is_data(value) and value not in shared:
+            if self._graph.is_data(value) and value not in shared:
                 live[value] = self._batches * _bytes(value)
         for equation in program.flat():
             dead = {x for x in equation.inputs if last.get(x) is equation}
-            if any(map(self._graph.tracker.is_data, equation.inputs)):
+            if any(map(self._graph.is_data, equation.inputs)):
                 ends = sum(live.get(value, 0) for value in dead) // self._batches
                 self._step(equation, live_bytes + sum(live.values()), ends)
                 for value in equation.outputs:

@@ -21,7 +21,7 @@ from sparsity.calibration.statistics.validation import (
 )
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import KeyPath, Masks, Tree
-from sparsity.masks import ScoredLeaf, Site, are_kept, is_per_slice, pack_masks
+from sparsity.masks import ScoredSite, Site, are_kept, is_per_slice, pack_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
@@ -196,7 +196,7 @@ def _selection(
             )
         sparsity = share * target
         # Both the current and the final sparsity, so that N:M keeps n of m at every share.
-        param = ScoredLeaf(site, scores, sparsity, sparsity)
+        param = ScoredSite(site, scores, sparsity, sparsity)
         matrices = SplitScope(pruner.scope, {site.path: statistic.batch})
         (mask,) = matrices.select([param], pruner.topk_fn)
         return mask

@@ -29,7 +29,6 @@ from sparsity.core.checks import check_bool, check_function, check_iterable, che
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
-from sparsity.graph.graph import retrace
 from sparsity.programs.reuse import compile_at_call
 
 
@@ -215,7 +214,7 @@ def collect(
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
-        calibration, run = compile_sums(retrace(graph, params, batch))
+        calibration, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
         arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments

@@ -135,7 +135,9 @@ def not_finite(name: str, batch: int) -> ValueError:
 
 
 def is_finite(value: jax.Array) -> bool:
-    """Returns whether all entries are finite; traced ones pass."""
+    """Returns whether all entries are finite; traced ones and integers pass."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return True
     return _all(lambda x: host.namespace([x]).isfinite(x), value)
 
 
@@ -262,12 +264,18 @@ def read_pruned(
     return trees.map_matched(read, params), masks
 
 
-def check_finite(pruned: Params, who: str, params: Params) -> None:
-    """Raises a ValueError if a hook made weights that are not finite from weights that are."""
-    weights = trees.leaves_by_path(pruned)
-    for path, param in trees.leaves_by_path(trees.prunable(params)).items():
-        is_changed = weights[path] is not param  # dense parameters are large, too
-        if is_changed and not is_finite(weights[path]) and is_finite(param):
+def check_finite(pruned: Params, who: str, params: Params, paths: Iterable[KeyPath]) -> None:
+    """Raises a ValueError if a hook made weights that are not finite from weights that are.
+
+    Args:
+      pruned: tree of parameters after pruning.
+      who: the hook, for messages.
+      params: tree of parameters before pruning.
+      paths: paths of the parameters that the hook may have changed.
+    """
+    weights, before = trees.leaves_by_path(pruned), trees.leaves_by_path(trees.prunable(params))
+    for path in filter(before.__contains__, paths):
+        if not is_finite(weights[path]) and is_finite(before[path]):
             raise ValueError(
                 f"{who} must return finite weights of {trees.path_string(path)!r}, as they are "
                 "before, got NaN or infinities."

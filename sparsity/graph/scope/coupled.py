@@ -178,11 +178,13 @@ class Coupled(DataclassBase):
 
     # Hooks of subclasses.
 
-    def _is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
+    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         """Returns whether a member of a group adds to its importance; by default all members do."""
         return True
 
-    def _ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
+    def rank_across(
+        self, importance: Sequence[jax.Array], costs: Sequence[Fraction]
+    ) -> list[jax.Array]:
         """Returns the ranks of the channels of each group with `across`, [channels] each.
 
         Layers keep equally many channels: channels of equal rank in all layers count together.
@@ -217,7 +219,7 @@ class Coupled(DataclassBase):
             for i, (path, axis) in enumerate(group.members):
                 if path in places:
                     members.append((places[path], axis, group.positions[i]))
-                    if self._is_scored(graph, path, axis):
+                    if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
                         entries.append(self._entries(full, i))
             rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
@@ -360,7 +362,7 @@ class Coupled(DataclassBase):
         least: Numbers,
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
-        ranks = self._ranks(importance, cost.each)
+        ranks = self.rank_across(importance, cost.each)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(numbers: Sequence[jax.Array]) -> jax.Array:

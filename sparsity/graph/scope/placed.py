@@ -18,7 +18,7 @@ from sparsity.core.exact_sums import ordered_sum, scaled
 from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels.groups import ChannelGroup
-from sparsity.selection import Ranked, Scores, topk_masks
+from sparsity.selection import Ranked, topk_masks
 
 Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by path
 
@@ -108,7 +108,7 @@ def find_active(group: PlacedGroup, masks: Leaves) -> jax.Array:
 
 def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
     """Returns the channels of a group as a search ranks them: layers of a scan are slices."""
-    return Ranked(Scores.wrap(importance), active, importance.ndim - 1)
+    return Ranked.wrap(importance, active, importance.ndim - 1)
 
 
 def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool) -> jax.Array:

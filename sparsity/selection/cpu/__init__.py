@@ -16,12 +16,11 @@ from sparsity.core.exact import Words
 from sparsity.core.kernels import use_flat
 from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.key_search import find_by_guesses
-from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.cpu.visits import MAX_ENTRIES
 from sparsity.selection.kept_counts import Removed
 from sparsity.selection.scores import Ranked, Scores
 
-__all__ = ["MAX_ENTRIES", "Recipe", "find_by_guesses", "select_by_rows", "use_flat"]
+__all__ = ["MAX_ENTRIES", "find_by_guesses", "select_by_rows", "use_flat"]
 
 
 def select_by_rows(
@@ -31,7 +30,7 @@ def select_by_rows(
 
     Parameters have one recipe, or compete together. None is empty.
     """
-    if len({Recipe.read(leaf) for leaf in leaves}) > 1:
+    if len({leaf.recipe for leaf in leaves}) > 1:
         leaves = _store(leaves)
     if sorting.is_small(leaves, across_leaves=across_leaves):
         return sorting.select_by_sorting(leaves, k, across_leaves=across_leaves)

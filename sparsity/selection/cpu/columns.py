@@ -25,12 +25,12 @@ def in_rows(leaf: Ranked) -> Ranked:
         return leaf
     batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible(leaf.arrays)
     if mask is None:
-        return Ranked(Scores.wrap(_move(leaf, leaf.scores.compute())), None, batch_axes)
+        return Ranked.wrap(_move(leaf, leaf.scores.compute()), None, batch_axes)
     _, _, top, _ = key_range(leaf.scores.dtype)
     keys = leaf.keys(leaf.arrays)
     if top == np.iinfo(keys.dtype).max:  # no key is free to mark an entry
         where = _move(leaf, mask.astype(jnp.uint8))
-        return Ranked(Scores.wrap(_move(leaf, leaf.scores.compute())), where, batch_axes)
+        return Ranked.wrap(_move(leaf, leaf.scores.compute()), where, batch_axes)
     marked = _move(leaf, jnp.where(mask, _exchange(keys), 0))
     return Ranked(Scores(_exchange, (marked,)), batch_axes=batch_axes, where_in_scores=0)
 

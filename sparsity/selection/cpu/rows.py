@@ -16,8 +16,7 @@ from jax import lax
 
 from sparsity.core.exact_sums import sums
 from sparsity.core.kernels import read_part
-from sparsity.selection.cpu.recipe import Recipe
-from sparsity.selection.scores import Ranked
+from sparsity.selection.scores import Ranked, Recipe
 
 LARGE = 16_384  # entries of a segment from which on 1024 samples are at most a sixteenth of it
 # Keys to sample of a small segment, of a large one: with 256 a search took 3.7 passes, not 3.5.
@@ -309,7 +308,7 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
         scalars=tuple(map(repeat_by_slices, zip(*[x.scores.scalars for x in leaves], strict=True))),
         starts=np.concatenate([np.arange(x.slices, dtype=np.int32) * x.size for x in leaves]),
-        recipe=Recipe.read(leaves[0]),
+        recipe=leaves[0].recipe,
         sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
     )
 
