@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import chex
 import jax
@@ -219,10 +219,11 @@ class DropAndGrow(SparseTraining):
         check_fraction("drop_fraction", fraction)
         return MaskMove(score(self.get_drop_scores), score(self.get_grow_scores), fraction)
 
-    def compute_drop_fraction(self, step: chex.Numeric) -> Any:
+    def compute_drop_fraction(self, step: chex.Numeric) -> chex.Numeric:
         """Returns the fraction of active weights to replace at a step."""
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
-            return self.drop_fraction_fn(step)
+            fraction = self.drop_fraction_fn(step)
+        return cast(chex.Numeric, fraction)  # of a type that has complex numbers, too
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:

@@ -46,7 +46,7 @@ def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
     return lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
-def wait_for(number: jax.Array | float, count: jax.Array) -> jax.Array:
+def wait_for(number: chex.Numeric, count: jax.Array) -> jax.Array:
     """Returns a number as a value that exists once the count of steps does.
 
     XLA does not know that counts are never negative.

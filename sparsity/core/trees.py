@@ -23,7 +23,9 @@ N = TypeVar("N", bound=NamedTuple)
 # A tree of arrays in any containers, those of users included. No type says this: flax's FrozenDict,
 # nnx.State, equinox modules and dataclasses share no base class. jax has Any, too.
 PyTree: TypeAlias = Any
-Tree = TypeVar("Tree")  # class of a user's tree, for functions that return a tree of that class
+# Type of a user's tree, where a tree of the same containers returns. Arrays of numpy may return as
+# arrays of jax, which the type does not say.
+Tree = TypeVar("Tree")
 # Trees by their leaves; trees that go with params may have `None` in the place of a parameter.
 Params: TypeAlias = PyTree  # arrays of a model, and leaves that are no arrays
 Grads: TypeAlias = PyTree  # arrays in the shapes of the parameters
