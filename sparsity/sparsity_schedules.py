@@ -173,6 +173,8 @@ class PolynomialSchedule(PeriodicSchedule):
 
       sparsity = target + (initial_sparsity - target) * (1 - progress) ** power
 
+    On CPUs the bits are the same in every program, compiled or not, and so are numbers of entries.
+
     Attributes:
       update_end_step: the step that reaches the target exactly; required here.
       power: exponent; 3 in the source, 1 gives a linear ramp.
@@ -210,16 +212,28 @@ class PolynomialSchedule(PeriodicSchedule):
         start, end = int(self.update_start_step), int(self.update_end_step)
         step = jnp.asarray(step)
         length = max(end - start, 1)
-        remaining = jnp.clip(end - step, 0, length).astype(jnp.float32) / length
+        steps = jnp.clip(end - step, 0, length).astype(jnp.float32)
+        # XLA would divide by a constant as it multiplies by the rounded reciprocal.
+        remaining = _raise(steps / jnp.maximum(steps, length), float(self.power))
 
         def ramp(target: chex.Numeric) -> jax.Array:
             target = jnp.asarray(target, jnp.float32)
             low = jnp.minimum(self.initial_sparsity, target)
-            rising = jnp.maximum(low, target + (low - target) * remaining**self.power)
+            height = target - low
+            # A product within a difference would be rounded or not, as programs are fused.
+            rising = jnp.maximum(low, target - jnp.minimum(height * remaining, height))
             # Rounding may miss both ends by a bit, and they must be exact.
             return jnp.where(step >= end, target, jnp.where(step <= start, low, rising))
 
         return jax.tree.map(ramp, target_sparsities)
+
+
+def _raise(x: jax.Array, power: float) -> jax.Array:
+    """Returns x**power, by the operations that XLA puts in the place of a constant power."""
+    if power == 0.5:
+        return jnp.sqrt(x)
+    raised: jax.Array = x ** (int(power) if power.is_integer() else power)
+    return raised
 
 
 SCHEDULES: Registry[Callable[..., Schedule]] = Registry(

@@ -1,6 +1,7 @@
 """When masks change and how sparse they are then; the oracle is the source's formula in float64."""
 
 import dataclasses
+import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,6 +21,7 @@ from sparsity.sparsity_schedules import (
     find_last_update,
     has_updates,
 )
+from tests import helpers
 
 STEPS = 60
 
@@ -203,6 +205,26 @@ def test_the_ramp_stays_between_its_ends(target, initial, step):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("power", [0.5, 1, 2, 3, 3.5])
+def test_every_program_follows_the_same_ramp_bit_for_bit(power):
+    schedule = PolynomialSchedule(1, 17, 4321, power=power, initial_sparsity=0.05)
+    steps = np.arange(4400, dtype=np.int32)[None]
+    targets = np.float32([[0.5], [0.8], [0.9], [0.99]])
+    get = schedule.get_sparsity_at_step
+    ramp = np.asarray(get(targets, steps))
+    compile_ = functools.partial(jax.jit, compiler_options=helpers.OPTIMIZED)
+    looped = compile_(lambda targets, steps: jax.lax.map(lambda i: get(targets, i), steps).T)
+    constant = compile_(lambda steps: get(targets, steps))(steps)
+    for other in (compile_(get)(targets, steps), constant, looped(targets[:, 0], steps[0])):
+        np.testing.assert_array_equal(other, ramp)
+    # The formula in numpy, which rounds each product, quotient and sum.
+    part = np.clip(4321 - steps, 0, 4304).astype(np.float32) / np.float32(4304)
+    raised = {0.5: np.sqrt(part), 1: part, 2: part * part, 3: part * part * part}.get(power)
+    if raised is not None:
+        plain = targets - (targets - np.float32(0.05)) * raised
+        np.testing.assert_array_equal(ramp[:, 18:4321], plain[:, 18:4321])
+
+
 def test_the_ramp_never_becomes_less_sparse():
     schedule = PolynomialSchedule(1, 0, 500, initial_sparsity=0.2)
     ramp = jax.vmap(lambda step: schedule.get_sparsity_at_step(0.95, step))(jnp.arange(600))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.sharding import on_device
-from sparsity.core.trees import Masks, Params, PyTree, Sparsities, Tree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Sparsities, Tree
 from sparsity.masks import pack_masks, packed_shape, place_masks, read_masks
 
 
@@ -165,25 +165,36 @@ def sharding_like(params: Params, opt_state: optax.OptState) -> PyTree:
     meshes = [each.mesh for each in param_shardings if isinstance(each, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else param_shardings[0]
 
-    def fit(param: jax.Array | None, leaf: PyTree) -> Sharding:
-        fitted = None if param is None else _shard_like(param, jnp.shape(leaf))
+    def fit(param: jax.Array | None, leaf: PyTree, names: Path) -> Sharding:
+        fitted = None if param is None else _shard_like(param, jnp.shape(leaf), names)
         if fitted is None and isinstance(replicated, NamedSharding):
             return sharding.with_axes(replicated, [()] * jnp.ndim(leaf))
         return fitted or replicated
 
-    return owners.map_owned(fit, params, opt_state)
+    names = jax.tree_util.tree_map_with_path(lambda path, _: trees.path_names(path), opt_state)
+    return owners.map_owned(fit, params, opt_state, names)
 
 
-def _shard_like(param: jax.Array, shape: tuple[int, ...]) -> Sharding | None:
-    """Returns the sharding of a leaf of the state of a parameter; `None` if no axes tell one."""
+def _shard_like(param: jax.Array, shape: tuple[int, ...], names: Path) -> Sharding | None:
+    """Returns the sharding of a leaf of the state of a parameter; `None` if no axes tell one.
+
+    Args:
+      param: the parameter.
+      shape: shape of the leaf.
+      names: path of the leaf in the state.
+    """
     full, placed = param.shape, param.sharding
     if shape in (full, packed_shape(full)):
         return sharding.fit(placed, shape)
     averaged = [i for i in range(len(full)) if full[:i] + full[i + 1 :] == shape]
+    if len(averaged) > 1:  # axes of one size: optax averages the two largest, the last one in rows
+        column, row = (int(axis) for axis in np.argsort(full, stable=True)[-2:])
+        by_field = {"v_row": [row], "v_col": [column]}
+        averaged = next((by_field[name] for name in names if name in by_field), [])
     if len(averaged) == 1 and isinstance(placed, NamedSharding):
-        names = sharding.mesh_axes(placed, len(full))
-        del names[averaged[0]]
-        return sharding.with_axes(placed, names)
+        axes = sharding.mesh_axes(placed, len(full))
+        del axes[averaged[0]]
+        return sharding.with_axes(placed, axes)
     leading = shape[:-1]  # of kept entries, [*batch, k]
     is_kept = leading and leading == full[: len(leading)]
     return sharding.fit(placed, (*leading, None)) if is_kept else None

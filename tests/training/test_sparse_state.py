@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import sparsity
 from sparsity.masks import apply_masks, mask_updates, pack_masks, unpack_masks
@@ -203,6 +204,22 @@ def test_on_one_device_everything_is_there():
     shardings = sharding_like(PARAMS, state)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     assert set(jax.tree.leaves(shardings)) == {PARAMS["head"][0].sharding}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "row", "column"),
+    [((4, 4), "ab", "a", "b"), ((2, 4, 4), "abc", "ab", "ac"), ((4, 4, 8), "abc", "ab", "ac")],
+)
+def test_factored_moments_of_square_parameters_lie_as_the_axes_that_they_keep(
+    shape, axes, row, column
+):
+    mesh = jax.make_mesh((1, 1, 1), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    placed = NamedSharding(mesh, PartitionSpec(*axes))
+    params = {"v_col": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed)}
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    shardings = sharding_like(params, jax.eval_shape(tx.init, params))
+    assert shardings.v_row["v_col"].spec == PartitionSpec(*row)
+    assert shardings.v_col["v_col"].spec == PartitionSpec(*column)
 
 
 # Summaries of a state.
