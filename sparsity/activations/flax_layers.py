@@ -217,7 +217,8 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
     for key in keys:
         if not any(names.matches(key, name) for name in layers):
             raise ValueError(
-                f"layers[{key!r}] matches none. {names.nearest(key, layers, 'layers')}"
+                f"layers[{key!r}] matches none. {names.explain_syntax(key)}"
+                f"{names.nearest(key, layers, 'layers')}"
             )
 
 

@@ -19,7 +19,7 @@ from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.checks import unique_keys
 from sparsity.core.files import reading, temporary_folder, writing
-from sparsity.core.names import matches
+from sparsity.core.names import explain_syntax, matches
 from sparsity.core.trees import PyTree
 
 T = TypeVar("T")
@@ -97,7 +97,8 @@ def filter_leaves(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
         near = difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.0)
         hint = f"the nearest of {len(leaves)} is {near[0]!r}" if near else "there are none"
         raise ValueError(
-            f"--filter {key!r} names no parameter; {hint}. 'sparsity inspect' lists them."
+            f"--filter {key!r} names no parameter; {hint}. {explain_syntax(key)}"
+            "'sparsity inspect' lists them."
         )
     return selected
 

@@ -64,6 +64,14 @@ def check_values(name: str, tree: object, remedy: str, may_be_traced: bool = Fal
             raise ValueError(f"{where} has no values yet, got {where} = {leaf!r}. {remedy}")
 
 
+def check_sizes(name: str, tree: object, remedy: str) -> None:
+    """Raises a ValueError for an array whose size is a symbol of `jax.export`."""
+    for leaf in jax.tree.leaves(tree):
+        shape = getattr(leaf, "shape", ())
+        if not all(isinstance(size, numbers.Integral) for size in shape):
+            raise ValueError(f"{name} takes inputs of known sizes, got the shape {shape}. {remedy}")
+
+
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
     """Raises a ValueError that names the argument unless it is an integer in [least, most]."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):

@@ -54,6 +54,22 @@ def nearest(key: object, names: Iterable[str], role: str) -> str:
     )
 
 
+def explain_syntax(key: object) -> str:
+    """Returns a sentence that says why a text is no regular expression, "" for any other key.
+
+    Example:
+      >>> explain_syntax("*/kernel")
+      'It is no regular expression: nothing to repeat at position 0. '
+    """
+    if not isinstance(key, str):
+        return ""
+    try:
+        re.compile(key)
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"It is no regular expression: {error}. "
+    return ""
+
+
 def suggest(name: object, names: Iterable[str]) -> str:
     """Returns the end of an error about an unknown name: the nearest name if any, and all names.
 

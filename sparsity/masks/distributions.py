@@ -203,6 +203,7 @@ class Uniform:
             if prunable and not any(names.matches(key, label) for label in labels.values()):
                 raise ValueError(
                     f"custom_sparsity_map[{key!r}] matches no parameter. "
+                    f"{names.explain_syntax(key)}"
                     f"{names.nearest(key, labels.values(), 'parameters')}"
                 )
         selected: Candidates = {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind
+from sparsity.core.checks import check_kind, check_sizes
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
@@ -100,13 +100,12 @@ class Plan:
         arrays, rebuild = trees.split_arrays(params)
         inputs = trees.split_arrays(args)[0]
         full = _find_full_shapes(self, graph, params)
-        for array in inputs:
-            if not all(isinstance(size, int) for size in array.shape):
-                raise ValueError(
-                    f"small.apply takes inputs of known sizes, got the shape {array.shape}. Export "
-                    "it for any number of rows by jax.vmap of "
-                    "lambda row: small.apply(params, row[None])."
-                )
+        check_sizes(
+            "small.apply",
+            inputs,
+            "Export it for any number of rows by jax.vmap of "
+            "lambda row: small.apply(params, row[None]).",
+        )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         retraced = graph.retrace(example, *args)

@@ -430,7 +430,7 @@ def test_help_shows_examples_and_exit_codes(command, capsys):
             ["inspect", "{kernels}", "--filter", "smal"],
             "no parameter; the nearest of 2 is 'small'",
         ),
-        (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no parameter"),
+        (["inspect", "{kernels}", "--filter", "["], "no regular expression: unterminated charac"),
         (["diff", "{kernels}", "nothing.npz"], "nothing.npz does not exist"),
         (["diff", "nothing"], "nothing does not exist. Give the path of a delta"),
         (

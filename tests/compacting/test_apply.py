@@ -197,6 +197,17 @@ def test_models_are_mapped_exported_and_run_at_other_batch_sizes():
     np.testing.assert_allclose(both, jnp.stack([expected, twice]), rtol=1e-5, atol=1e-6)
 
 
+def test_symbolic_sizes_are_refused_with_the_way_to_export_them():
+    params, mask, x = jnp.ones((2, 3)), np.eye(2, 3, dtype=np.uint8), jnp.ones((1, 2))
+    model = compact(trace(lambda w, x: x @ w, params, x), params, mask)
+    rows = jax.ShapeDtypeStruct((*export.symbolic_shape("rows"), 2), x.dtype)
+    with pytest.raises(ValueError, match=r"\(rows, 2\).*jax.vmap of lambda row: model.apply"):
+        export.export(jax.jit(model.apply))(model.params, rows)
+    by_row = jax.vmap(lambda params, row: model.apply(params, row[None])[0], (None, 0))
+    exported = export.export(jax.jit(by_row))(model.params, rows)
+    np.testing.assert_array_equal(exported.call(model.params, jnp.ones((3, 2))), [[1, 1, 0]] * 3)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64, jnp.float8_e4m3fn])
 def test_narrow_and_complex_parameters_keep_their_bits(dtype):
     rng = np.random.default_rng(0)

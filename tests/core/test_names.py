@@ -2,8 +2,10 @@
 
 import re
 
+import numpy as np
 import pytest
 
+import sparsity
 from sparsity.core import names
 
 NAMES = ["conv1/kernel", "conv2/kernel", "dense/bias"]
@@ -27,6 +29,25 @@ NAMES = ["conv1/kernel", "conv2/kernel", "dense/bias"]
 )
 def test_a_key_names_these_leaves(key, named):
     assert [name for name in NAMES if names.matches(key, name)] == named
+
+
+@pytest.mark.parametrize(
+    ("key", "explained"),
+    [
+        ("*/kernel", "It is no regular expression: nothing to repeat at position 0. "),
+        (".*/kernel", ""),
+        (("*", "kernel"), ""),  # a path, never a pattern
+        (re.compile("a"), ""),
+    ],
+)
+def test_a_key_that_is_no_regular_expression_is_explained(key, explained):
+    assert names.explain_syntax(key) == explained
+
+
+def test_an_override_by_a_shell_pattern_says_that_it_is_no_regular_expression():
+    uniform = sparsity.Uniform(0.5, custom_sparsity_map={"*/kernel": 0.1})
+    with pytest.raises(ValueError, match=r"no regular expression: nothing to repeat.*'a/kernel'"):
+        uniform({"a": {"kernel": np.ones((2, 2))}})
 
 
 def test_a_path_of_numbers_and_the_path_of_the_root():

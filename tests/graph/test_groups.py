@@ -83,6 +83,17 @@ def test_both_halves_that_rotate_and_all_that_scores_contract_go_together():
     assert inner.positions[0][0].tolist() == [0, 2, 4, 6]
 
 
+def test_channels_that_are_rounded_to_fewer_bits_are_removed():
+    def fn(params, x):
+        up, down = (lax.reduce_precision(params[name], 4, 3) for name in ("up", "down"))
+        return lax.reduce_precision(jax.nn.relu(x @ up), 4, 3) @ down
+
+    params, x = models.draw({"up": (3, 6), "down": (6, 2)}), jnp.ones((2, 3))
+    graph = trace(fn, params, x)
+    assert [group.members for group in graph.groups] == [((("down",), 0), (("up",), 1))]
+    check(graph, fn, params, (x,), 1e-6)
+
+
 def test_a_gate_goes_with_what_it_gates():
     model = models.language_model(hidden=6)
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)

@@ -4,6 +4,7 @@ import functools
 from contextlib import nullcontext
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -30,6 +31,12 @@ def test_arrays_and_shapes_have_the_same_graph():
         for path, leaf in jax.tree_util.tree_flatten_with_path(P)[0]
     ]
     assert [(x.path, x.shape, x.dtype) for x in one.parameters] == leaves
+
+
+def test_symbolic_sizes_are_refused_with_the_sizes_that_fit():
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("rows"), 4), jnp.float32)
+    with pytest.raises(ValueError, match=r"known sizes, got the shape \(rows, 4\).*of one call"):
+        trace(model, P, rows)
 
 
 def test_a_parameter_may_be_the_whole_tree():

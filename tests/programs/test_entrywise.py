@@ -60,9 +60,9 @@ def test_constants_that_are_certain_stay():
 
 
 UNARY = [
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cbrt", "ceil", "cos", "cosh", "erf",
-    "erfc", "exp", "exp2", "expm1", "floor", "is_finite", "log", "log1p", "logistic", "neg",
-    "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cbrt", "ceil", "cos",
+    "cosh", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "is_finite", "log", "log1p",
+    "logistic", "neg", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
 ]  # fmt: skip
 BINARY = ["add", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "pow", "sub"]
 NUMBERS = np.array([-np.inf, -3, -1, -0.5, 0, 0.5, 1, 2, 1e30, np.inf], np.float32)
@@ -92,14 +92,20 @@ NAMED = {  # of other versions of jax, or by operators alone: constants, results
     "not": [([5], -6)],
     "one_minus_square": [([0], 1), ([1], 0), ([-1], 0), ([2], None), ([None], None)],
     "or": [([6, 3], 7)],
+    "population_count": [([0], 0), ([3], None)],
     "real": [([3], 3)],
+    "reduce_precision": [([0], 0), ([1], None), ([None], None)],
+    "shift_left": [([0, None], 0), ([1, 2], None)],
+    "shift_right_arithmetic": [([0, 40], 0), ([None, 0], None)],
+    "shift_right_logical": [([0, 1], 0)],
     "xor": [([6, 3], 5)],
 }
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_primitives_of_other_versions_fold_to_results_by_hand(name):
-    dtype = np.int32 if name in ("and", "not", "or", "xor") else np.float32
+    is_bitwise = name.startswith("shift") or name in ("and", "not", "or", "population_count", "xor")
+    dtype = np.int32 if is_bitwise else np.float32
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda x, *_: x)
     for constants, result in NAMED[name]:
