@@ -1,6 +1,7 @@
 """Settings of the site; `bash run.sh docs` builds it. Nothing is downloaded, no notebook is run."""
 
 import dataclasses
+import gc
 import inspect
 import re
 import shutil
@@ -50,6 +51,8 @@ maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 
 _log = logging.getLogger(__name__)
+
+gc.disable()  # the trees of pages are many objects: collections take a third of a build
 
 
 def escape_markup(app, what, name, obj, options, lines):

@@ -18,18 +18,14 @@ KINDS = pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 
 
 def run(program, kind):
-    """Runs all cases of a program, and fails for those that fail on axes of that kind."""
-    if failures := _failures(program)[kind]:
-        pytest.fail(failures[-12_000:], pytrace=False)
+    """Runs all cases of a program on axes of that kind, and fails for those that fail.
 
-
-@functools.cache
-def _failures(program):
-    """Texts by kind; both kinds run one after the other, and share what one device computes."""
+    The process keeps what one device computes for the other kind.
+    """
     process, log = _start()
     limit = threading.Timer(LIMIT, process.kill)
     limit.start()
-    print(program, file=process.stdin, flush=True)
+    print(program, kind, file=process.stdin, flush=True)
     answer = process.stdout.readline()
     limit.cancel()
     if not answer:
@@ -37,7 +33,8 @@ def _failures(program):
         process.wait()
         log.seek(0)
         pytest.fail(log.read()[-12_000:], pytrace=False)
-    return json.loads(answer)
+    if failures := json.loads(answer):
+        pytest.fail(failures[-12_000:], pytrace=False)
 
 
 @functools.cache

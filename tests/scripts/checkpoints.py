@@ -38,15 +38,21 @@ def a_run_goes_on_on_another_mesh_and_on_one_device(devices):
         put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
         return jax.tree.map(put, params, SPECS)
 
+    def describe_state(params):
+        shapes = jax.eval_shape(tx.init, params)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            *(shapes, sparsity.sharding_like(params, shapes)),
+        )
+
     def start(mesh):
         params = place(mesh)
-        shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+        shardings = jax.tree.map(lambda x: x.sharding, describe_state(params))
         return params, jax.jit(tx.init, out_shardings=shardings)(params)
 
     def restored(mesh):
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start(mesh)
-        )
+        params = place(mesh)
+        like = params, describe_state(params)
         with ocp.StandardCheckpointer() as checkpointer:
             params, state = checkpointer.restore(f"{folder}/run", like)
         bits = state.masks["kernel"]
