@@ -11,6 +11,7 @@ import pytest
 
 import sparsity
 from sparsity.masks import defer_scores
+from sparsity.selection import compute_array
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
@@ -588,3 +589,25 @@ def test_a_global_pruner_may_set_a_scope_of_its_own():
     updater.scope = sparsity.Global(use_normalization=False)
     with pytest.raises(ValueError, match="Local makes its scope from use_normalization"):
         updater.check_fields()
+
+
+def test_a_rule_of_ones_own_to_move_masks_gets_scores_and_the_fraction_to_replace():
+    seen = []
+
+    class Noting(sparsity.RigL):
+        def new_masks(self, sparse_state, inputs):
+            *scores, fraction = self.score_move(sparse_state, inputs)
+            seen.extend([*map(compute_array, scores), fraction])
+            return jnp.array([[0, 1]], jnp.uint8)
+
+    updater = Noting(
+        scheduler=sparsity.OneShotSchedule(0),
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        drop_fraction_fn=optax.constant_schedule(0.25),
+    )
+    tx, params = updater.wrap_optax(optax.sgd(0.1), jnp.array([[1, 0]])), jnp.array([[-2.0, 0.0]])
+    _, state = tx.update(jnp.array([[1.0, -3.0]]), tx.init(params), params)
+    drop_scores, grow_scores, fraction = seen
+    assert (drop_scores.tolist(), grow_scores.tolist()) == ([[2.0, 0.0]], [[1.0, 3.0]])
+    assert fraction == 0.25
+    assert state.masks.tolist() == [[0, 1]]
