@@ -66,15 +66,15 @@ def shapes(tree: str) -> list[tuple[int, ...]]:
     if tree == "transformer":
         heads = [(512, 8, 64), (512, 4, 64), (512, 256), (8, 64, 512)]
         return [*heads, (512, 1376), (512, 1376), (1376, 512)] * 32
-    found: list[tuple[int, ...]] = [(7, 7, 3, 64)]
+    layers: list[tuple[int, ...]] = [(7, 7, 3, 64)]
     entering = 64
     for width, blocks in zip((64, 128, 256, 512), BLOCKS, strict=True):
         for block in range(blocks):
-            found += [(1, 1, entering, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            layers += [(1, 1, entering, width), (3, 3, width, width), (1, 1, width, 4 * width)]
             if block == 0:
-                found.append((1, 1, entering, 4 * width))
+                layers.append((1, 1, entering, 4 * width))
             entering = 4 * width
-    return [*found, (2048, 1000)]
+    return [*layers, (2048, 1000)]
 
 
 def few(params: Params, x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ def blocks(language):
     """The blocks of code in a language: {"page:line": text}."""
     pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return {
-        f"{page}:{text.count(chr(10), 0, found.start()) + 2}": found[1]
+        f"{page}:{text.count(chr(10), 0, match.start()) + 2}": match[1]
         for page, text in PAGES.items()
-        for found in pattern.finditer(text)
+        for match in pattern.finditer(text)
     }

@@ -180,7 +180,7 @@ def draws_masks(name):
     return is_sparse_training(name) or issubclass(algorithm, sparsity.RandomPruning)
 
 
-def names_of(*properties):
+def list_names(*properties):
     """Names of the registered algorithms that have all the properties."""
     return [n for n in sparsity.all_algorithm_names() if all(has(n) for has in properties)]
 

@@ -16,12 +16,14 @@ import sparsity
 # A tree of arrays, and an argument of `update` that an override may give a type of its own.
 ALIASES = {"sparsity.core.trees.PyTree", "sparsity.training.hooks.ExtraArg"}
 ROOMS = [value.__name__ for value in vars(sparsity).values() if inspect.ismodule(value)]
-FAMILIES = [f"sparsity.algorithms.{own.name}" for own in iter_modules(sparsity.algorithms.__path__)]
+FAMILIES = [
+    f"sparsity.algorithms.{item.name}" for item in iter_modules(sparsity.algorithms.__path__)
+]
 MODULES = sorted({"sparsity", "sparsity.api", *ROOMS, *FAMILIES})
 
 
 @functools.cache
-def tree_of(module):
+def parse_module(module):
     """The syntax tree of an imported module, by its name."""
     return ast.parse(Path(sys.modules[module].__file__).read_text(encoding="utf-8"))
 
@@ -47,14 +49,14 @@ def names_any(module, name):
         return True
     if module not in sys.modules or f"{module}.{name}" in ALIASES or not is_ours(module):
         return False
-    for node in tree_of(module).body:
+    for node in parse_module(module).body:
         match node:
             case ast.ImportFrom(module=str(source), names=names):
-                for own in names:
-                    if name == (own.asname or own.name):
-                        return names_any(source, own.name)
-            case ast.Assign(targets=[ast.Name(id=own)]) | ast.AnnAssign(target=ast.Name(id=own)):
-                if name == own:
+                for item in names:
+                    if name == (item.asname or item.name):
+                        return names_any(source, item.name)
+            case ast.Assign(targets=[ast.Name(id=item)]) | ast.AnnAssign(target=ast.Name(id=item)):
+                if name == item:
                     return says_any(module, node.value)
     return False
 
@@ -69,24 +71,24 @@ def is_public(name):
 
 def definitions(nodes, qualname):
     """The definitions of that name among syntax nodes, all overloads of a function included."""
-    first, _, rest = qualname.partition(".")
-    found = [node for node in nodes if getattr(node, "name", None) == first]
-    return definitions(found[-1].body, rest) if rest else found
+    first, _, inner = qualname.partition(".")
+    actual = [node for node in nodes if getattr(node, "name", None) == first]
+    return definitions(actual[-1].body, inner) if inner else actual
 
 
-def annotations_of(node):
+def list_annotations(node):
     """(what is annotated, annotation) in a function, or in the public part of a class."""
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
-        for own in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            yield f"{node.name}({own.arg})", own.annotation
-        for own in filter(None, (arguments.vararg, arguments.kwarg)):
-            yield f"{node.name}({own.arg})", own.annotation
+        for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            yield f"{node.name}({item.arg})", item.annotation
+        for item in filter(None, (arguments.vararg, arguments.kwarg)):
+            yield f"{node.name}({item.arg})", item.annotation
         yield f"{node.name}() ->", node.returns
         return
     for part in node.body:
         if isinstance(part, ast.FunctionDef) and is_public(part.name):
-            yield from ((f"{node.name}.{what}", own) for what, own in annotations_of(part))
+            yield from ((f"{node.name}.{what}", item) for what, item in list_annotations(part))
         elif isinstance(part, ast.AnnAssign) and is_public(part.target.id):
             yield f"{node.name}.{part.target.id}", part.annotation
 
@@ -96,40 +98,40 @@ def public_definitions(module):
     everything = [name for name in vars(module) if not name.startswith("_")]
     for name in getattr(module, "__all__", everything):
         value = inspect.unwrap(getattr(module, name))
-        for own in inspect.getmro(value) if inspect.isclass(value) else [value]:
-            if (inspect.isclass(own) or inspect.isfunction(own)) and is_ours(own.__module__):
-                yield own
+        for item in inspect.getmro(value) if inspect.isclass(value) else [value]:
+            if (inspect.isclass(item) or inspect.isfunction(item)) and is_ours(item.__module__):
+                yield item
 
 
 def names_a_type(module, name):
     return get_origin(getattr(module, name)) is not None
 
 
-def found_any(modules):
+def find_any(modules):
     """Annotations that hold `Any`, named by module, function and parameter."""
-    found = set()
+    actual = set()
     for module in modules:
         imported = importlib.import_module(module)
         shown = [name for name in getattr(imported, "__all__", []) if names_a_type(imported, name)]
-        found |= {f"{module}: {name}" for name in shown if names_any(module, name)}
-        for own in public_definitions(imported):
-            for node in definitions(tree_of(own.__module__).body, own.__qualname__):
-                for what, annotation in annotations_of(node):
-                    if annotation is not None and says_any(own.__module__, annotation):
-                        found.add(f"{own.__module__}: {what}")
-    return sorted(found)
+        actual |= {f"{module}: {name}" for name in shown if names_any(module, name)}
+        for item in public_definitions(imported):
+            for node in definitions(parse_module(item.__module__).body, item.__qualname__):
+                for what, annotation in list_annotations(node):
+                    if annotation is not None and says_any(item.__module__, annotation):
+                        actual.add(f"{item.__module__}: {what}")
+    return sorted(actual)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_public_annotation_says_any(module):
-    assert found_any([module]) == []
+    assert find_any([module]) == []
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_function_says_all_of_its_types(module):
-    for own in public_definitions(importlib.import_module(module)):
-        for node in definitions(tree_of(own.__module__).body, own.__qualname__):
-            bare = {what for what, own in annotations_of(node) if own is None}
+    for item in public_definitions(importlib.import_module(module)):
+        for node in definitions(parse_module(item.__module__).body, item.__qualname__):
+            bare = {what for what, item in list_annotations(node) if item is None}
             assert not {what for what in bare if not what.endswith(("(self)", "(cls)"))}
 
 
@@ -184,7 +186,7 @@ def test_any_is_found_wherever_it_is_written(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "annotated", raising=False)
     try:
-        assert found_any(["annotated"]) == [
+        assert find_any(["annotated"]) == [
             "annotated: Base.field",
             "annotated: Base.method(x)",
             "annotated: Derived.__call__() ->",
@@ -196,10 +198,12 @@ def test_any_is_found_wherever_it_is_written(tmp_path, monkeypatch):
         ]
     finally:
         sys.modules.pop("annotated", None)
-        tree_of.cache_clear()
+        parse_module.cache_clear()
 
 
 def test_the_aliases_are_there_and_their_users_are_walked():
     assert all(names_any(*alias.rpartition(".")[::2]) is False for alias in ALIASES)
-    walked = {own.__qualname__ for name in MODULES for own in public_definitions(sys.modules[name])}
+    walked = {
+        item.__qualname__ for name in MODULES for item in public_definitions(sys.modules[name])
+    }
     assert {"BaseUpdater", "read_masks", "apply_mask_straight_through", "DropAndGrow"} <= walked

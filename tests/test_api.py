@@ -65,15 +65,15 @@ def test_any_kind_of_configuration_is_read_and_never_changed(make):
         custom_sparsity_map={"head": 0.25},
         use_packed_masks=True,
     )
-    given = make(keys)
-    updater = create(given)
-    assert given == make(keys)
+    entry = make(keys)
+    updater = create(entry)
+    assert entry == make(keys)
     assert updater.sparsity_type == sparsity.NByM(2, 4)
     assert updater.use_packed_masks is True
     assert targets(updater)["head"] == 0.25
     # And what the updater holds does not change with the configuration.
     if make in (dict, ml_collections.ConfigDict):
-        given["custom_sparsity_map"]["head"] = 0.75
+        entry["custom_sparsity_map"]["head"] = 0.75
         assert targets(updater)["head"] == 0.25
 
 
@@ -95,10 +95,10 @@ def test_none_counts_as_missing():
 
 
 def test_placeholders_of_a_config_dict_count_as_missing():
-    given = ml_collections.ConfigDict(config())
-    given.update_start_step = config_dict.placeholder(int)
-    given.sparsity_type = config_dict.placeholder(str)
-    assert create(given).scheduler == sparsity.NoUpdateSchedule()
+    entry = ml_collections.ConfigDict(config())
+    entry.update_start_step = config_dict.placeholder(int)
+    entry.sparsity_type = config_dict.placeholder(str)
+    assert create(entry).scheduler == sparsity.NoUpdateSchedule()
 
 
 # Single keys.
@@ -129,7 +129,7 @@ def test_the_schedule_follows_from_start_and_end(keys, scheduler):
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"),
+    ("entry", "kind"),
     [
         ("unstructured", sparsity.Unstructured()),
         ("nm_2,4", sparsity.NByM(2, 4)),
@@ -144,8 +144,8 @@ def test_the_schedule_follows_from_start_and_end(keys, scheduler):
     ids=str,
 )
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_the_sparsity_type_is_a_type_or_its_name(given, kind, make):
-    assert create(make(config(sparsity_type=given))).sparsity_type == kind
+def test_the_sparsity_type_is_a_type_or_its_name(entry, kind, make):
+    assert create(make(config(sparsity_type=entry))).sparsity_type == kind
 
 
 def test_the_sparsity_type_may_be_a_function():
@@ -257,7 +257,7 @@ def test_an_unknown_algorithm_is_an_error_with_all_names(name):
     with pytest.raises(ValueError, match="algorithm") as error:
         create({"algorithm": name, "sparsity": 0.5})
     assert repr(name) in str(error.value)
-    assert all(known in str(error.value) for known in NAMES)
+    assert all(choice in str(error.value) for choice in NAMES)
 
 
 def test_a_missing_algorithm_is_an_error():
@@ -287,8 +287,8 @@ def test_an_unknown_key_is_an_error_with_the_nearest_and_all_keys(name, key, nea
     with pytest.raises(ValueError, match=f"Did you mean '{nearest}'") as error:
         create(config(algorithm=name, **{key: 1}))
     assert repr(key) in str(error.value)
-    for known in ("sparsity", "dist_type", "update_freq", "update_start_step", "update_end_step"):
-        assert known in str(error.value)
+    for choice in ("sparsity", "dist_type", "update_freq", "update_start_step", "update_end_step"):
+        assert choice in str(error.value)
 
 
 def test_a_field_of_another_algorithm_is_unknown_but_the_documented_keys_suit_all():
@@ -315,8 +315,8 @@ def test_the_nearest_distribution_is_suggested():
 def test_an_unknown_type_string_is_an_error_with_all_forms(sparsity_type):
     with pytest.raises(ValueError, match=re.escape(repr(sparsity_type))) as error:
         create(config(sparsity_type=sparsity_type))
-    for known in ("unstructured", "nm_2,4", "2:4", "block_4,4", "channel_-1"):
-        assert known in str(error.value)
+    for choice in ("unstructured", "nm_2,4", "2:4", "block_4,4", "channel_-1"):
+        assert choice in str(error.value)
 
 
 @pytest.mark.parametrize("sparsity_type", [5, ("nm", 2, 4), sparsity.NByM(2, 4).m])
@@ -325,7 +325,7 @@ def test_what_is_no_type_is_an_error(sparsity_type):
         create(config(sparsity_type=sparsity_type))
 
 
-@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
+@pytest.mark.parametrize("name", helpers.list_names(helpers.prunes))
 def test_a_missing_sparsity_is_an_error(name):
     with pytest.raises(ValueError, match="sparsity is missing"):
         create({"algorithm": name})

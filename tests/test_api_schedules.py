@@ -16,10 +16,10 @@ _STEPS = {"update_freq": 5, "update_start_step": 10, "update_end_step": 50}
 
 @pytest.mark.parametrize("name", _FLAT)
 def test_those_that_follow_no_ramp_get_a_period_and_what_they_ignore_is_logged(name, caplog):
-    given = config(algorithm=name, **_STEPS)
-    assert create(given).scheduler == sparsity.PeriodicSchedule(5, 10, 50)
+    options = config(algorithm=name, **_STEPS)
+    assert create(options).scheduler == sparsity.PeriodicSchedule(5, 10, 50)
     assert not caplog.records
-    assert create(given | {"power": 1, "initial_sparsity": 0.2}) == create(given)
+    assert create(options | {"power": 1, "initial_sparsity": 0.2}) == create(options)
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{name} follows no ramp: its schedule is 'periodic', which ignores "

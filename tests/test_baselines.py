@@ -86,9 +86,9 @@ def test_seeds_have_their_own_masks_of_the_same_sparsity(algorithm):
 
 @pytest.mark.parametrize("method", ["grasp", "synflow", "lottery_ticket"])
 def test_masks_may_be_found_for_the_initial_weights(method):
-    found = training.run_seeds(TASK, "static_sparse", 0.75, masks_by=method)
-    assert found["sparsity"] == [0.75] * 3
-    for seed, mask in enumerate(found["mask"]):
+    actual = training.run_seeds(TASK, "static_sparse", 0.75, masks_by=method)
+    assert actual["sparsity"] == [0.75] * 3
+    for seed, mask in enumerate(actual["mask"]):
         kernel = jax.random.normal(jax.random.split(jax.random.key(seed))[0], (16, 4))
         largest = np.argsort(-np.abs(kernel), axis=None)[:16]
         # In one layer the flow through a weight is its size; the others read the loss.
@@ -97,11 +97,11 @@ def test_masks_may_be_found_for_the_initial_weights(method):
 
 @pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
 def test_a_mask_update_of_seeds_side_by_side_stays_a_conditional(algorithm):
-    def of_seed(seed):
+    def seed_result(seed):
         key = jax.random.key(seed)
         return train(key, training.make_updater(algorithm, 0.75, 20, key))["metric"]
 
-    text = str(jax.make_jaxpr(jax.vmap(of_seed))(jnp.arange(3)))
+    text = str(jax.make_jaxpr(jax.vmap(seed_result))(jnp.arange(3)))
     assert "cond[" in text
     assert "branches" in text
 
@@ -285,11 +285,11 @@ def test_the_report_holds_a_table_and_a_plot_for_each_task_that_was_trained(fold
 
 def test_the_documents_show_the_stored_results():
     tasks = [importlib.import_module(f"baselines.{name}").TASK for name in run.TASKS]
-    found = [(task, store.load(task)) for task in tasks]
-    for task, results in found:
+    actual = [(task, store.load(task)) for task in tasks]
+    for task, results in actual:
         assert results
         assert set(results) <= set(run.jobs_of(task, store.row_names()))
-    table = report.summary(found)
+    table = report.summary(actual)
     assert table in (helpers.ROOT / "docs/baselines.md").read_text(encoding="utf-8")
     results_page = (helpers.ROOT / "baselines/RESULTS.md").read_text(encoding="utf-8")
     assert table in results_page
@@ -308,13 +308,13 @@ def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatc
 
 
 def test_the_page_of_one_shot_pruning_shows_the_stored_results():
-    found = topics_oneshot.load()
-    assert all(len(bits) == topics_oneshot.SEEDS for bits in found.values())
-    assert topics_oneshot.PAGE.read_text(encoding="utf-8") == topics_oneshot.page(found)
+    actual = topics_oneshot.load()
+    assert all(len(bits) == topics_oneshot.SEEDS for bits in actual.values())
+    assert topics_oneshot.PAGE.read_text(encoding="utf-8") == topics_oneshot.page(actual)
     for kind in topics_oneshot.KINDS:
-        wanda = np.mean(found[f"Wanda, {kind}"])
+        wanda = np.mean(actual[f"Wanda, {kind}"])
         for method in ("SparseGPT", "Wanda, least squares", "Wanda, ADMM"):
-            assert np.mean(found[f"{method}, {kind}"]) < wanda
+            assert np.mean(actual[f"{method}, {kind}"]) < wanda
 
 
 def test_the_page_of_compact_transformers_shows_what_is_stored():

@@ -93,8 +93,8 @@ def test_rivals_of_the_skipped_update_agree(way):
     updated = tx.update(*args[1:])
     kept = jax.tree.map(jnp.zeros_like, params), args[2]
     for skip, expected in ((False, updated), (True, kept)):
-        found = jax.jit(lambda skip: skipping.WAYS[way](skip, *args))(skip)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
+        actual = jax.jit(lambda skip: skipping.WAYS[way](skip, *args))(skip)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), actual, expected)
 
 
 def test_reconstructions_are_measured_beside_the_factors():

@@ -171,10 +171,10 @@ def test_a_drawing_is_what_its_script_draws(name, theme):
 
 
 def test_the_long_description_has_nothing_that_an_index_cannot_show(monkeypatch):
-    given = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    passed = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: passed.update(options))
     runpy.run_path(str(ROOT / "setup.py"))
-    text = given["long_description"]
+    text = passed["long_description"]
     assert text.startswith("# sparsity\n")
     assert "## Quick start" in text
     assert "<picture>" not in text

@@ -64,7 +64,11 @@ def test_optax_sees_masks_and_targets_as_no_parameters(name, packed):
     state = tx.init(_params())
     spec = {"w": "of w", "b": "of b"}
     marked = optax.tree.map_params(
-        tx, lambda leaf, own: own, state, spec, transform_non_params=lambda leaf: "other"
+        tx,
+        lambda leaf, leaf_spec: leaf_spec,
+        state,
+        spec,
+        transform_non_params=lambda leaf: "other",
     )
     moments = marked.inner_state[0]
     assert (moments.mu, moments.nu, moments.count) == (spec, spec, "other")
@@ -101,11 +105,11 @@ def test_the_learning_rate_has_a_gradient_through_skipped_steps():
             params = optax.apply_updates(params, updates)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
 
-    found = float(jax.grad(after_four_steps)(0.01))
+    actual = float(jax.grad(after_four_steps)(0.01))
     difference = (after_four_steps(0.0101) - after_four_steps(0.0099)) / 0.0002
-    assert np.isfinite(found)
-    assert abs(found) > 1
-    np.testing.assert_allclose(found, difference, rtol=2e-2)
+    assert np.isfinite(actual)
+    assert abs(actual) > 1
+    np.testing.assert_allclose(actual, difference, rtol=2e-2)
 
 
 # Straight-through methods.
@@ -346,7 +350,7 @@ class Mine(sparsity.Layerwise):
 
 
 @pytest.fixture
-def _own_names():
+def _user_names():
     """Registries that forget what the test adds."""
     registries = [sparsity_distributions.DISTRIBUTIONS, sparsity_schedules.SCHEDULES, masks.SCOPES]
     before = [dict(registry) for registry in registries]
@@ -356,7 +360,7 @@ def _own_names():
         registry.update(entries)
 
 
-@pytest.mark.usefixtures("_own_names")
+@pytest.mark.usefixtures("_user_names")
 def test_registered_distributions_schedules_and_scopes_are_configured_by_their_keys():
     sparsity.register_distribution("first_axis", FirstAxis)
     sparsity.register_schedule("powers", Powers)
@@ -397,7 +401,7 @@ class CallableSchedule(Incomplete):
         return target_sparsities
 
 
-@pytest.mark.usefixtures("_own_names")
+@pytest.mark.usefixtures("_user_names")
 @pytest.mark.parametrize(
     ("register", "value", "message"),
     [
@@ -414,13 +418,13 @@ def test_classes_that_make_no_schedule_or_scope_cannot_be_registered(register, v
         getattr(sparsity, f"register_{register}")("mine", value)
 
 
-@pytest.mark.usefixtures("_own_names")
+@pytest.mark.usefixtures("_user_names")
 def test_a_function_that_makes_schedules_can_be_registered():
     sparsity.register_schedule("late", lambda: sparsity.OneShotSchedule(99))
     assert _config(schedule_type="late").scheduler == sparsity.OneShotSchedule(99)
 
 
-@pytest.mark.usefixtures("_own_names")
+@pytest.mark.usefixtures("_user_names")
 def test_a_distribution_may_list_its_keys_as_updaters_do():
     @dataclasses.dataclass(frozen=True)
     class Shared(sparsity.Uniform):

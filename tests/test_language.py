@@ -14,6 +14,10 @@ from tests.helpers import ROOT
 
 PACKAGE = ROOT / "sparsity"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+# Stored results of baselines/ belong to the text of its files, which keep their names.
+OTHERS = {
+    folder: sorted((ROOT / folder).rglob("*.py")) for folder in ("tests", "benchmarks", "examples")
+}
 
 # A value is named for what it is, a function for what it does.
 FILLERS = {"found", "given", "how", "known", "left", "own", "rest", "wanted", "whole"}
@@ -53,6 +57,11 @@ def is_filler(name):
     words = name.lower().strip("_").split("_")
     is_named_by_relation = "of" in (words[0], words[-1])  # `of_leaf`, `shape_of`
     return name != "shift_left" and (is_named_by_relation or bool(FILLERS.intersection(words)))
+
+
+def is_sentence(name):
+    """Returns whether a name tells what a test or a check promises, in words of every day."""
+    return name.startswith("test_") or name.count("_") > 5
 
 
 def is_property(node):
@@ -105,6 +114,17 @@ def cases(find):
 
 def test_values_are_named_for_what_they_are_and_functions_for_what_they_do():
     assert cases(lambda tree: filter(is_filler, bound_names(tree))) == []
+
+
+@pytest.mark.parametrize("folder", OTHERS)
+def test_programs_outside_the_package_name_values_for_what_they_are(folder):
+    names = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in OTHERS[folder]
+        for name in bound_names(syntax(path))
+        if is_filler(name) and not is_sentence(name)
+    }
+    assert sorted(names) == []
 
 
 def test_docstrings_begin_with_a_verb():

@@ -136,7 +136,7 @@ def _extra(name, index, params):
     return grads, {} if name == "sam" else extra
 
 
-def _steps_of(name, tx):
+def _run_steps(name, tx):
     """Trains step by step; yields (params, state) before and after each step."""
     params = helpers.params()
     state = tx.init(params)
@@ -166,7 +166,7 @@ def _check_regrowing(name, algorithm, inner):
     # Dense gradients, so that pruned weights have a state that is not fresh.
     tx = _updater(algorithm, is_sparse_gradients=False).wrap_optax(inner)
     regrown, stays, owned = 0, set(), False
-    for index, (params, before), (moved, after) in _steps_of(name, tx):
+    for index, (params, before), (moved, after) in _run_steps(name, tx):
         _assert_sparse(moved, after.masks)
         _assert_stable(before, after)
         if not _SCHEDULE.is_mask_update_iter(index):
@@ -184,11 +184,11 @@ def _check_regrowing(name, algorithm, inner):
         ):
             if jnp.issubdtype(was.dtype, jax.dtypes.prng_key):
                 was, now = jax.random.key_data(was), jax.random.key_data(now)
-            of_kernel = DictKey("kernel") in path
+            is_kernel = DictKey("kernel") in path
             floats = jnp.issubdtype(jnp.result_type(was), jnp.inexact)
-            if of_kernel and floats and jnp.shape(was) == helpers.SHAPE:
+            if is_kernel and floats and jnp.shape(was) == helpers.SHAPE:
                 was, owned = np.where(grown, init, was), True
-            elif floats and (of_kernel or (jnp.ndim(was) and DictKey("bias") not in path)):
+            elif floats and (is_kernel or (jnp.ndim(was) and DictKey("bias") not in path)):
                 stays.add([entry.name for entry in path if isinstance(entry, GetAttrKey)][-1])
             np.testing.assert_array_equal(now, was, err_msg=jax.tree_util.keystr(path))
     assert regrown
@@ -199,7 +199,7 @@ def _verdict(name):
     inner = _build(name)
     if name == "measure_with_ema":
         with pytest.raises(ValueError, match="The updates have no leaf at 'kernel'"):
-            next(_steps_of(name, _updater(sparsity.RigL).wrap_optax(inner)))
+            next(_run_steps(name, _updater(sparsity.RigL).wrap_optax(inner)))
         return _MEASURES
     if name == "monitor":
         before = inner.init(helpers.params())
@@ -230,7 +230,7 @@ def _verdict(name):
     algorithm = (sparsity.RigL, sparsity.SET)[list(_PUBLIC).index(name) % 2]
     stays, owned = _check_regrowing(name, algorithm, inner)
     tx = _updater(sparsity.MagnitudePruning).wrap_optax(inner)
-    for index, (_, before), (moved, after) in itertools.islice(_steps_of(name, tx), 2):
+    for index, (_, before), (moved, after) in itertools.islice(_run_steps(name, tx), 2):
         _assert_sparse(moved, after.masks, _KEPT if index else 60)
         _assert_stable(before, after)
     return "; ".join(

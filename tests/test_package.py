@@ -131,7 +131,7 @@ FLOORS = [
     ["base_updater", "shrinking", "compacting", "compat", "cli"],
     ["__init__"],
 ]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR_BY_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 # The parts of `graph`, likewise.
@@ -157,7 +157,7 @@ def rooms_imported_by(path):
 
 def test_every_room_is_on_one_of_at_most_eight_floors():
     rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
-    assert rooms == FLOOR_OF.keys()
+    assert rooms == FLOOR_BY_ROOM.keys()
     assert len(FLOORS) <= 8
 
 
@@ -170,15 +170,17 @@ def test_only_one_module_knows_jax_extend_and_none_its_private_parts(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_rooms_import_only_from_those_below_them(path):
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    home = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     above = [
-        room for room in rooms_imported_by(path) if room != own and FLOOR_OF[room] >= FLOOR_OF[own]
+        room
+        for room in rooms_imported_by(path)
+        if room != home and FLOOR_BY_ROOM[room] >= FLOOR_BY_ROOM[home]
     ]
     assert above == []
 
 
 def test_parts_of_graph_import_only_from_those_below_them():
-    floor_of = {part: floor for floor, parts in enumerate(PARTS) for part in parts}
+    floor_by_part = {part: floor for floor, parts in enumerate(PARTS) for part in parts}
     graph = PACKAGE / "graph"
     climbs = {}
     for path in graph.rglob("*.py"):
@@ -189,7 +191,9 @@ def test_parts_of_graph_import_only_from_those_below_them():
                 re.findall(r"^from sparsity\.graph(?:\.| import )(\w+)", text, re.MULTILINE)
             )
             climbs[path.name] = [
-                x for x in imported - {part} if floor_of.get(x, len(PARTS)) >= floor_of[part]
+                x
+                for x in imported - {part}
+                if floor_by_part.get(x, len(PARTS)) >= floor_by_part[part]
             ]
     assert [name for name, parts in climbs.items() if parts] == []
 
@@ -246,8 +250,8 @@ def test_functions_are_short_enough_to_be_read_at_once():
 
 def public_members(module):
     for name, member in vars(module).items():
-        own = getattr(member, "__module__", None) == module.__name__
-        if own and not name.startswith("_") and (inspect.isclass(member) or callable(member)):
+        home = getattr(member, "__module__", None) == module.__name__
+        if home and not name.startswith("_") and (inspect.isclass(member) or callable(member)):
             yield name, member
 
 

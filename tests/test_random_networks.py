@@ -112,7 +112,7 @@ def check_compact(rng, network, graph):
 def check_shrink(seed, network, graph):
     """Compares the model without random channels of its groups with the masked one."""
     groups = graph.groups
-    masks = removal.masks_of(graph, groups, removal.choose(groups, seed))
+    masks = removal.make_masks(graph, groups, removal.choose(groups, seed))
     masks = trees.map_matched(lambda path, _: masks.get(trees.path_names(path)), network.params)
     masked = mask(network.params, masks)
     small = sparsity.shrink(graph, masked, masks)

@@ -218,13 +218,13 @@ def test_an_interrupted_installation_is_rebuilt(checkout, command, folder):
     assert result.returncode == 1
     assert "pip: no network" in result.stderr
     fail.unlink()
-    left_over = checkout.root / folder / ".venv" / "left over"
-    left_over.touch()
+    leftover = checkout.root / folder / ".venv" / "left over"
+    leftover.touch()
     result, calls = checkout.run(*command)
     assert result.returncode == 0
     assert is_made(calls)
     assert is_installed(calls)
-    assert not left_over.exists()
+    assert not leftover.exists()
 
 
 def test_a_changed_setup_is_installed_into_the_same_environment(checkout):

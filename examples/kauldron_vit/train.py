@@ -65,7 +65,7 @@ def make_channel_pruner(steps: int) -> sparsity.BaseUpdater:
     """Prunes whole channels, heads and hidden units until half of the multiply-adds are left."""
     model, images = make_model(), Digits(test=True).images[:1]
     params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
-    graph = sparsity.trace(functools.partial(logits_of, model), params, images)
+    graph = sparsity.trace(functools.partial(compute_logits, model), params, images)
     return sparsity.MagnitudePruning(
         scope=sparsity.Coupled(graph),
         sparsity_distribution_fn=sparsity.budget(graph, macs=0.5),
@@ -73,7 +73,7 @@ def make_channel_pruner(steps: int) -> sparsity.BaseUpdater:
     )
 
 
-def logits_of(model: kd.nn.Vit, params: Any, images: np.ndarray) -> jax.Array:
+def compute_logits(model: kd.nn.Vit, params: Any, images: np.ndarray) -> jax.Array:
     return model.apply({"params": params}, images)["logits"]
 
 
@@ -137,7 +137,7 @@ def check(state: Any, model: Any, pruner: sparsity.BaseUpdater) -> None:
             wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
                 sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
-    check_accuracy(functools.partial(logits_of, model, state.params))
+    check_accuracy(functools.partial(compute_logits, model, state.params))
 
 
 def check_smaller(state: Any, model: Any, graph: sparsity.Graph) -> None:
@@ -147,7 +147,7 @@ def check_smaller(state: Any, model: Any, graph: sparsity.Graph) -> None:
     images = Digits(test=True).images
     print(small.report({"inference of 360 images": small.measure(state.params, images)}))
     smaller = functools.partial(small.apply, small.params)
-    masked = logits_of(model, state.params, images)
+    masked = compute_logits(model, state.params, images)
     if (error := np.max(np.abs(smaller(images) - masked))) > 1e-4:
         sys.exit(f"error: logits of the smaller network differ by {error:.1e}")
     check_accuracy(smaller)

@@ -86,18 +86,18 @@ class Checkpoints:
         """
         damaged = []
         for step in sorted(self._manager.all_steps(), reverse=True):
-            found = self._read(step)
-            if isinstance(found, tuple):
+            restored = self._read(step)
+            if isinstance(restored, tuple):
                 break
             damaged.append(step)
-            print(f"The checkpoint of step {step} is damaged ({found}).", file=sys.stderr)
+            print(f"The checkpoint of step {step} is damaged ({restored}).", file=sys.stderr)
         else:
             if damaged:
                 raise ValueError(
                     f"All checkpoints in {self._run_dir} are damaged; --restart starts afresh."
                 )
             return None
-        leaves, meta = found
+        leaves, meta = restored
         self._check_config(meta["config"])
         state = like(meta["history"], leaves)
         names = _by_name(state)
@@ -121,8 +121,8 @@ class Checkpoints:
         items = {"state": ocp.args.StandardRestore(), "meta": ocp.args.JsonRestore()}
         with _quiet():
             try:
-                found = self._manager.restore(step, args=ocp.args.Composite(**items))
-                leaves, meta = found["state"], found["meta"]
+                restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+                leaves, meta = restored["state"], restored["meta"]
                 if meta.pop("digest") == _digest(leaves, meta):
                     return leaves, meta
                 return "its contents are not those that were written"

@@ -136,11 +136,11 @@ def from_command_line() -> Options:
             config_flags.DEFINE_config_file("config", flag_values=values)
         else:
             config_flags.DEFINE_config_dict("config", get_config(), flag_values=values)
-        rest = values(sys.argv)[1:]
+        others = values(sys.argv)[1:]
         config = values["config"].value
     except flags.UnrecognizedFlagError as error:
-        known = [*FLAGS, "config", *(f"config.{name}" for name in CONFIG)]
-        near = difflib.get_close_matches(error.flagname, known, n=1)
+        accepted = [*FLAGS, "config", *(f"config.{name}" for name in CONFIG)]
+        near = difflib.get_close_matches(error.flagname, accepted, n=1)
         hint = f"Did you mean --{near[0]}? " if near else ""
         message = f"There is no option --{error.flagname}. {hint}--help lists all options."
         raise ValueError(message) from error
@@ -151,8 +151,8 @@ def from_command_line() -> Options:
         raise ValueError(message) from error
     except Exception as error:  # a configuration file is a program, which can raise anything
         raise ValueError(f"--config: {error}") from error
-    if rest:
-        raise ValueError(f"{rest[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE.")
+    if others:
+        raise ValueError(f"{others[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE.")
     check(config)
     names = (
         "compact" if config.compact else None,

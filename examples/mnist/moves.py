@@ -40,13 +40,13 @@ def look(moves: Moves, network: Network, state: TrainState) -> tuple[Moves, dict
     union = jax.tree.map(lambda a, b: a | b, moves.ever_active, masks)
     stayed = sparsity.summarize_intersection(moves.active, masks)
     return Moves(masks, union), {
-        "active": _of_layers(sparsity.summarize_sparsity(masks)),
-        "churn": _of_layers(stayed),
-        "ever_active": _of_layers(sparsity.summarize_sparsity(union)),
+        "active": _by_layer(sparsity.summarize_sparsity(masks)),
+        "churn": _by_layer(stayed),
+        "ever_active": _by_layer(sparsity.summarize_sparsity(union)),
     }
 
 
-def _of_layers(summary: dict[str, Any]) -> dict[str, float]:
+def _by_layer(summary: dict[str, Any]) -> dict[str, float]:
     """One minus the values of the sparse layers and of the total."""
     total = summary.get("_total_sparsity", summary.get("_total_intersection"))
     layers = {name: v for name, v in summary.items() if name[0] != "_" and v is not None}

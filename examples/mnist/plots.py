@@ -159,21 +159,21 @@ def draw_first_layer(networks: dict[str, Network], trained: dict[str, TrainState
 
 def draw_moves(updates: list[dict[str, Any]], name: str) -> Figure:
     """What each mask update took out of use, and which weights are and have been in use."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
+    figure, (first, second) = plt.subplots(1, 2, figsize=(10, 4.2))
     steps = [row["step"] for row in updates]
     layers = [layer for layer in updates[0]["churn"] if layer != "total"]
     for i, layer in enumerate(layers):
         line = {"color": f"C{i}", "lw": 1.5 + 1.2 * (len(layers) - 1 - i)}  # all stay visible
-        left.plot(steps, [row["churn"][layer] for row in updates], label=layer, **line)
-        right.plot(steps, [row["active"][layer] for row in updates], **line)
-        right.plot(steps, [row["ever_active"][layer] for row in updates], f"C{i}:")
-    left.set_title(f"{name}: weights in use that an update dropped")
-    right.set_title("Weights in use (lines), used at any time (dots)")
-    for ax in (left, right):
+        first.plot(steps, [row["churn"][layer] for row in updates], label=layer, **line)
+        second.plot(steps, [row["active"][layer] for row in updates], **line)
+        second.plot(steps, [row["ever_active"][layer] for row in updates], f"C{i}:")
+    first.set_title(f"{name}: weights in use that an update dropped")
+    second.set_title("Weights in use (lines), used at any time (dots)")
+    for ax in (first, second):
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.set_ylim(0)
         ax.set_xlabel("training step")
-    left.legend()
+    first.legend()
     return figure
 
 

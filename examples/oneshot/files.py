@@ -62,10 +62,10 @@ def features(path: Path) -> np.ndarray | None:
         return None
     first = np.frombuffer(start[:size], np.uint8)
     last = np.frombuffer(end[-size:], np.uint8)
-    found = np.full(2 * size, CONFIG["padding_token"], np.int32)
-    found[: len(first)] = first
-    found[2 * size - len(last) :] = last
-    return found
+    values = np.full(2 * size, CONFIG["padding_token"], np.int32)
+    values[: len(first)] = first
+    values[2 * size - len(last) :] = last
+    return values
 
 
 def truth(path: Path) -> int:
@@ -76,12 +76,12 @@ def truth(path: Path) -> int:
 @functools.cache
 def _types_by_extension() -> dict[str, str]:
     """{extension: type} where magika knows a single type that has the extension."""
-    known = json.loads((PACKAGE / "config" / "content_types_kb.min.json").read_text())
+    catalog = json.loads((PACKAGE / "config" / "content_types_kb.min.json").read_text())
     types: dict[str, list[str]] = {}
-    for name, described in known.items():
+    for name, described in catalog.items():
         for extension in described["extensions"]:
             types.setdefault(f".{extension}", []).append(name)
-    return {key: found[0] for key, found in types.items() if len(found) == 1 and found[0] in LABELS}
+    return {key: names[0] for key, names in types.items() if len(names) == 1 and names[0] in LABELS}
 
 
 def _files() -> Iterator[Path]:

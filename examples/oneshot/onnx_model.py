@@ -31,8 +31,8 @@ def load(path: Path) -> tuple[Callable[[Params, jax.Array], jax.Array], Params]:
     """
     graph = onnx.load(path).graph
     if unknown := {node.op_type for node in graph.node} - {*OPERATORS}:
-        known = ", ".join(sorted(OPERATORS))
-        raise ValueError(f"{path} has the operators {sorted(unknown)}; known are {known}.")
+        supported = ", ".join(sorted(OPERATORS))
+        raise ValueError(f"{path} has the operators {sorted(unknown)}; known are {supported}.")
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     names = _parameter_names(graph)
     (source,), (target,) = graph.input, graph.output
@@ -44,8 +44,8 @@ def load(path: Path) -> tuple[Callable[[Params, jax.Array], jax.Array], Params]:
             read = [values[name] for name in node.input]
             is_static = all(isinstance(value, np.ndarray) for value in read)
             options = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-            found = OPERATORS[node.op_type](np if is_static else jnp, *read, **options)
-            values[node.output[0]] = np.asarray(found) if is_static else found
+            result = OPERATORS[node.op_type](np if is_static else jnp, *read, **options)
+            values[node.output[0]] = np.asarray(result) if is_static else result
         return values[target.name]
 
     return fn, {name: jnp.asarray(arrays[tensor]) for tensor, name in names.items()}
@@ -88,16 +88,16 @@ def _convolve(xp: ModuleType, x: Any, kernel: Any, **options: Any) -> Any:
         raise ValueError(f"Conv has {sorted(padding)}: a Conv with padding is not known.")
     # Axes of length 1 are left out, with which XLA takes five times as long on a CPU.
     space = [axis for axis in range(2, x.ndim) if x.shape[axis] > 1 or kernel.shape[axis] > 1]
-    left_out = tuple({*range(2, x.ndim)} - {*space})
-    found = lax.conv_general_dilated(
-        jnp.squeeze(x, left_out),
-        jnp.squeeze(kernel, left_out),
+    dropped = tuple({*range(2, x.ndim)} - {*space})
+    result = lax.conv_general_dilated(
+        jnp.squeeze(x, dropped),
+        jnp.squeeze(kernel, dropped),
         [options["strides"][axis - 2] for axis in space],
         "VALID",
         rhs_dilation=[options["dilations"][axis - 2] for axis in space],
         feature_group_count=options["group"],
     )
-    return jnp.expand_dims(found, left_out)
+    return jnp.expand_dims(result, dropped)
 
 
 def _max(xp: ModuleType, x: Any, axes: Any, keepdims: int) -> Any:

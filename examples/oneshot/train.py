@@ -74,9 +74,11 @@ def check_reader(dense: np.ndarray, paths: list[Path], inputs: list[np.ndarray])
         f"{fills.sum()} files that fill the input, {differences.max():.1e} in all, "
         f"{np.median(differences):.1e} in the median"
     )
-    found = [files.LABELS[i] for i in dense.argmax(1)]
-    own = [str(result.prediction.dl.label) for result in magika.Magika().identify_paths(paths)]
-    same = np.mean(np.array(found) == np.array(own))
+    predictions = [files.LABELS[i] for i in dense.argmax(1)]
+    published = [
+        str(result.prediction.dl.label) for result in magika.Magika().identify_paths(paths)
+    ]
+    same = np.mean(np.array(predictions) == np.array(published))
     print(f"the types are magika's in {same:.1%} of the files")
     if same < 0.99 or np.median(differences) > 1e-6:
         sys.exit("error: the JAX function is not magika's network")

@@ -278,8 +278,8 @@ def test_a_linen_layer_that_calls_its_base_class_is_pruned_once():
 def test_linen_layers_report_the_sparsity_of_their_outputs(variables):
     apply = sparsity.sparsify_linen(DENSE.apply, LAYERS | {"Dense_0": 1.0})
     _, state = apply(variables, IMAGES, mutable=["intermediates"])
-    found = {name: sown["activation_sparsity"] for name, sown in state["intermediates"].items()}
-    assert found == {"Conv_0": (pytest.approx(1 - 461 / 512),), "Conv_1": (0.5,), "Dense_0": (0,)}
+    actual = {name: sown["activation_sparsity"] for name, sown in state["intermediates"].items()}
+    assert actual == {"Conv_0": (pytest.approx(1 - 461 / 512),), "Conv_1": (0.5,), "Dense_0": (0,)}
 
 
 @pytest.mark.slow
@@ -349,10 +349,10 @@ def test_linen_layers_are_named_by_path_or_pattern(layers, sparsities):
     variables = Nested().init(jax.random.key(0), x)
     apply = sparsity.sparsify_linen(Nested().apply, layers)
     state = apply(variables, x, mutable=["intermediates"])[1]["intermediates"]
-    found = {}
+    actual = {}
     for path, leaf in jax.tree.leaves_with_path(state):
-        found.setdefault("/".join(key.key for key in path[:-2]), []).append(float(leaf))
-    assert found == sparsities
+        actual.setdefault("/".join(key.key for key in path[:-2]), []).append(float(leaf))
+    assert actual == sparsities
 
 
 def test_linen_layers_share_the_density_by_example_with_batch_axes():

@@ -62,13 +62,15 @@ def total(scores):
     return sum(x.size for x in scores.values())
 
 
-def same_masks(found, expected):
+def same_masks(actual, expected):
     for name, mask in expected.items():
-        np.testing.assert_array_equal(found[name], mask, err_msg=name)
+        np.testing.assert_array_equal(actual[name], mask, err_msg=name)
 
 
-def close(found, expected, tolerance=1e-6):
+def close(actual, expected, tolerance=1e-6):
     """Within the tolerance of the largest value."""
     for name, value in expected.items():
         scale = max(1.0, np.abs(value).max())
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=tolerance * scale, err_msg=name)
+        np.testing.assert_allclose(
+            actual[name], value, rtol=0, atol=tolerance * scale, err_msg=name
+        )

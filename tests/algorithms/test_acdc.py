@@ -54,8 +54,8 @@ def test_weights_and_masks_are_those_of_numpy(momentum):
         weights = oracles.wide(oracles.tree(seed))
         traces = {name: np.zeros(w.shape) for name, w in weights.items()}
         masks = {name: np.ones(w.shape) for name, w in weights.items()}
-        found = run(oracles.tree(seed), oracles.draws(seed, 20))
-        for step, (params, state) in enumerate(found):
+        actual = run(oracles.tree(seed), oracles.draws(seed, 20))
+        for step, (params, state) in enumerate(actual):
             if step in (3, 11, 17):
                 sizes = {name: np.abs(w) for name, w in weights.items()}
                 masks = oracles.layerwise(sizes, 0.75)

@@ -34,8 +34,8 @@ def test_weights_and_duals_are_those_of_numpy():
         masks = {name: np.ones(w.shape, np.uint8) for name, w in weights.items()}
         z, _ = _project(weights, 0.7)
         u = {name: np.zeros(w.shape) for name, w in weights.items()}
-        found = run(oracles.tree(seed), oracles.draws(seed, 9))
-        for step, (params, state) in enumerate(found):
+        actual = run(oracles.tree(seed), oracles.draws(seed, 9))
+        for step, (params, state) in enumerate(actual):
             if step in (1, 3, 5, 6):
                 moved = {name: w + u[name] for name, w in weights.items()}
                 z, support = _project(moved, 0.7)
@@ -100,8 +100,8 @@ def test_it_finds_the_best_subset_of_a_quadratic():
         (w, _), _ = jax.lax.scan(step, (start, tx.init(start)), None, 1002)
         return w[0]
 
-    found = np.asarray(find(jnp.float32(hessians), jnp.float32(linears)))
-    right = sum({*np.flatnonzero(w)} == {*s} for w, s in zip(found, best, strict=True))
+    actual = np.asarray(find(jnp.float32(hessians), jnp.float32(linears)))
+    right = sum({*np.flatnonzero(w)} == {*s} for w, s in zip(actual, best, strict=True))
     dense = np.abs(np.linalg.solve(np.array(hessians), np.array(linears)[..., None]))[..., 0]
     largest = np.argsort(-dense)[:, :4]  # what magnitude pruning finds
     assert sum({*x} == {*s} for x, s in zip(largest, best, strict=True)) < 80
@@ -126,9 +126,9 @@ def test_the_penalty_rises_until_the_end_by_default():
     # At step 3, an update, z is [4 0 0 0] again and u what it lacks: w - z + u = 2 [0 1 2 3].
     for step, rho in ((0, 0.0), (3, 0.05), (6, 0.0), (7, 0.0)):
         now = state._replace(count=jnp.int32(step))
-        found = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
+        actual = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
         expected = np.array([[0.0, -1, -2, -3]]) if step == 6 else rho * np.array([[0.0, 2, 4, 6]])
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rho", [lambda step: 0.1 - step, lambda step: step * float("nan")])
@@ -160,10 +160,10 @@ def test_biases_are_drawn_and_removed_with_their_channels():
     np.testing.assert_array_equal(state.algorithm_state["z"]["up"]["bias"], [3, 0, 4, 0])
     for _ in range(7):
         _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
-    left = state.masks["up"]["bias"]
-    assert left.sum() == 2
-    np.testing.assert_array_equal(state.masks["up"]["kernel"], [left] * 3)
-    np.testing.assert_array_equal(state.masks["down"]["kernel"].T, [left] * 2)
+    bias_mask = state.masks["up"]["bias"]
+    assert bias_mask.sum() == 2
+    np.testing.assert_array_equal(state.masks["up"]["kernel"], [bias_mask] * 3)
+    np.testing.assert_array_equal(state.masks["down"]["kernel"].T, [bias_mask] * 2)
 
 
 @pytest.mark.parametrize("hook", ["modify_gradients", "update_state"])

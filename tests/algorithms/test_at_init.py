@@ -70,10 +70,10 @@ def test_snip_and_grasp_scores_are_those_of_a_linear_model():
         turns = [x @ gw + gb for x, _ in batches]
         hw = np.mean([x.T @ t / 5 for (x, _), t in zip(batches, turns, strict=True)], 0)
         hb = np.mean([t.mean(0) for t in turns], 0)
-        found = snip(params, batches)
-        oracles.close(found, {"w": np.abs(w * gw), "b": np.abs(b * gb)})
-        found = grasp(params, batches)
-        oracles.close(found, {"w": w * hw, "b": b * hb})
+        actual = snip(params, batches)
+        oracles.close(actual, {"w": np.abs(w * gw), "b": np.abs(b * gb)})
+        actual = grasp(params, batches)
+        oracles.close(actual, {"w": w * hw, "b": b * hb})
         for name, scores in (("snip", np.abs(w * gw)), ("grasp", w * hw)):
             pruned, masks = prune(name, params, batches)
             expected = oracles.layerwise({"w": scores}, 0.75)["w"]
@@ -144,10 +144,10 @@ def test_synflow_scores_are_those_of_numpy_and_each_layer_holds_the_whole_flow()
     for seed in oracles.TREES:
         params = _network(seed)
         expected = _flow([np.asarray(layer["w"], np.float64) for layer in params])
-        found = sparsity.algorithms.synflow_scores(_apply, params, inputs)
-        for scores, layer in zip(found, expected, strict=True):
+        actual = sparsity.algorithms.synflow_scores(_apply, params, inputs)
+        for scores, layer in zip(actual, expected, strict=True):
             np.testing.assert_allclose(scores["w"], layer, rtol=1e-5)
-        flows = [float(np.sum(np.asarray(layer["w"], np.float64))) for layer in found]
+        flows = [float(np.sum(np.asarray(layer["w"], np.float64))) for layer in actual]
         np.testing.assert_allclose(flows, flows[0], rtol=1e-6)
         np.testing.assert_allclose(flows[0], expected[0].sum(), rtol=1e-6)
 
@@ -164,11 +164,11 @@ def test_synflow_masks_are_those_of_a_loop_in_numpy_and_nothing_returns():
             scores = [np.where(m, s, -1) for s, m in zip(scores, masks, strict=True)]
             kept = helpers.num_kept(n, 1 - 0.1 ** (r / 10))
             masks = list(oracles.together(dict(enumerate(scores)), kept).values())
-        pruned, found = sparsity.prune_at_init(
+        pruned, actual = sparsity.prune_at_init(
             "synflow", params, 0.9, fn=_apply, inputs=np.ones((1, 7), np.float32), rounds=10
         )
         for i, mask in enumerate(masks):
-            np.testing.assert_array_equal(found[i]["w"], mask)
+            np.testing.assert_array_equal(actual[i]["w"], mask)
             np.testing.assert_array_equal(pruned[i]["w"], params[i]["w"] * mask)  # signs stay
 
 

@@ -156,15 +156,15 @@ def test_a_ramp_reaches_the_exact_total_and_stays_nested(packed):
     params = _PARAMS
     state = tx.init(params)
     update = jax.jit(tx.update)
-    totals, own = [], []
+    totals, separate = [], []
     for _ in range(6):
         updates, state = update(params, state, params)
         params = optax.apply_updates(params, updates)
         totals.append(int(np.count_nonzero(params["a"]) + np.count_nonzero(params["b"])))
-        own.append(int(np.count_nonzero(params["bias"])))
+        separate.append(int(np.count_nonzero(params["bias"])))
     # Sparsities 0, 0.3 and 0.6 of 10 weights, and 0, 0.25, 0.5 of 2 (1.5 rounds to even: 2).
     assert totals == [10, 10, 7, 7, 4, 4]
-    assert own == [2, 2, 2, 2, 1, 1]
+    assert separate == [2, 2, 2, 2, 1, 1]
     assert np.flatnonzero(params["b"]).tolist() == [3, 5]
 
 

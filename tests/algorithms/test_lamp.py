@@ -30,8 +30,8 @@ def test_scores_and_masks_are_those_of_numpy():
     for seed in oracles.TREES:
         params = oracles.tree(seed)
         expected = {name: _scores(w) for name, w in oracles.wide(params).items()}
-        found = updater.calculate_scores(jax.tree.map(jnp.asarray, params))
-        oracles.close(found, expected)
+        actual = updater.calculate_scores(jax.tree.map(jnp.asarray, params))
+        oracles.close(actual, expected)
         masks = updater.instant_sparsify(params)[1]
         kept = helpers.num_kept(oracles.total(expected), 0.8)
         oracles.same_masks(masks, oracles.together(expected, kept))

@@ -33,8 +33,8 @@ def test_sums_weights_and_masks_are_those_of_numpy():
     )
     run = oracles.runner(updater)
     for seed in oracles.TREES:
-        found = run(oracles.tree(seed), oracles.draws(seed, _STEPS))
-        for (params, state), (weights, sums, masks) in zip(found, _expected(seed), strict=True):
+        actual = run(oracles.tree(seed), oracles.draws(seed, _STEPS))
+        for (params, state), (weights, sums, masks) in zip(actual, _expected(seed), strict=True):
             oracles.same_masks(state.masks, masks)
             oracles.close(state.algorithm_state, sums)
             oracles.close(params, weights)

@@ -253,7 +253,7 @@ def test_a_drop_fraction_that_is_no_function_is_an_error_when_the_updater_is_mad
         cls(drop_fraction_fn=0.3)
 
 
-@pytest.mark.parametrize("name", helpers.names_of(helpers.is_sparse_training))
+@pytest.mark.parametrize("name", helpers.list_names(helpers.is_sparse_training))
 def test_sparse_trainers_have_no_instant_sparsify(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.5))
     with pytest.raises(RuntimeError, match=f"{type(updater).__name__}.*wrap_optax"):
@@ -262,7 +262,7 @@ def test_sparse_trainers_have_no_instant_sparsify(name):
 
 _FREE = [
     name
-    for name in helpers.names_of(helpers.is_sparse_training)
+    for name in helpers.list_names(helpers.is_sparse_training)
     if not helpers.has_constant_fan_in(name)
 ]
 

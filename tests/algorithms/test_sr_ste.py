@@ -32,8 +32,8 @@ def test_gradients_and_forward_masks_are_those_of_numpy():
         mask = expected_slice(np.abs(w), 0.5, updater.sparsity_type)
         seen = updater.pre_forward_update({"w": jnp.asarray(w)}, _state(updater, w))["w"]
         np.testing.assert_array_equal(seen, w * mask)
-        found = _gradients(updater, {"w": w}, {"w": g})["w"]
-        np.testing.assert_allclose(found, g + 2e-4 * (1 - mask) * w.astype(np.float64), atol=1e-6)
+        actual = _gradients(updater, {"w": w}, {"w": g})["w"]
+        np.testing.assert_allclose(actual, g + 2e-4 * (1 - mask) * w.astype(np.float64), atol=1e-6)
 
 
 def _state(updater, w):
@@ -44,9 +44,9 @@ def test_masked_weights_decay_and_others_do_not():
     updater = sparsity.SRSTE(sparsity_distribution_fn=helpers.half, sparsity_type=_NM, decay=0.5)
     params = {"w": jnp.array([[1.0, -4.0, 3.0, 2.0]]), "b": jnp.array([8.0])}
     grads = jax.tree.map(jnp.ones_like, params)
-    found = _gradients(updater, params, grads)
-    np.testing.assert_array_equal(found["w"], [[1.5, 1, 1, 2]])
-    np.testing.assert_array_equal(found["b"], [1])
+    actual = _gradients(updater, params, grads)
+    np.testing.assert_array_equal(actual["w"], [[1.5, 1, 1, 2]])
+    np.testing.assert_array_equal(actual["b"], [1])
 
 
 @pytest.mark.slow
@@ -54,8 +54,8 @@ def test_it_is_sparse_from_step_0_and_a_schedule_may_say_otherwise():
     params = {"w": jnp.array([[1.0, -4.0]])}
     grads = {"w": jnp.zeros((1, 2))}
     options = {"sparsity_distribution_fn": helpers.half, "decay": 1.0}
-    found = _gradients(sparsity.SRSTE(**options), params, grads)
-    np.testing.assert_array_equal(found["w"], [[1, 0]])
+    actual = _gradients(sparsity.SRSTE(**options), params, grads)
+    np.testing.assert_array_equal(actual["w"], [[1, 0]])
     later = sparsity.SRSTE(**options, scheduler=sparsity.PeriodicSchedule(5, 3))
     for step, expected in ((2, [[0, 0]]), (3, [[1, 0]]), (4, [[1, 0]])):
         np.testing.assert_array_equal(_gradients(later, params, grads, step)["w"], expected)
@@ -71,8 +71,8 @@ def test_stored_masks_say_what_decays(packed):
         scheduler=sparsity.OneShotSchedule(0),
     )
     params = {"w": jnp.array([[1.0, -4.0]])}
-    found = _gradients(updater, params, {"w": jnp.zeros((1, 2))})
-    np.testing.assert_array_equal(found["w"], [[1, 0]])
+    actual = _gradients(updater, params, {"w": jnp.zeros((1, 2))})
+    np.testing.assert_array_equal(actual["w"], [[1, 0]])
 
 
 @pytest.mark.parametrize("decay", [-1.0, float("nan"), "2e-4"])

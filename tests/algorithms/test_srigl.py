@@ -34,10 +34,10 @@ def _expected(mask, drop, grow, fraction, target, min_salient):
     kept = best(drop, helpers.num_kept(active, fraction), mask * stays)
     new = np.zeros_like(mask).reshape(-1, neurons)
     for j in np.flatnonzero(stays):
-        of = [x.reshape(-1, neurons)[:, j] for x in (kept, drop, grow)]
-        first = best_first(of[1], of[0])[:fan_in]
+        columns = [x.reshape(-1, neurons)[:, j] for x in (kept, drop, grow)]
+        first = best_first(columns[1], columns[0])[:fan_in]
         new[first, j] = 1
-        new[best_first(of[2], 1 - new[:, j])[: fan_in - len(first)], j] = 1
+        new[best_first(columns[2], 1 - new[:, j])[: fan_in - len(first)], j] = 1
     return new.reshape(mask.shape)
 
 
@@ -64,8 +64,8 @@ def test_updates_are_those_of_numpy(min_salient):
             grow, drop = grow * rng.random(shape[-1]) ** 2, drop * rng.random(shape[-1]) ** 2
             drop, grow = np.float32(drop * mask), np.float32(grow)
             expected = _expected(mask, drop, grow, 0.3, target, min_salient)
-            found = _UPDATE(mask, drop, grow, 0.3, target, min_salient=min_salient)
-            np.testing.assert_array_equal(found, expected)
+            actual = _UPDATE(mask, drop, grow, 0.3, target, min_salient=min_salient)
+            np.testing.assert_array_equal(actual, expected)
             mask = expected
             ablated += np.count_nonzero(_fan_ins(mask) == 0)
     assert ablated > 20
@@ -97,12 +97,12 @@ def test_an_update_by_hand():
     grow = np.array([[0.0, 0, 5], [9, 1, 2]])
     # Salient: 3, 2 and the gradient 9, so 2, 1, 0 by neuron; the third is removed, and the fan-in
     # stays 3 // 2 = 1.
-    found = constant_fan_in(*map(jnp.asarray, (mask, drop, grow)), 0.5, 0.5)
-    np.testing.assert_array_equal(found, [[1, 1, 0], [0, 0, 0]])
+    actual = constant_fan_in(*map(jnp.asarray, (mask, drop, grow)), 0.5, 0.5)
+    np.testing.assert_array_equal(actual, [[1, 1, 0], [0, 0, 0]])
     # It returns once its gradient is large.
     grow = np.array([[0.0, 0, 5], [0, 1, 99]])
-    found = constant_fan_in(found, *map(jnp.asarray, (drop, grow)), 0.5, 0.5)
-    np.testing.assert_array_equal(found, [[1, 0, 0], [0, 0, 1]])
+    actual = constant_fan_in(actual, *map(jnp.asarray, (drop, grow)), 0.5, 0.5)
+    np.testing.assert_array_equal(actual, [[1, 0, 0], [0, 0, 1]])
 
 
 @pytest.mark.slow
@@ -110,10 +110,10 @@ def test_so_many_neurons_stay_that_the_budget_fits():
     # All salient weights are in one neuron of two inputs; B = 4 needs two: 4 // 2 + 1 = 3 stay.
     mask = np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.uint8)
     drop = np.array([[9.0, 8, 7, 6], [0, 0, 0, 0]])
-    found = constant_fan_in(
+    actual = constant_fan_in(
         *map(jnp.asarray, (mask, drop, np.zeros((2, 4)))), 0.0, 0.5, min_salient=1.0
     )
-    np.testing.assert_array_equal(found, mask)
+    np.testing.assert_array_equal(actual, mask)
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_the_fan_in_is_constant_after_each_of_200_updates():
     for _, state in oracles.runner(updater, optax.adam(0.01))(params, grads):
         for name, most in budget.items():
             fans = _fan_ins(state.masks[name])
-            left = np.count_nonzero(fans)
+            remaining = np.count_nonzero(fans)
             inputs = params[name][..., 0].size
-            assert {*fans} - {0} == {min(inputs, most // left)}
+            assert {*fans} - {0} == {min(inputs, most // remaining)}
 
 
 def test_it_starts_from_random_masks_with_the_fan_in_that_the_budget_allows():
@@ -157,10 +157,10 @@ def test_every_slice_of_a_stack_moves_by_itself():
     mask[:, :2] = 1
     drop, grow = np.abs(rng.normal(size=(2, 2, 6, 5))).astype(np.float32)
     grow[0, :, 3:] *= 0.01
-    found = _UPDATE(mask, drop * mask, grow, 0.4, np.float32(2 / 3), batch_axes=1)
+    actual = _UPDATE(mask, drop * mask, grow, 0.4, np.float32(2 / 3), batch_axes=1)
     for i in range(2):
         alone = _expected(mask[i], drop[i] * mask[i], grow[i], 0.4, 2 / 3, 0.3)
-        np.testing.assert_array_equal(found[i], alone)
+        np.testing.assert_array_equal(actual[i], alone)
 
 
 @pytest.mark.parametrize("kind", [sparsity.NByM(2, 4), sparsity.Channel(-1)])

@@ -33,17 +33,17 @@ def test_masks_and_starts_are_those_of_numpy():
         tickets = sparsity.lottery_ticket(train, params, 4, rewind_params=later)
         assert len(tickets) == len(calls) == 5
         sizes, n = oracles.wide(params), oracles.total(oracles.wide(params))
-        left = {name: np.ones(w.shape, np.uint8) for name, w in sizes.items()}
+        kept = {name: np.ones(w.shape, np.uint8) for name, w in sizes.items()}
         for r, (start, masks, trained) in enumerate(tickets):
             if r:
                 last = oracles.wide(tickets[r - 1][2])
                 # Below all magnitudes: what is pruned.
-                scores = {name: np.where(left[name], np.abs(w), -1) for name, w in last.items()}
-                left = oracles.together(scores, round(n * 0.8**r))
-            oracles.same_masks(masks, left)
+                scores = {name: np.where(kept[name], np.abs(w), -1) for name, w in last.items()}
+                kept = oracles.together(scores, round(n * 0.8**r))
+            oracles.same_masks(masks, kept)
             assert masks["bias"] is None
             origin = later if r else params
-            for name, mask in left.items():
+            for name, mask in kept.items():
                 bits = np.where(mask, origin[name], np.float32(0)).view(np.uint32)
                 np.testing.assert_array_equal(np.asarray(start[name]).view(np.uint32), bits)
             np.testing.assert_array_equal(start["bias"], origin["bias"])
@@ -53,13 +53,13 @@ def test_masks_and_starts_are_those_of_numpy():
 @pytest.mark.slow
 def test_tickets_go_on_after_those_that_are_done():
     params = oracles.tree(0)
-    whole = sparsity.lottery_ticket(_trainer(0)[0], params, 3)
+    uninterrupted = sparsity.lottery_ticket(_trainer(0)[0], params, 3)
     train, calls = _trainer(0)
     first = sparsity.lottery_ticket(train, params, 1)
-    found = sparsity.lottery_ticket(train, params, 3, done=first)
+    actual = sparsity.lottery_ticket(train, params, 3, done=first)
     assert len(calls) == 4
-    jax.tree.map(np.testing.assert_array_equal, found, whole)
-    again = sparsity.lottery_ticket(train, params, 3, done=found)
+    jax.tree.map(np.testing.assert_array_equal, actual, uninterrupted)
+    again = sparsity.lottery_ticket(train, params, 3, done=actual)
     assert (len(again), len(calls)) == (4, 4)
 
 

@@ -23,8 +23,8 @@ def test_sets_and_weights_are_those_of_numpy():
     for seed in oracles.TREES:
         weights = oracles.wide(oracles.tree(seed))
         traces = {name: np.zeros(w.shape) for name, w in weights.items()}
-        found = run(oracles.tree(seed), oracles.draws(seed, 7))
-        for step, (params, state) in enumerate(found):
+        actual = run(oracles.tree(seed), oracles.draws(seed, 7))
+        for step, (params, state) in enumerate(actual):
             if step % 3 == 0:
                 sizes = {name: np.abs(w) for name, w in weights.items()}
                 forward, backward = (oracles.layerwise(sizes, s) for s in (0.8, 0.5))
@@ -116,8 +116,8 @@ def test_both_sets_follow_an_n_by_m_pattern():
 def test_masks_of_the_user_lie_in_the_backward_set():
     params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]]), "b": jnp.ones(2)}
     updater = _make(backward_sparsity=0.5)
-    given = {"w": jnp.array([[1, 0, 0, 0]]), "b": jnp.array([1, 0])}
-    state = updater.wrap_optax(optax.sgd(0.1), masks=given).init(params)
+    user_masks = {"w": jnp.array([[1, 0, 0, 0]]), "b": jnp.array([1, 0])}
+    state = updater.wrap_optax(optax.sgd(0.1), masks=user_masks).init(params)
     np.testing.assert_array_equal(state.algorithm_state["w"], [[1, 0, 0, 1]])
     np.testing.assert_array_equal(state.algorithm_state["b"], [1, 0])
 

@@ -24,11 +24,11 @@ def layer(inputs=24, outputs=16, rows=96, rank=8, seed=0, dtype=np.float64):
     return weights, draw(), draw()
 
 
-def of_kernel(x, **fields):
+def make_statistic(x, **fields):
     """The statistic of a kernel [inputs, outputs] that x[rows, inputs] is multiplied with."""
-    given = {"contracting": (0,), "output": (1,), "count": len(x)} | fields
+    values = {"contracting": (0,), "output": (1,), "count": len(x)} | fields
     return sparsity.Statistic(
-        gram=jnp.asarray(x.T @ x), squares=jnp.asarray((x**2).sum(0)), **given
+        gram=jnp.asarray(x.T @ x), squares=jnp.asarray((x**2).sum(0)), **values
     )
 
 
@@ -104,7 +104,7 @@ def admm(
     norms = np.sqrt(np.diag(gram))
     hessian = gram / np.outer(norms, norms) + damping * np.eye(len(gram))
     w = weights * norms
-    wanted, duals = w @ hessian, np.zeros_like(w)
+    targets, duals = w @ hessian, np.zeros_like(w)
     for i in range(iterations):
         if i < gradual and nm:
             groups = np.abs(w + duals).reshape(-1, nm[1])
@@ -116,6 +116,6 @@ def admm(
         sparse = np.where(mask, w + duals, 0)
         duals = duals + w - sparse
         w = np.linalg.solve(
-            hessian + rho * np.eye(len(gram)), (wanted + rho * (sparse - duals)).T
+            hessian + rho * np.eye(len(gram)), (targets + rho * (sparse - duals)).T
         ).T
     return np.where(mask, w + duals, 0) / norms, mask

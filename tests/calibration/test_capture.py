@@ -11,8 +11,8 @@ import sparsity
 from tests.calibration.models import draw
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def gram(rows):
@@ -28,11 +28,11 @@ def test_a_dense_layer_sums_its_inputs_over_all_batches():
         return jnp.tanh(x @ params["first"]) @ params["second"]
 
     batches = [draw(2, 5, 4), draw(3, 7, 4)]  # of two sizes
-    found = sparsity.calibrate(model, params, iter(batches), "gram")
+    actual = sparsity.calibrate(model, params, iter(batches), "gram")
     x = np.concatenate(batches)
-    close(found[("first",)].gram, gram(x))
-    close(found[("second",)].gram, gram(np.tanh(x @ params["first"])))
-    assert int(found[("first",)].count) == 12
+    close(actual[("first",)].gram, gram(x))
+    close(actual[("second",)].gram, gram(np.tanh(x @ params["first"])))
+    assert int(actual[("first",)].count) == 12
     squares = sparsity.calibrate(model, params, batches)
     close(squares[("first",)].squares, np.sum(x**2, axis=0))
 
@@ -51,11 +51,11 @@ def test_attention_kernels_of_three_axes_keep_the_order_of_the_leaf():
 
     with nn.intercept_methods(spy):
         model.apply(params, x)
-    found = sparsity.calibrate(model.apply, params, [x], "gram")
-    out = found[("params", "out", "kernel")]
+    actual = sparsity.calibrate(model.apply, params, [x], "gram")
+    out = actual[("params", "out", "kernel")]
     assert (out.contracting, out.output) == ((0, 1), (2,))
     close(out.gram, gram(seen[0].reshape(10, 6)))
-    query = found[("params", "query", "kernel")]
+    query = actual[("params", "query", "kernel")]
     assert (query.contracting, query.output) == ((0,), (1, 2))
     close(query.gram, gram(x.reshape(10, 4)))
 
@@ -68,10 +68,10 @@ def test_layers_of_a_scan_have_statistics_of_their_own():
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["kernel"])[0]
 
     x = draw(1, 6, 4)
-    found = sparsity.calibrate(model, params, [x], "gram")[("kernel",)]
-    assert (found.batch, found.contracting, found.output) == ((0,), (1,), (2,))
+    actual = sparsity.calibrate(model, params, [x], "gram")[("kernel",)]
+    assert (actual.batch, actual.contracting, actual.output) == ((0,), (1,), (2,))
     for layer in range(3):
-        close(found.gram[layer], gram(x))
+        close(actual.gram[layer], gram(x))
         x = np.tanh(x @ params["kernel"][layer])
 
 
@@ -86,9 +86,9 @@ def test_a_weight_that_a_scan_repeats_sums_over_its_steps():
         return jax.lax.scan(step, x, None, length=2)[0]
 
     x = draw(1, 6, 4)
-    found = sparsity.calibrate(model, params, [x], "gram")[("kernel",)]
-    close(found.gram, gram(x) + gram(np.tanh(x @ params["kernel"])))
-    assert int(found.count) == 12
+    actual = sparsity.calibrate(model, params, [x], "gram")[("kernel",)]
+    close(actual.gram, gram(x) + gram(np.tanh(x @ params["kernel"])))
+    assert int(actual.count) == 12
 
 
 def test_experts_and_branches():
@@ -101,12 +101,12 @@ def test_experts_and_branches():
         return jnp.einsum("erk,eko->ero", x.reshape(3, 2, 4), params["experts"])
 
     x = draw(3, 6, 4)
-    found = sparsity.calibrate(model, params, [x], "gram")
+    actual = sparsity.calibrate(model, params, [x], "gram")
     after = np.asarray(x @ params["other"]).reshape(3, 2, 4)
     for expert in range(3):
-        close(found[("experts",)].gram[expert], gram(after[expert]))
-    assert int(found[("one",)].count) == 0
-    close(found[("other",)].gram, gram(x))
+        close(actual[("experts",)].gram[expert], gram(after[expert]))
+    assert int(actual[("one",)].count) == 0
+    close(actual[("other",)].gram, gram(x))
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_convolutions_sum_over_patches(groups):
     layer = nn.Conv(4, (3, 2), strides=(2, 1), padding="VALID", feature_group_count=groups)
     x = draw(0, 2, 7, 5, 4)
     params = layer.init(jax.random.key(1), x)
-    found = sparsity.calibrate(layer.apply, params, [x], "gram")[("params", "kernel")]
+    actual = sparsity.calibrate(layer.apply, params, [x], "gram")[("params", "kernel")]
     squares = sparsity.calibrate(layer.apply, params, [x])[("params", "kernel")].squares
     patches = np.stack(
         [x[:, i : i + 3, j : j + 2] for i in range(0, 5, 2) for j in range(4)], axis=1
@@ -125,13 +125,13 @@ def test_convolutions_sum_over_patches(groups):
         for part in np.split(patches.reshape(24, 3, 2, 4), groups, axis=-1)
     ]
     expected = np.stack(grams) if groups > 1 else grams[0]
-    close(found.gram, expected)
+    close(actual.gram, expected)
     close(squares, np.diagonal(expected, axis1=-2, axis2=-1))
     moments = sparsity.calibrate(layer.apply, params, [x], "moments")[("params", "kernel")]
     close(moments.squares, squares)
     sums = np.split(patches.reshape(24, 3, 2, 4).sum(0), groups, axis=-1)
     close(moments.sums, np.stack([part.ravel() for part in sums]).reshape(moments.sums.shape))
-    assert int(found.count) == 24
+    assert int(actual.count) == 24
 
 
 def convolve(groups):
@@ -160,8 +160,8 @@ def test_an_axis_of_length_one_may_be_taken_out_before_the_product(model, kernel
 def test_an_equinox_module_whose_weights_are_transposed():
     model = eqx.nn.MLP(3, 2, 5, 1, key=jax.random.key(0))
     x = draw(1, 6, 3)
-    found = sparsity.calibrate(lambda m, x: jax.vmap(m)(x), model, [x], "gram")
-    first = found[("layers", "0", "weight")]
+    actual = sparsity.calibrate(lambda m, x: jax.vmap(m)(x), model, [x], "gram")
+    first = actual[("layers", "0", "weight")]
     assert (first.contracting, first.output) == ((1,), (0,))
     close(first.gram, gram(x))
 

@@ -48,8 +48,8 @@ def one_by_one(kept, *problems):
     """Backward elimination, each time by solving for every candidate."""
     stay = [*range(CHANNELS)]
     while len(stay) > kept:
-        left = [[j for j in stay if j != i] for i in stay]
-        stay = min(left, key=lambda own: error(own, *problems))
+        smaller = [[j for j in stay if j != i] for i in stay]
+        stay = min(smaller, key=lambda indices: error(indices, *problems))
     return stay
 
 
@@ -57,19 +57,19 @@ def one_by_one(kept, *problems):
 @pytest.mark.parametrize("width", [1, 3])
 def test_without_exchanges_channels_go_one_by_one(width):
     for seed in range(2):
-        given = problem(seed, width)
+        drawn = problem(seed, width)
         for kept in (1, 6):
-            np.testing.assert_array_equal(chosen(kept, 0, given), one_by_one(kept, given))
+            np.testing.assert_array_equal(chosen(kept, 0, drawn), one_by_one(kept, drawn))
 
 
 @pytest.mark.slow
 def test_exchanges_come_closer_to_the_best_of_all_subsets():
     gaps = {0: [], 1: [], 4: []}
     for seed in range(10):
-        given = problem(seed, 2)
-        best = min(error(list(x), given) for x in itertools.combinations(range(CHANNELS), 3))
-        for swap, found in gaps.items():
-            found.append(error(chosen(3, swap, given), given) / best)
+        drawn = problem(seed, 2)
+        best = min(error(list(x), drawn) for x in itertools.combinations(range(CHANNELS), 3))
+        for swap, actual in gaps.items():
+            actual.append(error(chosen(3, swap, drawn), drawn) / best)
     none, one, four = map(np.array, gaps.values())
     assert (one <= none * (1 + 1e-9)).all()
     assert (four <= none * (1 + 1e-9)).all()
@@ -81,17 +81,17 @@ def test_no_choice_by_size_or_by_variance_is_better():
     for seed in range(8):
         weights, gram, places, x = problem(seed)
         scores = (weights**2).sum(0), (weights**2).sum(0) * x.var(0)
-        found = error(chosen(4, 8, (weights, gram, places, x)), (weights, gram, places, x))
+        actual = error(chosen(4, 8, (weights, gram, places, x)), (weights, gram, places, x))
         for score in scores:
             stay = np.argsort(score)[-4:]
-            assert found < error(stay, (weights, gram, places, x))
+            assert actual < error(stay, (weights, gram, places, x))
 
 
 @pytest.mark.slow
 def test_products_that_read_the_same_channels_decide_together():
-    given = problem(0), problem(1, 2)
+    drawn = problem(0), problem(1, 2)
     for kept in (2, 5):
-        np.testing.assert_array_equal(chosen(kept, 0, *given), one_by_one(kept, *given))
+        np.testing.assert_array_equal(chosen(kept, 0, *drawn), one_by_one(kept, *drawn))
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_dead_channels_and_copies_go_first(damping):
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_any_number_of_channels_may_stay(width):
-    given = problem(0, width)
-    weights, _, places, x = given
+    drawn = problem(0, width)
+    weights, _, places, x = drawn
     singular = weights, x[:3].T @ x[:3], places, x[:3]
     for kept in range(1, CHANNELS + 1):
-        assert len(chosen(kept, 8, given)) == len(chosen(kept, 8, singular)) == kept
+        assert len(chosen(kept, 8, drawn)) == len(chosen(kept, 8, singular)) == kept

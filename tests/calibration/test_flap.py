@@ -32,7 +32,7 @@ PARAMS = {
 BATCHES = [draw(4, 20, 6), draw(5, 12, 6)]
 
 
-def hidden_of(x):
+def compute_hidden(x):
     return np.maximum(np.asarray(x @ PARAMS["up"]["kernel"] + PARAMS["up"]["bias"], np.float64), 0)
 
 
@@ -41,7 +41,7 @@ def test_channels_and_biases_are_those_of_a_plain_program():
     graph = trace(mlp, PARAMS, BATCHES[0])
     statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")
     pruned, masks = flap(graph).instant_sparsify(PARAMS, statistics=statistics)
-    hidden = hidden_of(np.concatenate(BATCHES))
+    hidden = compute_hidden(np.concatenate(BATCHES))
     down = np.asarray(PARAMS["down"]["kernel"], np.float64)
     importance = hidden.var(0, ddof=1) * (down**2).sum(1)
     gone = np.argsort(importance)[:4]
@@ -130,7 +130,7 @@ def test_a_gram_matrix_refits_what_reads_the_channels_that_stay():
     refit = sparsity.LeastSquares()
     pruned, masks = sparsity.calibration.prune(pruner, PARAMS, statistics, refit)
     kept = np.flatnonzero(masks["up"]["bias"])
-    hidden = hidden_of(np.concatenate(BATCHES))
+    hidden = compute_hidden(np.concatenate(BATCHES))
     expected = np.linalg.lstsq(hidden[:, kept], hidden @ PARAMS["down"]["kernel"])[0]
     np.testing.assert_allclose(pruned["down"]["kernel"][kept], expected, rtol=1e-3)
 

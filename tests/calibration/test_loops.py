@@ -42,8 +42,8 @@ def unrolled(plain, params, names, batches, pruner=WANDA, refit=None):
     for name in names:
         rows = []
 
-        def tap(own, met, name=name, rows=rows):
-            if own == name:
+        def tap(part, met, name=name, rows=rows):
+            if part == name:
                 rows.append(np.asarray(met, np.float64).reshape(-1, met.shape[-1]))
 
         for x in batches:
@@ -62,11 +62,13 @@ def unrolled(plain, params, names, batches, pruner=WANDA, refit=None):
     return now, errors
 
 
-def check(found, report, expected, errors):
+def check(actual, report, expected, errors):
     """Compares pruned weights, whose zeros must be the same, and errors."""
     for name in errors:
-        np.testing.assert_array_equal(np.asarray(found[name]) != 0, np.asarray(expected[name]) != 0)
-        np.testing.assert_allclose(found[name], expected[name], rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(
+            np.asarray(actual[name]) != 0, np.asarray(expected[name]) != 0
+        )
+        np.testing.assert_allclose(actual[name], expected[name], rtol=2e-3, atol=2e-3)
         np.testing.assert_allclose(report[name].error, errors[name], rtol=2e-3)
 
 
@@ -197,8 +199,8 @@ def test_a_weight_that_all_layers_share_is_pruned_when_the_first_layer_reaches_i
     params = {"own": draw(5, 3, 8, 8), "shared": draw(6, 8, 8), "last": draw(7, 8, 2)}
 
     def model(params, x):
-        def layer(h, own):
-            return h + jnp.tanh(h @ own) @ params["shared"], None
+        def layer(h, part):
+            return h + jnp.tanh(h @ part) @ params["shared"], None
 
         return lax.scan(layer, x, params["own"], reverse=True)[0] @ params["last"]
 
@@ -228,7 +230,7 @@ def test_branches_are_pruned_where_they_are_reached_and_count_their_own_rows():
     def model(params, xs):
         def step(h, x):
             number, x = x
-            branches = [lambda h, own=own: h @ params[own] for own in ("even", "odd")]
+            branches = [lambda h, part=part: h @ params[part] for part in ("even", "odd")]
             return jnp.tanh(lax.switch(number % 2, branches, h) + x), None
 
         numbers = jnp.arange(len(xs))
@@ -375,11 +377,13 @@ def test_statistics_of_fused_cells_of_nnx_are_those_of_a_loop(cell):
             hidden = carry[1] if isinstance(carry, tuple) else carry
             squares += (np.asarray(hidden, np.float64) ** 2).sum(0)
             carry = step(carry, batch[:, i])[0]
-    of_inputs, of_hidden = (statistics["cell", name, "kernel"] for name in ("dense_i", "dense_h"))
+    input_statistic, hidden_statistic = (
+        statistics["cell", name, "kernel"] for name in ("dense_i", "dense_h")
+    )
     inputs = sum((np.asarray(x, np.float64) ** 2).sum((0, 1)) for x in ROWS)
-    np.testing.assert_allclose(of_inputs.squares, inputs, rtol=1e-5)
-    np.testing.assert_allclose(of_hidden.squares, squares, rtol=1e-5)
-    assert int(of_inputs.count) == int(of_hidden.count) == 60
+    np.testing.assert_allclose(input_statistic.squares, inputs, rtol=1e-5)
+    np.testing.assert_allclose(hidden_statistic.squares, squares, rtol=1e-5)
+    assert int(input_statistic.count) == int(hidden_statistic.count) == 60
 
 
 @pytest.mark.slow

@@ -70,12 +70,12 @@ def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_produce(model):
     for name in ("first", "up0", "down0", "up1", "down1", "last"):  # one by one, from the start
         statistics = sparsity.calibrate(unrolled, expected, [x], "gram")
         alone = {key: dense[key] if key == name else None for key in dense}
-        solved, of_leaf = calibration.prune(PRUNER, alone, statistics, LeastSquares())
+        solved, leaf_masks = calibration.prune(PRUNER, alone, statistics, LeastSquares())
         expected[name] = solved[name]
-        np.testing.assert_array_equal(masks[name], of_leaf[name])
+        np.testing.assert_array_equal(masks[name], leaf_masks[name])
         np.testing.assert_allclose(pruned[name], solved[name], atol=1e-3)
-        found = calibration.relative_error(statistics[(name,)], dense[name], solved[name])
-        assert report[(name,)].error == pytest.approx(float(found), rel=1e-3)
+        actual = calibration.relative_error(statistics[(name,)], dense[name], solved[name])
+        assert report[(name,)].error == pytest.approx(float(actual), rel=1e-3)
     assert report[("up1",)].error <= report[("up1",)].unrefitted
     assert "up1" in report.table()
 
@@ -101,11 +101,11 @@ def test_a_scan_is_pruned_as_its_layers_would_be(model):
 def test_not_sequential_is_one_calibration_of_the_dense_model(model):
     params, batches = model
     dense = unstacked(params)
-    found, _, _ = sparsity.oneshot(PRUNER, unrolled, dense, batches, sequential=False)
+    actual, _, _ = sparsity.oneshot(PRUNER, unrolled, dense, batches, sequential=False)
     statistics = sparsity.calibrate(unrolled, dense, batches)
     expected, _ = PRUNER.instant_sparsify(dense, statistics=statistics)
     for name in dense:
-        np.testing.assert_array_equal(found[name], expected[name])
+        np.testing.assert_array_equal(actual[name], expected[name])
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_batches_of_other_structures_are_refused():
 
     params = {"kernel": jnp.ones((2, 2))}
     batches = [{"x": jnp.ones((4, 2)), "scale": scale} for scale in (1.0, 2.0)]
-    for run in (sparsity.calibrate, lambda *given: sparsity.oneshot(PRUNER, *given)):
+    for run in (sparsity.calibrate, lambda *arguments: sparsity.oneshot(PRUNER, *arguments)):
         with pytest.raises(ValueError, match=r"Batch 1 differs.*\[2\.0, .*numbers that differ"):
             run(model, params, batches)
 
@@ -173,9 +173,9 @@ PRUNERS = {
 def test_leaves_without_entries_stay_as_they_are(name, shape):
     pruner, refit = PRUNERS[name]
     params, batch = {"kernel": jnp.zeros(shape)}, jnp.ones((6, shape[0]))
-    found = sparsity.oneshot(pruner, lambda p, x: x @ p["kernel"], params, [batch], refit)
-    assert found[0]["kernel"].shape == found[1]["kernel"].shape == shape
-    assert found[2][("kernel",)].sparsity == found[2][("kernel",)].error == 0
+    actual = sparsity.oneshot(pruner, lambda p, x: x @ p["kernel"], params, [batch], refit)
+    assert actual[0]["kernel"].shape == actual[1]["kernel"].shape == shape
+    assert actual[2][("kernel",)].sparsity == actual[2][("kernel",)].error == 0
 
 
 @pytest.mark.slow
@@ -202,8 +202,8 @@ def first(params, x):
 class Mlp(nnx.Module):
     def __init__(self, layers):
         self.up, self.down = (nnx.Linear(*x.weight.shape[::-1], rngs=nnx.Rngs(0)) for x in layers)
-        for own, other in zip((self.up, self.down), layers, strict=True):
-            own.kernel[...], own.bias[...] = other.weight.T, other.bias
+        for layer_weights, other in zip((self.up, self.down), layers, strict=True):
+            layer_weights.kernel[...], layer_weights.bias[...] = other.weight.T, other.bias
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -214,19 +214,19 @@ def test_modules_of_nnx_and_equinox_are_pruned_alike(model):
     _, batches = model
     module = eqx.nn.MLP(12, 3, 8, 1, key=jax.random.key(0))
     definition, state = nnx.split(Mlp(module.layers))
-    found, masks, _ = sparsity.oneshot(
+    actual, masks, _ = sparsity.oneshot(
         PRUNER, lambda module, x: jax.vmap(module)(x), module, batches, LeastSquares()
     )
     same, _, report = sparsity.oneshot(
         PRUNER, lambda state, x: nnx.merge(definition, state)(x), state, batches, LeastSquares()
     )
     assert list(report) == [("up", "kernel"), ("down", "kernel")]
-    for layer, mask, name in zip(found.layers, masks.layers, ("up", "down"), strict=True):
+    for layer, mask, name in zip(actual.layers, masks.layers, ("up", "down"), strict=True):
         kernel = same[name]["kernel"][...]
         np.testing.assert_allclose(layer.weight.T, kernel, atol=1e-4)
         np.testing.assert_array_equal(mask.weight.T, kernel != 0)
     np.testing.assert_allclose(
-        jax.vmap(found)(batches[0]), nnx.merge(definition, same)(batches[0]), atol=1e-4
+        jax.vmap(actual)(batches[0]), nnx.merge(definition, same)(batches[0]), atol=1e-4
     )
 
 
@@ -244,8 +244,8 @@ def test_masks_are_packed_and_params_unchanged(model):
     packed = sparsity.MagnitudePruning(sparsity_distribution_fn=Uniform(0.5), use_packed_masks=True)
     pruned, masks, _ = sparsity.oneshot(packed, scanned, params, batches)
     jax.tree.map(np.testing.assert_array_equal, params, before)
-    found = sparsity.unpack_masks(masks, params)["layers"]["up"]
-    np.testing.assert_array_equal(found, pruned["layers"]["up"] != 0)
+    actual = sparsity.unpack_masks(masks, params)["layers"]["up"]
+    np.testing.assert_array_equal(actual, pruned["layers"]["up"] != 0)
 
 
 def carried(params, x):
@@ -253,11 +253,11 @@ def carried(params, x):
 
     def outer(h, group):
         def inner(carry, w):
-            h, whole = carry
-            return (jnp.tanh(h @ w), whole / 2), None
+            h, stacks = carry
+            return (jnp.tanh(h @ w), stacks / 2), None
 
-        (h, whole), _ = jax.lax.scan(inner, (h, params), group)
-        return h + whole.sum(), None
+        (h, stacks), _ = jax.lax.scan(inner, (h, params), group)
+        return h + stacks.sum(), None
 
     return jax.lax.scan(outer, x, params)[0]
 
@@ -270,11 +270,11 @@ def test_stacked_weights_that_are_carried_along_are_those_that_the_loop_started_
     expected, start, h = params, params, x
     for group, layer in ((0, 0), (0, 1), (1, 0), (1, 1)):
         start = start / 2 if layer else expected / 2
-        own = expected[group, layer]
-        seen = sparsity.calibrate(lambda w, x: x @ w, own, [h])
-        own = PRUNER.instant_sparsify(own, statistics=seen)[0]
-        expected = expected.at[group, layer].set(own)
-        h = jnp.tanh(h @ own) + (start.sum() if layer else 0)
+        layer_weights = expected[group, layer]
+        seen = sparsity.calibrate(lambda w, x: x @ w, layer_weights, [h])
+        layer_weights = PRUNER.instant_sparsify(layer_weights, statistics=seen)[0]
+        expected = expected.at[group, layer].set(layer_weights)
+        h = jnp.tanh(h @ layer_weights) + (start.sum() if layer else 0)
     np.testing.assert_array_equal(pruned, expected)
 
 
@@ -293,8 +293,10 @@ def test_depth_costs_no_memory_beyond_the_weights_and_masks(monkeypatch):
         gc.collect()
         held = [sum(array.nbytes for array in jax.live_arrays())]
         sparsity.oneshot(PRUNER, scanned, params, [x])
-        own = sum(leaf.nbytes + leaf.size for leaf in layers.values())  # a copy, and its masks
-        temporaries.append(max(held) - held[0] - own)
+        layer_weights = sum(
+            leaf.nbytes + leaf.size for leaf in layers.values()
+        )  # a copy, and its masks
+        temporaries.append(max(held) - held[0] - layer_weights)
     assert temporaries[1] <= 1.1 * temporaries[0]
 
 

@@ -24,7 +24,7 @@ def mlp(params, x):
     return hidden @ params["down"] + params["bias"]
 
 
-def of_mlp(dtype=np.float32):
+def make_mlp(dtype=np.float32):
     """An MLP and two batches, of inputs that are correlated."""
     weights, x, _ = oracles.layer(6, 12, rows=80, rank=4, dtype=dtype)
     rng = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def of_mlp(dtype=np.float32):
     return params | {"bias": jnp.ones(3, dtype)}, [jnp.asarray(x[:50]), jnp.asarray(x[50:])]
 
 
-def hidden_of(params, batches):
+def compute_hidden(params, batches):
     x = np.asarray(jnp.concatenate(batches), np.float64)
     return np.maximum(x @ np.asarray(params["up"]) + np.asarray(params["shift"]), 0)
 
@@ -46,12 +46,12 @@ def close(a, b, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_readers_get_least_squares_weights_and_the_rest_is_cut(dtype):
     with jax.enable_x64(dtype == np.float64):
-        params, batches = of_mlp(dtype)
+        params, batches = make_mlp(dtype)
         graph = trace(mlp, params, batches[0])
         statistics = sparsity.calibrate(mlp, params, batches, "gram")
         pruned, masks = osscar(graph).instant_sparsify(params, statistics=statistics)
         kept = np.flatnonzero(masks["shift"])
-        hidden = hidden_of(params, batches)
+        hidden = compute_hidden(params, batches)
         expected = np.linalg.lstsq(hidden[:, kept], hidden @ np.asarray(params["down"]))[0]
         np.testing.assert_allclose(
             pruned["down"][kept], expected, rtol=1e-9 if dtype == np.float64 else 1e-3
@@ -66,7 +66,7 @@ def test_readers_get_least_squares_weights_and_the_rest_is_cut(dtype):
 
 @pytest.mark.slow
 def test_the_output_is_nearer_than_that_of_magnitudes_and_flap_with_the_same_refit():
-    params, batches = of_mlp()
+    params, batches = make_mlp()
     graph = trace(mlp, params, batches[0])
     lost = {}
     for pruner, kind in (
@@ -80,7 +80,7 @@ def test_the_output_is_nearer_than_that_of_magnitudes_and_flap_with_the_same_ref
         statistics = sparsity.calibrate(mlp, params, batches, kind)
         masks = pruner.instant_sparsify(params, statistics=statistics)[1]
         kept = np.flatnonzero(masks["shift"])
-        hidden = hidden_of(params, batches)
+        hidden = compute_hidden(params, batches)
         lost[type(pruner)] = np.linalg.lstsq(hidden[:, kept], hidden @ np.asarray(params["down"]))[
             1
         ].sum()
@@ -144,7 +144,7 @@ def test_models_are_cut_as_they_were_masked(name):
     masks = sparsity.unpack_masks(masks, params)
     small = shrink(graph, pruned, masks)
     plain = sparsity.masks.apply_masks(params, masks)
-    dense, refitted, masked = (jax.jit(model)(own, x) for own in (params, pruned, plain))
+    dense, refitted, masked = (jax.jit(model)(variant, x) for variant in (params, pruned, plain))
     close(jax.jit(small.apply)(small.params, x), refitted, np.float32)
     assert jnp.sum((refitted - dense) ** 2) < jnp.sum((masked - dense) ** 2)
 
@@ -156,7 +156,7 @@ def test_layers_of_a_scan_are_pruned_as_each_alone():
     statistics = sparsity.calibrate(scanned, params, [x], "gram")
     pruned, masks = osscar(graph, is_read).instant_sparsify(params, statistics=statistics)
     for layer in range(2):
-        own = jax.tree.map(lambda leaf, i=layer: leaf[i : i + 1], params)
+        variant = jax.tree.map(lambda leaf, i=layer: leaf[i : i + 1], params)
         seen = {
             path: sparsity.Statistic(
                 gram=each.gram[layer : layer + 1],
@@ -167,18 +167,20 @@ def test_layers_of_a_scan_are_pruned_as_each_alone():
             )
             for path, each in statistics.items()
         }
-        alone = osscar(trace(scanned, own, x), is_read).instant_sparsify(own, statistics=seen)
-        for found, expected in zip((pruned, masks), alone, strict=True):
+        alone = osscar(trace(scanned, variant, x), is_read).instant_sparsify(
+            variant, statistics=seen
+        )
+        for actual, expected in zip((pruned, masks), alone, strict=True):
             jax.tree.map(
                 lambda a, b, i=layer: np.testing.assert_allclose(a[i], b[0], atol=1e-5),
-                found,
+                actual,
                 expected,
             )
 
 
 @pytest.mark.slow
 def test_counts_are_those_of_the_scope_and_a_target_may_be_traced():
-    params, batches = of_mlp()
+    params, batches = make_mlp()
     graph = trace(mlp, params, batches[0])
     statistics = sparsity.calibrate(mlp, params, batches, "gram")
     for scope, count in (({"round_to": 4}, 8), ({"min_channels": 9}, 9)):
@@ -197,7 +199,7 @@ def tied(params, tokens):
 
 @pytest.mark.slow
 def test_what_cannot_be_is_refused():
-    params, batches = of_mlp()
+    params, batches = make_mlp()
     graph = trace(mlp, params, batches[0])
     with pytest.raises(ValueError, match=r"OSSCARPruning removes channels and needs scope"):
         OSSCARPruning()

@@ -16,24 +16,24 @@ from tests.eight_devices import KINDS, run
 def model(dtype=jnp.float32):
     weights, x, _ = oracles.layer(dtype=np.float32)
     params = {"in": {"kernel": jnp.asarray(weights.T, dtype), "bias": jnp.ones(16)}}
-    return params, {("in", "kernel"): oracles.of_kernel(x)}
+    return params, {("in", "kernel"): oracles.make_statistic(x)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refit", [None, sparsity.LeastSquares(), sparsity.ADMM(gradual=2)])
 def test_packed_masks_are_those_that_are_not_packed(refit):
     params, statistics = model()
-    found = {}
+    actual = {}
     for packed in (False, True):
         updater = sparsity.WandaPruning(
             sparsity_distribution_fn=helpers.half, use_packed_masks=packed
         )
         pruned, masks = prune(updater, params, statistics, refit)
-        found[packed] = sparsity.unpack_masks(masks, params) if packed else masks
-        np.testing.assert_array_equal(found[packed]["in"]["kernel"], pruned["in"]["kernel"] != 0)
+        actual[packed] = sparsity.unpack_masks(masks, params) if packed else masks
+        np.testing.assert_array_equal(actual[packed]["in"]["kernel"], pruned["in"]["kernel"] != 0)
         assert masks["in"]["bias"] is None
         assert pruned["in"]["bias"] is params["in"]["bias"]
-    np.testing.assert_array_equal(found[True]["in"]["kernel"], found[False]["in"]["kernel"])
+    np.testing.assert_array_equal(actual[True]["in"]["kernel"], actual[False]["in"]["kernel"])
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_few_rows_are_a_warning_that_says_what_decides():
     updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half)
     message = r"'in/kernel' has 9 rows for 24 inputs.*singular.*damping = 0.01 decides"
     with pytest.warns(UserWarning, match=message):
-        updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.of_kernel(x)})
+        updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.make_statistic(x)})
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_singular_gram_matrix_without_damping_is_an_error():
     x = np.ones((30, 24), np.float32)
     updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half, damping=0)
     with pytest.raises(ValueError, match=r"'in/kernel'.*singular with damping = 0"):
-        updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.of_kernel(x)})
+        updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.make_statistic(x)})
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_mesh_gives_what_one_device_gives(kind):
 
 @pytest.mark.parametrize("refit", [sparsity.LeastSquares, sparsity.ADMM, 3, "admm"])
 def test_a_refit_that_is_no_instance_is_an_error_that_says_what_it_got(refit):
-    kernel, seen = jnp.ones((4, 2)), {(): oracles.of_kernel(np.eye(4))}
+    kernel, seen = jnp.ones((4, 2)), {(): oracles.make_statistic(np.eye(4))}
     pruner = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
     calls = {
         "prune": lambda: prune(pruner, kernel, seen, refit),
@@ -147,7 +147,7 @@ def test_a_refit_that_is_no_instance_is_an_error_that_says_what_it_got(refit):
 
 @pytest.mark.parametrize("pruner", [sparsity.WandaPruning, None, jnp.abs])
 def test_a_pruner_that_is_no_instance_is_an_error(pruner):
-    kernel, seen = jnp.ones((4, 2)), {(): oracles.of_kernel(np.eye(4))}
+    kernel, seen = jnp.ones((4, 2)), {(): oracles.make_statistic(np.eye(4))}
     model, batch = lambda w, x: x @ w, jnp.eye(4)
     report = sparsity.calibration.Report({(): None})
     with pytest.raises(ValueError, match="pruner must be an updater"):
@@ -160,7 +160,7 @@ def test_a_pruner_that_is_no_instance_is_an_error(pruner):
 
 def test_rates_that_cannot_be_measured_are_refused():
     pruner = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
-    report, given = sparsity.calibration.Report({(): None}), (jnp.ones((4, 2)), [jnp.eye(4)])
+    report, arguments = sparsity.calibration.Report({(): None}), (jnp.ones((4, 2)), [jnp.eye(4)])
     for rates, message in (
         (0.5, "rates must be a list"),
         ((), "rates has no rate"),
@@ -168,9 +168,9 @@ def test_rates_that_cannot_be_measured_are_refused():
         ((2,), "in .0, 1."),
     ):
         with pytest.raises(ValueError, match=message):
-            report.sensitivity(pruner, lambda w, x: x @ w, *given, rates=rates)
+            report.sensitivity(pruner, lambda w, x: x @ w, *arguments, rates=rates)
     with pytest.raises(ValueError, match="sequential must be True or False, got sequential = 3"):
-        sparsity.oneshot(pruner, lambda w, x: x @ w, *given, sequential=3)
+        sparsity.oneshot(pruner, lambda w, x: x @ w, *arguments, sequential=3)
     for rate in (float("nan"), -0.1, 1.5, True):
         with pytest.raises(ValueError, match="the sparsity of 'a/b' must be in"):
             sparsity.calibration.Rates({("a", "b"): rate})

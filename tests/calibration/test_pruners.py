@@ -13,7 +13,7 @@ from tests.calibration import oracles
 SEEN = {"contracting": (0,), "output": (1,), "count": 9}
 
 
-def masks_of(pruner, kernel, statistic, half=0.5, **options):
+def make_masks(pruner, kernel, statistic, half=0.5, **options):
     updater = pruner(sparsity_distribution_fn=helpers.uniform(half), **options)
     pruned, masks = updater.instant_sparsify({"w": kernel}, statistics={("w",): statistic})
     np.testing.assert_array_equal(pruned["w"], np.where(masks["w"], kernel, 0))
@@ -26,10 +26,10 @@ def masks_of(pruner, kernel, statistic, half=0.5, **options):
 def test_wanda_keeps_the_best_of_each_output_bit_for_bit(half, dtype):
     weights, x, _ = oracles.layer(100, 60, seed=3, dtype=np.float32)
     kernel = jnp.asarray(np.round(weights.T, 1), dtype)  # with ties
-    statistic = oracles.of_kernel(np.round(x))
+    statistic = oracles.make_statistic(np.round(x))
     expected = oracles.wanda(np.asarray(kernel, np.float32).T, np.asarray(statistic.squares), half)
     np.testing.assert_array_equal(
-        masks_of(sparsity.WandaPruning, kernel, statistic, half).T, expected
+        make_masks(sparsity.WandaPruning, kernel, statistic, half).T, expected
     )
 
 
@@ -52,11 +52,11 @@ class Winner(sparsity.Layerwise):
 def test_wanda_ranks_each_output_under_a_subclass_of_layerwise():
     kernel = jnp.array([[4.0, 0.1], [3.0, 0.2], [2.0, 0.3], [1.0, 0.4]])
     even = sparsity.Statistic(squares=jnp.ones(4), **SEEN)
-    mask = masks_of(sparsity.WandaPruning, kernel, even, scope=Named())
+    mask = make_masks(sparsity.WandaPruning, kernel, even, scope=Named())
     np.testing.assert_array_equal(mask.T, [[1, 1, 0, 0], [0, 0, 1, 1]])
-    mask = masks_of(sparsity.WandaPruning, kernel, even, scope=Winner())
+    mask = make_masks(sparsity.WandaPruning, kernel, even, scope=Winner())
     np.testing.assert_array_equal(mask.T, [[1, 0, 0, 0], [0, 0, 0, 1]])
-    mask = masks_of(sparsity.RIAPruning, kernel, even, scope=Winner())
+    mask = make_masks(sparsity.RIAPruning, kernel, even, scope=Winner())
     assert mask.sum() == 1
     pruner = sparsity.WandaPruning(scope=Winner(), sparsity_distribution_fn=helpers.half)
     mask = sparsity.oneshot(pruner, lambda w, x: x @ w, kernel, [jnp.eye(4)])[1]
@@ -69,18 +69,20 @@ def test_wanda_ranks_each_output_under_a_subclass_of_layerwise():
 @pytest.mark.slow
 def test_ties_go_to_the_lower_input():
     even = sparsity.Statistic(squares=jnp.ones(4), **SEEN)
-    mask = masks_of(sparsity.WandaPruning, jnp.ones((4, 3)), even)
+    mask = make_masks(sparsity.WandaPruning, jnp.ones((4, 3)), even)
     np.testing.assert_array_equal(mask, [[1] * 3, [1] * 3, [0] * 3, [0] * 3])
 
 
 @pytest.mark.slow
 def test_the_diagonal_of_a_gram_matrix_serves_as_squares():
     weights, x, _ = oracles.layer(dtype=np.float32)
-    both = oracles.of_kernel(x)
+    both = oracles.make_statistic(x)
     only = sparsity.Statistic(gram=both.gram, **SEEN)
     exact = sparsity.Statistic(squares=jnp.diagonal(both.gram), **SEEN)
     for pruner in (sparsity.WandaPruning, sparsity.RIAPruning):
-        masks = [masks_of(pruner, jnp.asarray(weights.T), own) for own in (only, exact)]
+        masks = [
+            make_masks(pruner, jnp.asarray(weights.T), calibrated) for calibrated in (only, exact)
+        ]
         np.testing.assert_array_equal(*masks)
 
 
@@ -88,7 +90,9 @@ def test_the_diagonal_of_a_gram_matrix_serves_as_squares():
 def test_ria_keeps_the_best_of_the_layer():
     weights, x, _ = oracles.layer(48, 20, seed=3)
     with jax.enable_x64(True):
-        mask = masks_of(sparsity.RIAPruning, jnp.asarray(weights.T), oracles.of_kernel(x), 0.6)
+        mask = make_masks(
+            sparsity.RIAPruning, jnp.asarray(weights.T), oracles.make_statistic(x), 0.6
+        )
     np.testing.assert_array_equal(mask.T, oracles.ria(weights, (x**2).sum(0), 0.6))
 
 
@@ -106,7 +110,7 @@ def test_ria_by_hand():
 def test_ria_takes_rows_and_inputs_of_zeros():
     kernel = jnp.array([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0], [0.0, 3.0, 4.0]])
     squares = sparsity.Statistic(squares=jnp.array([1.0, 1.0, 0.0]), **SEEN)
-    mask = masks_of(sparsity.RIAPruning, kernel, squares, 7 / 9)
+    mask = make_masks(sparsity.RIAPruning, kernel, squares, 7 / 9)
     np.testing.assert_array_equal(mask, [[0, 0, 0], [0, 1, 1], [0, 0, 0]])
 
 
@@ -114,12 +118,15 @@ def test_ria_takes_rows_and_inputs_of_zeros():
 @pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.RIAPruning])
 def test_groups_lie_along_the_inputs(pruner):
     weights, x, _ = oracles.layer(dtype=np.float32)
-    mask = masks_of(
-        pruner, jnp.asarray(weights.T), oracles.of_kernel(x), sparsity_type=sparsity.NByM(2, 4, 0)
+    mask = make_masks(
+        pruner,
+        jnp.asarray(weights.T),
+        oracles.make_statistic(x),
+        sparsity_type=sparsity.NByM(2, 4, 0),
     )
     assert (mask.reshape(-1, 4, 16).sum(1) == 2).all()
     if pruner is sparsity.WandaPruning:
-        scores = np.abs(weights) * np.sqrt(np.asarray(oracles.of_kernel(x).squares))
+        scores = np.abs(weights) * np.sqrt(np.asarray(oracles.make_statistic(x).squares))
         kept = selection_oracle.n_of_m(scores, 2, 4)
         np.testing.assert_array_equal(mask.T, kept != 0)
 
@@ -127,8 +134,8 @@ def test_groups_lie_along_the_inputs(pruner):
 @pytest.mark.slow
 def test_a_constant_fan_in_of_single_outputs_is_what_wanda_keeps_of_each():
     weights, x, _ = oracles.layer(dtype=np.float32)
-    kernel, statistic = jnp.asarray(weights.T), oracles.of_kernel(x)
-    mask = masks_of(sparsity.WandaPruning, kernel, statistic, 0.7, sparsity_type=sparsity.FanIn())
+    kernel, statistic = jnp.asarray(weights.T), oracles.make_statistic(x)
+    mask = make_masks(sparsity.WandaPruning, kernel, statistic, 0.7, sparsity_type=sparsity.FanIn())
     expected = oracles.wanda(weights, np.asarray(statistic.squares), 0.7)
     np.testing.assert_array_equal(mask.T, expected)
 
@@ -144,10 +151,10 @@ def test_outputs_that_share_their_inputs_compete_by_sums_of_scores(pruner):
     sums = [scores[start : start + 4].sum(0) for start in (0, 4, 8)]
     rows = [selection_oracle.best(group, helpers.num_kept(24, 0.7)) for group in sums]
     with jax.enable_x64(True):
-        mask = masks_of(
+        mask = make_masks(
             pruner,
             jnp.asarray(weights.T),
-            oracles.of_kernel(x),
+            oracles.make_statistic(x),
             0.7,
             sparsity_type=sparsity.FanIn(4),
         )
@@ -205,7 +212,7 @@ def test_oneshot_keeps_the_fan_in_along_two_axes_of_a_scanned_layer():
 def test_blocks_and_channels_compete_by_their_scores():
     kernel = jnp.array([[3.0, 1.0], [1.0, 1.0], [2.0, 2.0], [1.0, 1.0]])
     squares = sparsity.Statistic(squares=jnp.array([1.0, 1.0, 1.0, 100.0]), **SEEN)
-    rows = masks_of(
+    rows = make_masks(
         sparsity.WandaPruning, kernel, squares, sparsity_type=sparsity.Channel(0)
     )  # sums 4, 2, 4, 20
     np.testing.assert_array_equal(rows[:, 0], [1, 0, 0, 1])
@@ -229,7 +236,7 @@ def test_groups_along_the_outputs_are_refused_by_what_compares_within_an_output(
     seen = sparsity.Statistic(gram=jnp.eye(4), **SEEN)
     message = r"NByM\(n=2, m=4, axis=-1\) of 'w'.*within an output.*contracts, \(0,\)"
     with pytest.raises(ValueError, match=message):
-        masks_of(pruner, jnp.ones((4, 4)), seen, sparsity_type=sparsity.NByM(2, 4))
+        make_masks(pruner, jnp.ones((4, 4)), seen, sparsity_type=sparsity.NByM(2, 4))
 
 
 @pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.SparseGPTPruning])
@@ -238,14 +245,14 @@ def test_a_fan_in_that_counts_outputs_is_refused(pruner):
     kind = sparsity.FanIn(2, axis=-1)
     message = r"FanIn\(group=2, axis=-1\) of 'w'.*within an output.*the axis of FanIn"
     with pytest.raises(ValueError, match=message):
-        masks_of(pruner, jnp.ones((4, 4)), seen, sparsity_type=kind)
+        make_masks(pruner, jnp.ones((4, 4)), seen, sparsity_type=kind)
 
 
 def test_groups_that_do_not_divide_the_inputs_are_refused():
     seen = sparsity.Statistic(gram=jnp.eye(6), **SEEN)
     kind = sparsity.NByM(2, 4, axis=0)
     with pytest.raises(ValueError, match=r"'w'.*has 6 entries, which m = 4 does not divide"):
-        masks_of(sparsity.WandaPruning, jnp.ones((6, 4)), seen, sparsity_type=kind)
+        make_masks(sparsity.WandaPruning, jnp.ones((6, 4)), seen, sparsity_type=kind)
 
 
 @pytest.mark.slow
@@ -261,7 +268,7 @@ def test_a_ramp_follows_the_statistics_of_each_step(packed):
     tx = updater.wrap_optax(optax.sgd(0.0))
     state, step = tx.init(params), jax.jit(tx.update)
     for i, target in enumerate((0.0, 0.375, 0.75)):
-        seen = oracles.of_kernel(x * (1 + i))
+        seen = oracles.make_statistic(x * (1 + i))
         dense = np.asarray(params["w"]).T
         updates, state = step(params, state, params, statistics={("w",): seen})
         params = optax.apply_updates(params, updates)

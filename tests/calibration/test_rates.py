@@ -16,7 +16,7 @@ def layers():
     }
     for i, x in enumerate(x for _, x, _ in made.values()):
         x[:, :3] *= 30 * i
-    statistics = {(name, "kernel"): oracles.of_kernel(x) for name, (_, x, _) in made.items()}
+    statistics = {(name, "kernel"): oracles.make_statistic(x) for name, (_, x, _) in made.items()}
     return params, statistics
 
 
@@ -33,8 +33,10 @@ def test_rates_are_those_of_a_plain_program_and_average_to_the_target():
     mean = sum(unit[path] * sizes[path] for path in unit) / sum(sizes.values())
     assert low < high
     rates = sparsity.owl(statistics, params, sparsity=0.6)(params)
-    for path, own in unit.items():
-        assert rates[path[0]]["kernel"] == pytest.approx(0.6 - 0.16 * (own - mean), abs=1e-6)
+    for path, unit_scores in unit.items():
+        assert rates[path[0]]["kernel"] == pytest.approx(
+            0.6 - 0.16 * (unit_scores - mean), abs=1e-6
+        )
         assert rates[path[0]]["bias"] is None
     total = sum(rates[path[0]]["kernel"] * size for path, size in sizes.items())
     assert total / sum(sizes.values()) == pytest.approx(0.6, abs=1e-9)

@@ -23,7 +23,7 @@ def wanda(kind=KINDS["50 %"], half=0.5):
 
 def refitted(pruner, refit, weights, x):
     """Weights and mask, [outputs, inputs], of a kernel."""
-    kernel, statistics = jnp.asarray(weights.T), {(): oracles.of_kernel(x)}
+    kernel, statistics = jnp.asarray(weights.T), {(): oracles.make_statistic(x)}
     pruned, mask = prune(pruner, kernel, statistics, refit)
     return np.asarray(pruned).T, np.asarray(mask).T
 
@@ -94,8 +94,10 @@ def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(monkeyp
     mask = np.outer(np.arange(16) % 5 > 0, np.arange(24) % 3 > 0).astype(np.uint8)
     with jax.enable_x64(True):
         kernel, kept = jnp.asarray(weights.T), jnp.asarray(mask.T)
-        found, _ = sparsity.LeastSquares()(kernel, kernel * kept, kept, oracles.of_kernel(x), None)
-    np.testing.assert_allclose(found.T, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
+        actual, _ = sparsity.LeastSquares()(
+            kernel, kernel * kept, kept, oracles.make_statistic(x), None
+        )
+    np.testing.assert_allclose(actual.T, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
 
 
 @pytest.mark.slow
@@ -106,7 +108,7 @@ def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, 
     weights, x, _ = oracles.layer(rows=10, dtype=np.float32)
     x[:, [1, 5]] = 0
     kernel = jnp.asarray(weights.T, dtype)
-    seen = oracles.of_kernel(x)
+    seen = oracles.make_statistic(x)
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
     before, _ = pruner.instant_sparsify(kernel)
     with pytest.warns(UserWarning, match=r"'params' has 10 rows for 24 inputs"):
@@ -126,7 +128,7 @@ def test_least_squares_refit_what_a_traced_mask_keeps(direct, monkeypatch):
     monkeypatch.setattr(least_squares, "_count_steps", lambda *_: 0 if direct else 4096)
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
-        kernel, statistics = jnp.asarray(weights.T), {(): oracles.of_kernel(x)}
+        kernel, statistics = jnp.asarray(weights.T), {(): oracles.make_statistic(x)}
         run = jax.jit(lambda kernel: prune(wanda(), kernel, statistics, sparsity.LeastSquares()))
         pruned, mask = (np.asarray(leaf).T for leaf in run(kernel))
     np.testing.assert_allclose(pruned, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
@@ -142,7 +144,7 @@ def test_a_refit_that_makes_a_leaf_worse_is_not_kept():
 
     weights, x, _ = oracles.layer()
     kernel = jnp.asarray(weights.T, jnp.float32)
-    statistics = {(): oracles.of_kernel(x)}
+    statistics = {(): oracles.make_statistic(x)}
     expected = prune(wanda(), kernel, statistics)
     pruned, mask = prune(wanda(), kernel, statistics, Worse())
     np.testing.assert_array_equal(pruned, expected[0])
@@ -153,7 +155,7 @@ def test_a_refit_that_makes_a_leaf_worse_is_not_kept():
 def test_what_a_refit_of_ones_own_returns_is_0_outside_its_mask_and_finite_or_not_kept(under_jit):
     weights, x, _ = oracles.layer()
     kernel = jnp.asarray(weights.T, jnp.float32)
-    expected = prune(wanda(), kernel, {(): oracles.of_kernel(x)})
+    expected = prune(wanda(), kernel, {(): oracles.make_statistic(x)})
     refits = [
         lambda dense, pruned, mask, *_: (dense, mask),
         lambda dense, pruned, mask, *_: (pruned * jnp.nan, mask),
@@ -161,7 +163,7 @@ def test_what_a_refit_of_ones_own_returns_is_0_outside_its_mask_and_finite_or_no
     for refit in refits:
         run = functools.partial(prune, wanda(), refit=refit)
         run = jax.jit(run) if under_jit else run
-        pruned, mask = run(kernel, {(): oracles.of_kernel(x)})
+        pruned, mask = run(kernel, {(): oracles.make_statistic(x)})
         np.testing.assert_array_equal(pruned, expected[0])
         np.testing.assert_array_equal(mask, expected[1])
 
@@ -178,7 +180,7 @@ def test_masks_of_a_refit_of_ones_own_become_zeros_and_ones(kind, convert):
             return pruned, convert(mask)
 
     weights, x, _ = oracles.layer()
-    kernel, statistics = jnp.asarray(weights.T, jnp.float32), {(): oracles.of_kernel(x)}
+    kernel, statistics = jnp.asarray(weights.T, jnp.float32), {(): oracles.make_statistic(x)}
     pruned, mask = prune(wanda(), kernel, statistics, Converted())
     expected = prune(wanda(), kernel, statistics)
     assert mask.dtype == jnp.uint8
@@ -192,7 +194,7 @@ def test_wider_weights_of_a_refit_get_the_dtype_of_the_parameter(dtype):
         return pruned.astype(jnp.float32), mask
 
     weights, x, _ = oracles.layer()
-    kernel, statistics = jnp.asarray(weights.T, dtype), {(): oracles.of_kernel(x)}
+    kernel, statistics = jnp.asarray(weights.T, dtype), {(): oracles.make_statistic(x)}
     pruned, _ = prune(wanda(), kernel, statistics, widened)
     assert pruned.dtype == dtype
     expected = prune(wanda(), kernel, statistics)[0]
@@ -258,7 +260,7 @@ def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned,
     kernel = jnp.asarray(weights.T, jnp.float32)
     message = rf"Returning must return .weights, mask. of 'w'.* got {got}"
     with pytest.raises(ValueError, match=message):
-        prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, Returning())
+        prune(wanda(), {"w": kernel}, {("w",): oracles.make_statistic(x)}, Returning())
 
 
 def test_a_function_as_a_refit_is_named_by_its_own_name():
@@ -266,7 +268,7 @@ def test_a_function_as_a_refit_is_named_by_its_own_name():
     kernel = jnp.asarray(weights.T, jnp.float32)
     for refit in (lambda *args: None, functools.partial(lambda *args: None)):
         with pytest.raises(ValueError, match="the function <lambda> must return"):
-            prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, refit)
+            prune(wanda(), {"w": kernel}, {("w",): oracles.make_statistic(x)}, refit)
 
 
 @pytest.mark.slow
@@ -311,10 +313,10 @@ def test_gradual_admm_chooses_in_each_expert_by_itself():
     with jax.enable_x64(True):
         seen = {(): sparsity.Statistic(gram=jnp.asarray(grams), count=96, **axes)}
         pruned, masks = prune(pruner, jnp.asarray(stack), seen, sparsity.ADMM(gradual=5))
-    for found, mask, (weights, x, _) in zip(pruned, masks, layers, strict=True):
+    for actual, mask, (weights, x, _) in zip(pruned, masks, layers, strict=True):
         expected = oracles.admm(weights, x.T @ x, None, gradual=5, sparsity_=0.6)
         np.testing.assert_array_equal(mask.T, expected[1])
-        np.testing.assert_allclose(found.T, expected[0], atol=1e-10)
+        np.testing.assert_allclose(actual.T, expected[0], atol=1e-10)
 
 
 def test_gradual_admm_keeps_blocks_and_refuses_scopes_that_compare_leaves():
@@ -360,7 +362,7 @@ def test_options_of_admm_are_checked_when_it_is_made(options, message):
 def errors():
     """Errors of held-out outputs against Wanda's, means over four layers."""
 
-    def of_layer(kind, seed):
+    def measure_errors(kind, seed):
         weights, x, held_out = oracles.layer(64, 48, 512, rank=32, seed=seed, dtype=np.float32)
         options = {"sparsity_distribution_fn": helpers.uniform(0.5), "sparsity_type": KINDS[kind]}
         runs = {
@@ -378,7 +380,7 @@ def errors():
         return {name: value / lost["wanda"] for name, value in lost.items()}
 
     def mean(kind):
-        layers = [of_layer(kind, seed) for seed in range(4)]
+        layers = [measure_errors(kind, seed) for seed in range(4)]
         return {name: np.mean([layer[name] for layer in layers]) for name in layers[0]}
 
     return {kind: mean(kind) for kind in KINDS}
@@ -412,9 +414,11 @@ def test_the_relative_error_is_the_share_of_the_outputs_that_is_lost():
     weights, x, _ = oracles.layer()
     pruned = np.where(np.abs(weights) > 0.5, weights, 0)
     with jax.enable_x64(True):
-        found = relative_error(oracles.of_kernel(x), jnp.asarray(weights.T), jnp.asarray(pruned.T))
+        actual = relative_error(
+            oracles.make_statistic(x), jnp.asarray(weights.T), jnp.asarray(pruned.T)
+        )
     expected = oracles.error(x, weights - pruned).sum() / oracles.error(x, weights).sum()
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

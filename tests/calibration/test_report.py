@@ -162,9 +162,9 @@ def test_progress_shows_layers_batches_and_time_and_names_its_extra(capsys, monk
 def test_sensitivity_is_the_error_of_the_output_if_one_layer_is_pruned():
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.half, use_packed_masks=True)
     report = Report(dict.fromkeys([("one",), ("two",)], REPORT[("b",)]))
-    found = report.sensitivity(pruner, model, PARAMS, iter([BATCH, BATCH]), rates=(0.5, 0.75))
+    actual = report.sensitivity(pruner, model, PARAMS, iter([BATCH, BATCH]), rates=(0.5, 0.75))
     # The outputs are diag(6, 1): of four weights two stay, then one, the largest.
-    assert found == {
+    assert actual == {
         ("one",): {0.5: 0.0, 0.75: pytest.approx(1 / 37)},
         ("two",): {0.5: 0.0, 0.75: pytest.approx(1 / 37)},
     }

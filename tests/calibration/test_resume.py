@@ -45,12 +45,12 @@ class Refit:
 def interrupt(monkeypatch):
     """Interrupts a run before it has saved so many layers; `None` lets it run."""
     write = LayerStore.write
-    left = [None]
+    remaining = [None]
 
     def written(self, number, layer):
-        if left[0] == 0:
+        if remaining[0] == 0:
             raise KeyboardInterrupt
-        left[0] = left[0] and left[0] - 1
+        remaining[0] = remaining[0] and remaining[0] - 1
         write(self, number, layer)
         WRITTEN.append(number)
 
@@ -58,7 +58,7 @@ def interrupt(monkeypatch):
     WRITTEN.clear()
 
     def after(count):
-        left[0] = count
+        remaining[0] = count
 
     return after
 
@@ -81,17 +81,17 @@ def test_a_run_goes_on_where_it_was_interrupted_with_the_same_bits(
         run(tmp_path / "run")
     assert WRITTEN == [0]
     interrupt(None)
-    found = run(tmp_path / "run")
+    actual = run(tmp_path / "run")
     layers = 3 if sequential else 2  # a scan is pruned layer by layer, or as a whole
     assert [*range(layers)] == WRITTEN
-    for own, other in zip(*map(jax.tree.leaves, (found[:2], expected[:2])), strict=True):
-        assert own.dtype == other.dtype
-        np.testing.assert_array_equal(own, other)
+    for ours, other in zip(*map(jax.tree.leaves, (actual[:2], expected[:2])), strict=True):
+        assert ours.dtype == other.dtype
+        np.testing.assert_array_equal(ours, other)
     again = run(tmp_path / "run")  # all is finished
     assert len(WRITTEN) == layers
-    assert again[2] == found[2]
+    assert again[2] == actual[2]
     assert isinstance(again[2], Report)
-    assert [row.error for row in found[2].values()] == [row.error for row in expected[2].values()]
+    assert [row.error for row in actual[2].values()] == [row.error for row in expected[2].values()]
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_a_recurrent_loop_goes_on_where_it_was_interrupted(tmp_path, interrupt):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     interrupt(None)
-    found = run(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, found[:2], expected[:2])
+    actual = run(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, actual[:2], expected[:2])
 
 
 def transposed(params, x):

@@ -38,7 +38,7 @@ def test_weights_and_masks_are_those_of_numpy(inputs, block, dead):
     if dead:
         x[:, [0, 5, inputs - 1]] = 0
     block = inputs if block == "d" else block
-    pruned, mask = prune(weights, oracles.of_kernel(x), block_size=block)
+    pruned, mask = prune(weights, oracles.make_statistic(x), block_size=block)
     expected = oracles.sparsegpt(weights, x.T @ x, 0.5, block=block)
     np.testing.assert_array_equal(mask, expected[1])
     np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
@@ -53,7 +53,7 @@ def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
     weights, x, _ = oracles.layer(72, outputs=12, rows=300, rank=20)
     x[:, 6] = 0
     kind = sparsity.NByM(*nm, axis=0)
-    pruned, mask = prune(weights, oracles.of_kernel(x), kind, block_size=block)
+    pruned, mask = prune(weights, oracles.make_statistic(x), kind, block_size=block)
     expected = oracles.sparsegpt(weights, x.T @ x, nm=nm)
     np.testing.assert_array_equal(mask, expected[1])
     np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
@@ -66,7 +66,7 @@ def test_groups_of_outputs_keep_the_inputs_of_numpy(group, block):
     weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
     x[:, 6] = 0
     pruned, mask = prune(
-        weights, oracles.of_kernel(x), sparsity.FanIn(group), 0.7, block_size=block
+        weights, oracles.make_statistic(x), sparsity.FanIn(group), 0.7, block_size=block
     )
     expected = oracles.sparsegpt(weights, x.T @ x, 0.7, block=block, group=group)
     np.testing.assert_array_equal(mask, expected[1])
@@ -89,7 +89,7 @@ def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
 @pytest.mark.parametrize("sparsity_", [0.0, 0.3, 0.9, 1.0])
 def test_any_sparsity_keeps_as_many_as_the_library_counts(sparsity_):
     weights, x, _ = oracles.layer(37, outputs=5, rows=300)
-    pruned, mask = prune(weights, oracles.of_kernel(x), half=sparsity_, block_size=10)
+    pruned, mask = prune(weights, oracles.make_statistic(x), half=sparsity_, block_size=10)
     expected = oracles.sparsegpt(weights, x.T @ x, sparsity_, block=10)
     np.testing.assert_array_equal(mask, expected[1])
     np.testing.assert_allclose(pruned, expected[0], atol=1e-10)

@@ -58,15 +58,15 @@ def make(name, dtype=np.float32, seed=0):
 
 def matrices(leaf, statistic):
     """[matrices, outputs, inputs] by the library."""
-    found = np.asarray(statistic.matrices(leaf))
-    return found.reshape(-1, *found.shape[-2:])
+    actual = np.asarray(statistic.matrices(leaf))
+    return actual.reshape(-1, *actual.shape[-2:])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_leaf_is_seen_as_its_matrices_and_put_back(name):
     leaf, statistic, made = make(name)
-    found = matrices(leaf, statistic)
-    np.testing.assert_array_equal(found, np.stack([weights for weights, _ in made]))
+    actual = matrices(leaf, statistic)
+    np.testing.assert_array_equal(actual, np.stack([weights for weights, _ in made]))
     back = statistic.parameter(statistic.matrices(leaf), leaf.shape)
     np.testing.assert_array_equal(back, leaf)
 
@@ -83,8 +83,8 @@ def test_groups_of_a_convolution_are_those_of_jax():
         axes = {"contracting": (0, 1, 2), "output": (3,), "groups": 3}
         seen = sparsity.Statistic(count=1, **axes).matrices(jnp.asarray(kernel))
     patches = x.reshape(9, 3, 2).transpose(1, 0, 2).reshape(3, 18)
-    found = np.einsum("goi,gi->go", seen, patches)
-    np.testing.assert_allclose(found.ravel(), expected.ravel(), rtol=1e-12)
+    actual = np.einsum("goi,gi->go", seen, patches)
+    np.testing.assert_allclose(actual.ravel(), expected.ravel(), rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_leaves_are_pruned_and_refitted_as_their_matrices_are(name):
             leaf, statistics=statistics
         )
         errors = output_error(statistic, leaf - refitted)
-    found = zip(*(matrices(x, statistic) for x in (masks, refitted, swept)), strict=True)
+    actual = zip(*(matrices(x, statistic) for x in (masks, refitted, swept)), strict=True)
     errors = np.asarray(errors).reshape(len(made), -1)
-    for (weights, x), error, (mask, by_squares, by_sweep) in zip(made, errors, found, strict=True):
+    for (weights, x), error, (mask, by_squares, by_sweep) in zip(made, errors, actual, strict=True):
         np.testing.assert_array_equal(mask, oracles.wanda(weights, (x**2).sum(0), 0.5))
         expected = oracles.least_squares(weights, mask, x.T @ x)
         np.testing.assert_allclose(by_squares, expected, rtol=1e-7)
@@ -131,12 +131,12 @@ def test_groups_along_an_inner_axis_are_swept_with_that_axis_last(axis):
         pruner = sparsity.SparseGPTPruning(
             sparsity_distribution_fn=_half, sparsity_type=sparsity.NByM(1, 2, axis=axis)
         )
-        found, mask = pruner.instant_sparsify(jnp.asarray(kernel), statistics={(): seen})
+        actual, mask = pruner.instant_sparsify(jnp.asarray(kernel), statistics={(): seen})
     last = np.moveaxis(x, axis, -1).reshape(40, 8)
     weights = np.moveaxis(kernel, axis, -1)
     expected, kept = oracles.sparsegpt(weights.reshape(3, 8), last.T @ last, nm=(1, 2))
     np.testing.assert_allclose(
-        np.moveaxis(np.asarray(found), axis, -1), expected.reshape(weights.shape), atol=1e-10
+        np.moveaxis(np.asarray(actual), axis, -1), expected.reshape(weights.shape), atol=1e-10
     )
     np.testing.assert_array_equal(
         np.moveaxis(np.asarray(mask), axis, -1), kept.reshape(weights.shape)

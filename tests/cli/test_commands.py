@@ -78,16 +78,16 @@ def assert_same(a, b):
 
 def test_inspect_reports_every_array_of_every_format(saved, capsys):
     path, load = saved
-    code, found = report(capsys, "inspect", path)
+    code, actual = report(capsys, "inspect", path)
     assert code == 0
     arrays = named(load(path))
-    assert found["leaves"].keys() == arrays.keys()
+    assert actual["leaves"].keys() == arrays.keys()
     for name, array in arrays.items():
-        told = found["leaves"][name]
+        told = actual["leaves"][name]
         assert (told["shape"], told["dtype"]) == (list(array.shape), str(array.dtype))
         assert (told["size"], told["nonzeros"]) == (array.size, np.count_nonzero(array))
         assert told["bytes"]["dense"] == array.nbytes
-    assert found["total"]["bytes"]["dense"] == sum(array.nbytes for array in arrays.values())
+    assert actual["total"]["bytes"]["dense"] == sum(array.nbytes for array in arrays.values())
 
 
 def test_inspect_finds_patterns_and_counts_bytes(tmp_path, capsys):
@@ -135,10 +135,10 @@ def test_a_filter_chooses_leaves_by_path_or_regular_expression(saved, capsys):
     path, load = saved
     everything = named(load(path))
     prefix = "net/" if "net/kernel" in everything else ""
-    code, found = report(capsys, "inspect", path, "--filter", f"{prefix}kernel")
-    assert (code, list(found["leaves"])) == (0, [f"{prefix}kernel"])
-    found = report(capsys, "inspect", path, "--filter", f"{prefix}(kernel|bias)")[1]
-    assert set(found["leaves"]) == {f"{prefix}kernel", f"{prefix}bias"}
+    code, actual = report(capsys, "inspect", path, "--filter", f"{prefix}kernel")
+    assert (code, list(actual["leaves"])) == (0, [f"{prefix}kernel"])
+    actual = report(capsys, "inspect", path, "--filter", f"{prefix}(kernel|bias)")[1]
+    assert set(actual["leaves"]) == {f"{prefix}kernel", f"{prefix}bias"}
 
 
 def test_the_table_shows_leaves_as_they_are_called(tmp_path, capsys):
@@ -221,10 +221,10 @@ def test_inspecting_takes_little_memory_beside_an_array(tmp_path, capsys, name):
     stored = np.asfortranarray(array) if name.startswith("fortran") else array
     FORMATS[name.replace("fortran", "a")][0](tmp_path / name, {"w": stored})
     tracemalloc.start()
-    found = report(capsys, "inspect", tmp_path / name, "--filter", ".*w")[1]
+    actual = report(capsys, "inspect", tmp_path / name, "--filter", ".*w")[1]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    (told,) = found["leaves"].values()
+    (told,) = actual["leaves"].values()
     assert told["patterns"] == ["channel_-1"]
     assert peak < MEMORY[name] * array.nbytes
 
@@ -263,8 +263,8 @@ def test_inspecting_a_folder_takes_the_memory_of_two_arrays(tmp_path):
 def assert_prunes_as_the_api(path, load, **options):
     """Prunes a checkpoint, and what the format's own package reads, by the API."""
     target = path.with_stem("pruned")
-    given = [f"--{key}={value}" for key, value in options.items()]
-    assert main(["prune", str(path), str(target), *HALF, *given]) == 0
+    command_line = [f"--{key}={value}" for key, value in options.items()]
+    assert main(["prune", str(path), str(target), *HALF, *command_line]) == 0
     if "type" in options:
         options["sparsity_type"] = options.pop("type")
     updater = sparsity.create_updater_from_config(
@@ -365,9 +365,9 @@ def test_a_failure_while_writing_leaves_nothing_and_no_change(
 
 def test_equal_checkpoints_do_not_differ(saved, capsys):
     path, _ = saved
-    code, found = report(capsys, "diff", path, path)
+    code, actual = report(capsys, "diff", path, path)
     assert code == 0
-    assert found["total"]["dropped"] == found["total"]["grown"] == found["total"]["changed"] == 0
+    assert actual["total"]["dropped"] == actual["total"]["grown"] == actual["total"]["changed"] == 0
 
 
 def test_diff_counts_what_moved_and_what_changed(tmp_path, capsys):
@@ -377,12 +377,12 @@ def test_diff_counts_what_moved_and_what_changed(tmp_path, capsys):
     np.savez(tmp_path / "old.npz", **old)
     safetensors.numpy.save_file(new, tmp_path / "new.safetensors")
     arguments = ["diff", tmp_path / "old.npz", tmp_path / "new.safetensors"]
-    code, found = report(capsys, *arguments)
+    code, actual = report(capsys, *arguments)
     assert code == 1
-    counts = {key: found["leaves"]["w"][key] for key in ("kept", "dropped", "grown", "changed")}
+    counts = {key: actual["leaves"]["w"][key] for key in ("kept", "dropped", "grown", "changed")}
     assert counts == {"kept": 5, "dropped": 1, "grown": 1, "changed": 3}
-    assert found["leaves"]["gone"]["new"] is None
-    assert found["leaves"]["new"]["old"] is None
+    assert actual["leaves"]["gone"]["new"] is None
+    assert actual["leaves"]["new"]["old"] is None
     assert report(capsys, *arguments, "--filter", "same")[0] == 0
     main([*map(str, arguments)])
     out = capsys.readouterr().out
@@ -441,8 +441,8 @@ def test_help_shows_examples_and_exit_codes(command, capsys):
     ],
 )
 def test_bad_arguments_are_one_line_that_says_the_remedy(kernels, capsys, arguments, message):
-    given = [argument.format(kernels=kernels) for argument in arguments]
-    assert message in error(capsys, *given)
+    command_line = [argument.format(kernels=kernels) for argument in arguments]
+    assert message in error(capsys, *command_line)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from sparsity.cli import detect
 from sparsity.sparsity_types import parse_sparsity_type
 
 
-def found(mask):
+def detect_pattern(mask):
     mask = np.asarray(mask)
     return detect.find_patterns(np.packbits(mask), mask.shape)
 
@@ -54,7 +54,7 @@ def tile(request, monkeypatch):
     ],
 )
 def test_the_pattern_of_a_mask_is_found(kind, shape):
-    assert found(made(kind, shape)) == [kind]
+    assert detect_pattern(made(kind, shape)) == [kind]
 
 
 @pytest.mark.usefixtures("tile")
@@ -71,58 +71,60 @@ def test_the_pattern_of_a_mask_is_found(kind, shape):
     ],
 )
 def test_outputs_that_share_their_inputs_are_found(kind, shape, block):
-    assert found(made(kind, shape)) == [block, kind]
+    assert detect_pattern(made(kind, shape)) == [block, kind]
 
 
 def test_one_entry_more_is_no_constant_fan_in():
     mask = np.array(made("fanin_1,-2", (33, 40)))
     mask[np.flatnonzero(mask[:, 7] == 0)[0], 7] = 1
-    assert found(mask) == []
+    assert detect_pattern(mask) == []
 
 
 def test_a_mask_of_one_output_reads_no_constant_number_of_inputs():
-    assert found([[1], [0], [0], [1], [1], [1], [0]]) == ["channel_-2"]
+    assert detect_pattern([[1], [0], [0], [1], [1], [1], [0]]) == ["channel_-2"]
 
 
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("sparsity", [0.5, 0.8])
 @pytest.mark.parametrize("shape", [(64, 64), (64, 33), (3, 3, 32, 32), (512,)])
 def test_an_unstructured_mask_has_no_pattern(shape, sparsity):
-    assert found(np.random.default_rng(0).random(shape) > sparsity) == []
+    assert detect_pattern(np.random.default_rng(0).random(shape) > sparsity) == []
 
 
 @pytest.mark.usefixtures("tile")
 def test_rows_that_change_in_a_later_tile_are_seen():
     mask = np.ones((96, 8), np.uint8)  # three of the small tiles, the first of ones alone
     mask[48:72] = 0
-    assert found(mask) == ["channel_-2"]
+    assert detect_pattern(mask) == ["channel_-2"]
     mask[:, 4:] = 1
-    assert found(mask) == ["block_24,4"]
+    assert detect_pattern(mask) == ["block_24,4"]
     mask[80, :4] = 0  # from now on rows change at steps of 1
-    assert found(mask) == ["block_1,4"]
+    assert detect_pattern(mask) == ["block_1,4"]
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (4, 8), (0, 4)])
 def test_a_dense_leaf_and_one_of_zeros_have_none(shape):
-    assert found(np.ones(shape, np.uint8)) == []
-    assert found(np.zeros(shape, np.uint8)) == []
+    assert detect_pattern(np.ones(shape, np.uint8)) == []
+    assert detect_pattern(np.zeros(shape, np.uint8)) == []
 
 
 def test_a_pattern_with_some_more_zeros_still_holds():
     mask = np.array(made("nm_2,4,-1", (32, 32)))
     mask[np.nonzero(mask)[0][:3], np.nonzero(mask)[1][:3]] = 0
-    assert found(mask) == ["nm_2,4,-1"]
+    assert detect_pattern(mask) == ["nm_2,4,-1"]
 
 
 def test_the_sparsest_pattern_is_said_and_of_equal_ones_the_smallest_group():
     one_of_eight = [[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0]]
-    assert found(one_of_eight) == ["nm_1,8,-1"]
-    assert found([[1, 0, 0, 1, 0, 1, 1, 0], [1, 0, 1, 0, 0, 1, 1, 0], [1, 0] * 4]) == ["nm_1,2,-1"]
+    assert detect_pattern(one_of_eight) == ["nm_1,8,-1"]
+    assert detect_pattern([[1, 0, 0, 1, 0, 1, 1, 0], [1, 0, 1, 0, 0, 1, 1, 0], [1, 0] * 4]) == [
+        "nm_1,2,-1"
+    ]
 
 
 def test_pairs_within_fours_are_blocks_and_2_of_4():
     mask = [[1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 1, 1]]
-    assert found(mask) == ["block_1,2", "nm_2,4,-1"]
+    assert detect_pattern(mask) == ["block_1,2", "nm_2,4,-1"]
 
 
 @pytest.mark.slow
@@ -130,7 +132,7 @@ def test_pairs_within_fours_are_blocks_and_2_of_4():
 def test_what_is_found_holds(seed):
     rng = np.random.default_rng(seed)
     mask = rng.random((4, 8)) < rng.choice([0.1, 0.3, 0.5])
-    for name in found(mask):
+    for name in detect_pattern(mask):
         pattern = parse_sparsity_type(name)
         if name.startswith("nm"):
             groups = np.moveaxis(mask, pattern.axis, -1).reshape(-1, pattern.m)

@@ -164,8 +164,8 @@ def dense_gradients(values, indices, x):
     return entries(x.T @ dy, indices), dy @ dense.T
 
 
-def check(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def check(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -293,8 +293,8 @@ def test_masks_of_patterns_are_groups(pattern, size):
         sparsity_distribution_fn=lambda _: 0.75, sparsity_type=pattern
     )
     _, mask = updater.instant_sparsify(jnp.asarray(normal(64, 128)))
-    found, indices = grouping.find_groups(np.asarray(mask).T)
-    assert found == size
+    actual, indices = grouping.find_groups(np.asarray(mask).T)
+    assert actual == size
     np.testing.assert_array_equal(unfold(size, indices, 128, 64), np.asarray(mask).T)
 
 

@@ -25,7 +25,7 @@ def _filled(value, shape=(2, 3)):
     return jnp.full(shape, value, jnp.float32)
 
 
-def _owners_of(params, state):
+def _find_owners(params, state):
     """For each leaf of the state the value of its owner, by the place of the leaf."""
     mean = lambda owner, _: "none" if owner is None else float(jnp.mean(owner))  # noqa: E731
     named = owners.map_owned(mean, params, state)
@@ -34,7 +34,7 @@ def _owners_of(params, state):
 
 def test_a_parameter_called_mu_is_not_taken_for_the_moments():
     params = Outer(_filled(1), Inner(_filled(2)))
-    assert _owners_of(params, optax.adam(0.1).init(params)) == {
+    assert _find_owners(params, optax.adam(0.1).init(params)) == {
         "[0].count": "none",
         "[0].mu.w": 1,
         "[0].mu.mu.w": 2,
@@ -47,14 +47,14 @@ def test_a_tuple_of_moments_is_not_taken_for_a_list_of_parameters():
     params = [_filled(1), [_filled(2), _filled(3)]]
     moments = jax.tree.map(jnp.zeros_like, params)
     once = {"[0]": 1, "[1][0]": 2, "[1][1]": 3}
-    assert _owners_of(params, (moments, moments)) == {
+    assert _find_owners(params, (moments, moments)) == {
         f"[{at}]{path}": value for at in (0, 1) for path, value in once.items()
     }
 
 
 def test_a_list_of_two_parameters_in_a_pair_of_moments():
     params = [_filled(1), _filled(2)]
-    assert _owners_of(params, (params, params)) == {
+    assert _find_owners(params, (params, params)) == {
         "[0][0]": 1,
         "[0][1]": 2,
         "[1][0]": 1,
@@ -65,7 +65,7 @@ def test_a_list_of_two_parameters_in_a_pair_of_moments():
 def test_placeholders_of_masked_stand_for_parameters_without_state():
     params = {"w": _filled(1), "b": _filled(2), "c": {"d": _filled(3)}}
     tx = optax.masked(optax.trace(0.9), {"w": True, "b": False, "c": True})
-    assert _owners_of(params, tx.init(params)) == {
+    assert _find_owners(params, tx.init(params)) == {
         ".inner_state.trace['c']['d']": 3,
         ".inner_state.trace['w']": 1,
     }
@@ -74,15 +74,15 @@ def test_placeholders_of_masked_stand_for_parameters_without_state():
 def test_a_placeholder_of_masked_may_stand_for_a_whole_subtree():
     params = {"w": _filled(1), "c": {"d": _filled(3), "e": _filled(4)}}
     state = {"w": _filled(0), "c": optax.MaskedNode()}
-    assert _owners_of(params, [state]) == {"[0]['w']": 1}
+    assert _find_owners(params, [state]) == {"[0]['w']": 1}
 
 
 def test_each_state_of_multi_transform_finds_its_owners():
     params = {"w": _filled(1), "b": _filled(2)}
     labels = {"w": "adam", "b": "momentum"}
     tx = optax.multi_transform({"adam": optax.adam(0.1), "momentum": optax.trace(0.9)}, labels)
-    found = _owners_of(params, tx.init(params))
-    assert {path.rpartition("inner_state")[2]: owner for path, owner in found.items()} == {
+    actual = _find_owners(params, tx.init(params))
+    assert {path.rpartition("inner_state")[2]: owner for path, owner in actual.items()} == {
         "[0].count": "none",
         "[0].mu['w']": 1,
         "[0].nu['w']": 1,
@@ -91,8 +91,8 @@ def test_each_state_of_multi_transform_finds_its_owners():
 
 
 def test_a_bare_array_owns_its_moments():
-    found = _owners_of(_filled(7), optax.adam(0.1).init(_filled(7)))
-    assert found["[0].mu"] == found["[0].nu"] == 7
+    actual = _find_owners(_filled(7), optax.adam(0.1).init(_filled(7)))
+    assert actual["[0].mu"] == actual["[0].nu"] == 7
 
 
 class Model(nnx.Module):
@@ -107,8 +107,8 @@ def test_variables_at_init_own_the_state_of_plain_arrays_and_the_other_way_round
     plain = {"first": _filled(1), "second": _filled(2)}
     state = optax.trace(0.9).init(model)
     params = model if variables else plain
-    assert list(_owners_of(params, state).values()) == [1, 2]
-    assert list(_owners_of(params, optax.trace(0.9).init(plain)).values()) == [1, 2]
+    assert list(_find_owners(params, state).values()) == [1, 2]
+    assert list(_find_owners(params, optax.trace(0.9).init(plain)).values()) == [1, 2]
 
 
 def test_factored_moments_have_an_owner_of_another_shape():
@@ -126,19 +126,19 @@ def test_factored_moments_have_an_owner_of_another_shape():
 def test_histories_have_an_owner():
     params = {"w": _filled(1), "b": _filled(2)}
     state = optax.scale_by_lbfgs(memory_size=3).init(params)
-    found = owners.map_owned(lambda owner, leaf: owner is not None, params, state)
-    assert found.diff_params_memory == {"w": True, "b": True}
+    actual = owners.map_owned(lambda owner, leaf: owner is not None, params, state)
+    assert actual.diff_params_memory == {"w": True, "b": True}
     assert jnp.shape(state.diff_params_memory["w"]) == (3, 2, 3)
 
 
 def test_scalars_and_trees_of_other_paths_have_no_owner():
     params = {"w": _filled(1)}
     state = {"count": jnp.zeros([]), "noise": {"v": _filled(0)}, "rng": jax.random.key(0)}
-    assert set(_owners_of(params, state).values()) == {"none"}
+    assert set(_find_owners(params, state).values()) == {"none"}
 
 
 def test_parameters_without_leaves_own_nothing():
-    assert _owners_of({}, {"count": 1.0}) == {"['count']": "none"}
+    assert _find_owners({}, {"count": 1.0}) == {"['count']": "none"}
 
 
 def _state(w, b, n=5):
@@ -170,8 +170,8 @@ def test_a_parameter_called_mu_is_reset_in_its_own_moments_only():
     params = Outer(_filled(1), Inner(_filled(2)))
     state = jax.tree.map(lambda leaf: leaf + 9, optax.adam(0.1).init(params))
     chosen = Outer(None, Inner(jnp.arange(6).reshape(2, 3) == 4))
-    found = owners.replace_where(state, optax.adam(0.1).init(params), chosen)
-    for moments in (found[0].mu, found[0].nu):
+    actual = owners.replace_where(state, optax.adam(0.1).init(params), chosen)
+    for moments in (actual[0].mu, actual[0].nu):
         assert np.all(moments.w == 9)
         np.testing.assert_array_equal(moments.mu.w, [[9, 9, 9], [9, 0, 9]])
-    assert int(found[0].count) == 9
+    assert int(actual[0].count) == 9

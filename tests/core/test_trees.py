@@ -60,13 +60,13 @@ containers = pytest.mark.parametrize(
 
 @containers
 def test_paths_are_what_users_call_the_leaves(make, kernel, bias):
-    found = {
+    actual = {
         trees.path_string(path): leaf
         for path, leaf in trees.leaves_by_path({"net": [make(KERNEL, BIAS)]}).items()
     }
-    assert found.keys() == {f"net/0/{kernel}", f"net/0/{bias}"}
-    assert found[f"net/0/{kernel}"] is KERNEL
-    assert found[f"net/0/{bias}"] is BIAS
+    assert actual.keys() == {f"net/0/{kernel}", f"net/0/{bias}"}
+    assert actual[f"net/0/{kernel}"] is KERNEL
+    assert actual[f"net/0/{bias}"] is BIAS
 
 
 def test_a_bare_array_has_the_empty_path():
@@ -108,7 +108,7 @@ def test_what_another_tree_lacks_is_none(nothing, level):
         "subtree": {"a": nothing, "b": 10.0},
         "leaf": {"a": {"x": nothing, "y": 10.0}, "b": nothing},
     }[level]
-    met = trees.map_matched(lambda _, own, theirs: (own, theirs), tree, other)
+    met = trees.map_matched(lambda _, ours, theirs: (ours, theirs), tree, other)
     expected = {
         "root": [(1.0, None), (2.0, None), (3.0, None)],
         "subtree": [(1.0, None), (2.0, None), (3.0, 10.0)],

@@ -58,8 +58,8 @@ def _names(kind):
 
 @containers
 def test_paths_keep_a_field_called_value(kind):
-    found = [trees.path_string(path) for path in trees.leaves_by_path(_params(kind))]
-    assert sorted(found) == sorted(_names(kind).values())
+    actual = [trees.path_string(path) for path in trees.leaves_by_path(_params(kind))]
+    assert sorted(actual) == sorted(_names(kind).values())
 
 
 @containers
@@ -100,11 +100,11 @@ def test_training_prunes_a_field_called_value(kind):
     state = tx.init(params)
     updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
     params = optax.apply_updates(params, updates)
-    found = {
+    actual = {
         trees.path_string(path): int(np.count_nonzero(leaf))
         for path, leaf in trees.leaves_by_path(params).items()
     }
-    assert found == dict.fromkeys(names.values(), 8)
+    assert actual == dict.fromkeys(names.values(), 8)
 
 
 def test_a_tree_inside_of_a_variable_keeps_its_own_fields():
@@ -113,8 +113,8 @@ def test_a_tree_inside_of_a_variable_keeps_its_own_fields():
             self.w = nnx.Param({"value": jnp.ones(2), "other": {"value": jnp.ones(3)}})
 
     params = nnx.state(Holder(), nnx.Param)
-    found = [trees.path_string(path) for path in trees.leaves_by_path(params)]
-    assert sorted(found) == ["w/other/value", "w/value"]
+    actual = [trees.path_string(path) for path in trees.leaves_by_path(params)]
+    assert sorted(actual) == ["w/other/value", "w/value"]
 
 
 def test_masks_of_variables_meet_plain_gradients_with_a_field_called_value():

@@ -65,10 +65,10 @@ def test_the_updater_gives_the_masks_and_weights_that_the_functions_give(dtype):
 
     opt_state = tx.init(params)
     names = jax.tree.structure(opt_state.masks)
-    for count, (known, mask_key) in enumerate(expected):
+    for count, (expected_state, mask_key) in enumerate(expected):
         params, opt_state = step(params, opt_state, gradients(params, count))
         assert jax.tree.structure(opt_state.masks) == names
-        jax.tree.map(np.testing.assert_array_equal, params, known)
+        jax.tree.map(np.testing.assert_array_equal, params, expected_state)
         for layer, masks in opt_state.masks.items():
             for leaf, mask in masks.items():
                 held = None if mask_key is None else mask_key[layer][leaf]
@@ -136,11 +136,11 @@ def test_tables_show_the_last_type_and_target_of_each_layer():
     params = jax.tree.map(jnp.asarray, parameters())
     updater = EpochStrategy(MIXED | strategy(8, "str_local", {"Dense_1-kernel": (2, 4)}), 1)
     rows = sparsity.reports.layer_summary(params, updater.init_state(params), updater)
-    found = {row.path: (row.type, row.target) for row in rows}
-    assert found["Dense_1/kernel"] == ("NByM(n=2, m=4, axis=-1)", 0.5)
-    assert found["Conv_0/kernel"] == ("Unstructured", 0.5)
-    assert found["Conv_1/bias"] == ("Unstructured", pytest.approx(0.8))
-    assert found["Dense_0/bias"] == ("", None)
+    actual = {row.path: (row.type, row.target) for row in rows}
+    assert actual["Dense_1/kernel"] == ("NByM(n=2, m=4, axis=-1)", 0.5)
+    assert actual["Conv_0/kernel"] == ("Unstructured", 0.5)
+    assert actual["Conv_1/bias"] == ("Unstructured", pytest.approx(0.8))
+    assert actual["Dense_0/bias"] == ("", None)
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def text_of(output):
+def read_text(output):
     return "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
 
 
@@ -145,7 +145,7 @@ def kinds(notebook):
 
 def heads_of_tables(notebook):
     """Returns the words above the rules of the tables that are shown, cell by cell."""
-    texts = [[text_of(o) for o in cell.outputs] for cell in code_cells(notebook)]
+    texts = [[read_text(o) for o in cell.outputs] for cell in code_cells(notebook)]
     return [[m.split() for m in re.findall(r"(.*)\n *─+\n", "".join(text))] for text in texts]
 
 
@@ -212,8 +212,8 @@ def test_stored_outputs_hold_pictures_and_no_errors_warnings_or_paths(path):
     for output in shown:
         assert output["output_type"] != "error"
         assert output.get("name") != "stderr"
-        assert "Warning" not in text_of(output)
-        assert not any(place in text_of(output) for place in ("/home", "/root", "/tmp", "/work"))
+        assert "Warning" not in read_text(output)
+        assert not any(place in read_text(output) for place in ("/home", "/root", "/tmp", "/work"))
     assert path.stat().st_size < 600_000
 
 

@@ -59,14 +59,14 @@ def same(one, other):
 @pytest.fixture
 def opened():
     """Opens run folders, and closes them after the test."""
-    found = []
+    actual = []
 
     def open_folder(folder, config=CONFIG, restart=False):
-        found.append(Checkpoints(folder, config, restart))
-        return found[-1]
+        actual.append(Checkpoints(folder, config, restart))
+        return actual[-1]
 
     yield open_folder
-    for checkpoints in found:
+    for checkpoints in actual:
         checkpoints.close()
 
 
@@ -122,14 +122,14 @@ def test_whatever_file_is_damaged_the_contents_are_right_or_those_before(
         run = tmp_path / str(number)
         shutil.copytree(tmp_path / "run", run)
         damage(run / path.relative_to(tmp_path / "run"))
-        found = opened(run).restore(like)
+        actual = opened(run).restore(like)
         said = capsys.readouterr().err
-        if found.step == 1:
+        if actual.step == 1:
             fell_back += 1
             assert "The checkpoint of step 2 is damaged" in said
             assert "Going on from the one of step 1" in said
             assert not (run / newest).exists()
-        assert same(found, checkpoint(found.step))
+        assert same(actual, checkpoint(actual.step))
     assert fell_back >= 3  # the arrays, the history, and what describes them
 
 

@@ -55,10 +55,10 @@ def test_accuracy_is_printed_before_and_after_each_pruning_and_after_the_recover
     report.print_prunings(updater, end.history["evaluations"])
     rows = re.findall(r"^│ (\d+) +│(.*)│$", capsys.readouterr().out, re.MULTILINE)
     shown = {int(epoch): re.findall(r"[\d.]+%", cells) for epoch, cells in rows}
-    found = {row["step"]: row for row in end.history["evaluations"]}
+    actual = {row["step"]: row for row in end.history["evaluations"]}
     for epoch, steps in ((1, (4, 5, 8)), (2, (8, 9, 12))):
-        expected = [found[step]["sparse"]["accuracy"] for step in steps]
-        expected.append(found[steps[-1]]["dense"]["accuracy"])
+        expected = [actual[step]["sparse"]["accuracy"] for step in steps]
+        expected.append(actual[steps[-1]]["dense"]["accuracy"])
         assert shown[epoch] == [f"{accuracy:.1%}" for accuracy in expected]
 
 

@@ -48,8 +48,8 @@ def test_channels_are_cut_when_masks_are_final_until_a_quarter_of_the_macs_is_le
     assert shapes["conv2"]["kernel"][2] == first < 32
     assert places == 49 * second < 49 * 64
     # 14 x 14 places of 25 inputs, 7 x 7 of 25 x first, and two dense layers.
-    left = 4900 * first + 1225 * first * second + 49 * second * hidden + 10 * hidden
-    assert 0.22 < left / 3_068_288 <= 0.25
+    small_macs = 4900 * first + 1225 * first * second + 49 * second * hidden + 10 * hidden
+    assert 0.22 < small_macs / 3_068_288 <= 0.25
 
 
 def test_the_smaller_network_trains_as_the_masked_one_would_have(cut_run):
@@ -59,10 +59,10 @@ def test_the_smaller_network_trains_as_the_masked_one_would_have(cut_run):
     plan = sparsity.Plan.from_json(end.history["cuts"][0]["plan"])
     graph = run.experiment.networks["sparse"].updater.scope.graph
     expected = sparsity.shrink(graph, masked, plan).params
-    for found, other in zip(
+    for actual, other in zip(
         jax.tree.leaves(end.state.trained["sparse"].params), jax.tree.leaves(expected), strict=True
     ):
-        np.testing.assert_allclose(found, other, atol=1e-4)
+        np.testing.assert_allclose(actual, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("step", [10, 15], ids=["before the cut", "after it"])

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 # Primitives that only programs on meshes have, see tests/scripts, and one that no function binds.
 NOT_DRAWN = {"copy_p", "mesh_cast", "pvary", "reshard"}
 # Not all versions of jax have them.
-OF_SOME_VERSIONS = {"log2", "one_minus_square", "stack", "tile", "unstack"}
+IN_SOME_VERSIONS = {"log2", "one_minus_square", "stack", "tile", "unstack"}
 WITH_WEIGHT = {"dot_general", "ragged_dot_general"}
 
 

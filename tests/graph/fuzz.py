@@ -42,8 +42,8 @@ class Model:
 
     def value(self, fits=lambda size: True):
         """The number of a value, not the input if there is another; None if none fits."""
-        found = [i for i, size in enumerate(self.sizes) if size <= LARGEST and fits(size)]
-        return int(self.rng.choice(found[1:] or found)) if found else None
+        fitting = [i for i, size in enumerate(self.sizes) if size <= LARGEST and fits(size)]
+        return int(self.rng.choice(fitting[1:] or fitting)) if fitting else None
 
     def weight(self, *shape):
         """The name of a weight, sometimes that of an earlier step."""
@@ -54,7 +54,7 @@ class Model:
         self.params[name] = self.rng.normal(size=shape) / np.sqrt(shape[-1])
         return name
 
-    def one_of(self, choices):
+    def choose_one(self, choices):
         return choices[self.rng.integers(len(choices))]
 
 
@@ -66,7 +66,7 @@ def make(seed, steps=None, second=None):
     model = Model(np.random.default_rng(seed))
     count = model.rng.integers(3, 7)
     while len(model.steps) < count:
-        name = model.one_of(["dense"] if not model.steps else steps or sorted(STEPS))
+        name = model.choose_one(["dense"] if not model.steps else steps or sorted(STEPS))
         step = STEPS[name]
         if second and len(model.steps) == 1:
             name, step = second, functools.partial(_primitive, second)
@@ -96,18 +96,18 @@ def wrong(seeds, tolerance=1e-10, steps=None, second=None):
 
     def run(params):
         return [
-            removal.outputs(graph, model, own, (x,), groups, removal.choose(groups, seed))
-            for (seed, model, _, x, graph, groups), own in zip(cases, params, strict=True)
+            removal.outputs(graph, model, leaves, (x,), groups, removal.choose(groups, seed))
+            for (seed, model, _, x, graph, groups), leaves in zip(cases, params, strict=True)
         ]
 
     with jax.enable_x64(True):
-        found = {}
+        errors = {}
         # Most of the time would be spent in compiling fusions.
         compiled = jax.jit(run, compiler_options=helpers.WITHOUT_EMITTERS)
         for case, pair in zip(cases, compiled([case[2] for case in cases]), strict=True):
             if not (error := removal.difference(*pair)) <= tolerance:
-                found[case[0]] = f"differs by {error:.1e}: {case[1].names}"
-    return found, sum(len(case[-1]) for case in cases)
+                errors[case[0]] = f"differs by {error:.1e}: {case[1].names}"
+    return errors, sum(len(case[-1]) for case in cases)
 
 
 def _case(seed, steps, second):
@@ -123,19 +123,19 @@ def _case(seed, steps, second):
 
 
 def _dense(model, i):
-    size = int(model.one_of(WIDTHS))
+    size = int(model.choose_one(WIDTHS))
     kernel = model.weight(model.sizes[i], size)
     return size, lambda p, v: v[i] @ p[kernel]
 
 
 def _dense_and_bias(model, i):
-    size = int(model.one_of(WIDTHS))
+    size = int(model.choose_one(WIDTHS))
     kernel, bias = model.weight(model.sizes[i], size), model.weight(size)
     return size, lambda p, v: v[i] @ p[kernel] + p[bias]
 
 
 def _transposed(model, i):
-    size = int(model.one_of(WIDTHS))
+    size = int(model.choose_one(WIDTHS))
     kernel = model.weight(size, model.sizes[i])
     return size, lambda p, v: v[i] @ p[kernel].T
 
@@ -146,7 +146,7 @@ def _residual(model, i):
 
 
 def _activation(model, i):
-    fn = model.one_of(
+    fn = model.choose_one(
         [jax.nn.relu, jnp.tanh, jax.nn.sigmoid, jnp.cos, jax.nn.gelu, jax.nn.silu, jnp.abs]
     )
     return model.sizes[i], lambda p, v: fn(v[i])
@@ -241,10 +241,12 @@ def _fast_layer_norm(model, i):
 def _norm_with_scale(model, i):
     """Statistics of centred values, whose parts may lie within calls of their own."""
     scale, bias = model.weight(model.sizes[i]), model.weight(model.sizes[i])
-    measure = model.one_of([jnp.square, jnp.abs, lambda x: jnp.exp(-x), lambda x: jnp.cos(x) - x])
+    measure = model.choose_one(
+        [jnp.square, jnp.abs, lambda x: jnp.exp(-x), lambda x: jnp.cos(x) - x]
+    )
     calls = [lambda fn: fn, lambda fn: fn, jax.jit, jax.jit, jax.checkpoint]
-    inside, between = model.one_of(calls), model.one_of(calls)
-    offset = model.one_of([jnp.mean, jnp.sum])
+    inside, between = model.choose_one(calls), model.choose_one(calls)
+    offset = model.choose_one([jnp.mean, jnp.sum])
 
     def step(p, v):
         centred = inside(lambda x: x - offset(jnp.tanh(x), axis=-1, keepdims=True))(v[i])
@@ -256,12 +258,12 @@ def _norm_with_scale(model, i):
 
 def _block(model, i):
     """A layer of a residual stream: two products after a norm, in a scan or not."""
-    _, norm = model.one_of([_rms_norm, _fast_layer_norm, _norm_with_scale, _norm_with_scale])(
+    _, norm = model.choose_one([_rms_norm, _fast_layer_norm, _norm_with_scale, _norm_with_scale])(
         model, i
     )
     up, down = model.weight(model.sizes[i], 6), model.weight(6, model.sizes[i])
-    around = model.one_of([lambda fn: fn, jax.checkpoint])
-    steps = model.one_of([0, 2])
+    around = model.choose_one([lambda fn: fn, jax.checkpoint])
+    steps = model.choose_one([0, 2])
 
     def step(p, v):
         def layer(x, _=None):
@@ -296,7 +298,7 @@ def _grouped_product(model, i):
 
 
 def _convolution(model, i):
-    groups = model.one_of([1, 2, model.sizes[i]])
+    groups = model.choose_one([1, 2, model.sizes[i]])
     if model.sizes[i] % groups or model.sizes[i] > 12:
         return None
     out = 2 * groups if groups > 1 else 6
@@ -407,18 +409,18 @@ def _inner(model, i):
     return ROWS, lambda p, v: v[i] @ v[i].T
 
 
-def _of_all(model, i):
-    fn = model.one_of([jnp.sum, jnp.mean, jnp.max, jnp.min, jnp.prod, jnp.argmax])
+def _mean_all(model, i):
+    fn = model.choose_one([jnp.sum, jnp.mean, jnp.max, jnp.min, jnp.prod, jnp.argmax])
     return model.sizes[i], lambda p, v: jnp.sin(v[i]) * fn(v[i], -1, keepdims=True)
 
 
 def _any_or_all(model, i):
-    fn, bound = model.one_of([jnp.any, jnp.all]), model.one_of([0.0, 0.5, -0.5])
+    fn, bound = model.choose_one([jnp.any, jnp.all]), model.choose_one([0.0, 0.5, -0.5])
     return model.sizes[i], lambda p, v: v[i] * (1 + fn(v[i] > bound, -1, keepdims=True))
 
 
 def _where(model, i):
-    j, other = model.value(lambda size: size == model.sizes[i]), model.one_of([0.0, 1.0])
+    j, other = model.value(lambda size: size == model.sizes[i]), model.choose_one([0.0, 1.0])
     return model.sizes[i], lambda p, v: jnp.where(v[j] > 0, v[i], other)
 
 
@@ -435,7 +437,7 @@ def _positions(model, i):
 
 
 def _moved(model, i):
-    fn = model.one_of(
+    fn = model.choose_one(
         [
             lambda x: jnp.cumsum(x, -1),
             lambda x: x[:, ::-1],
@@ -454,7 +456,7 @@ def _moved(model, i):
 
 
 def _repeated(model, i):
-    fn = model.one_of(
+    fn = model.choose_one(
         [
             lambda x: jnp.repeat(x, 2, -1),
             lambda x: jnp.tile(x, (1, 2)),
@@ -465,7 +467,7 @@ def _repeated(model, i):
 
 
 def _log_of_sums(model, i):
-    fn = model.one_of(
+    fn = model.choose_one(
         [
             lambda x: jnp.einsum("rc,rc->c", jnp.exp(x), jnp.exp(x)),
             lambda x: jnp.exp(x).sum(0),
@@ -480,7 +482,7 @@ def _log_of_sums(model, i):
 
 
 def _lookup(model, i):
-    options = model.one_of([{"mode": "fill", "fill_value": 2.0}, {"mode": "fill"}, {}])
+    options = model.choose_one([{"mode": "fill", "fill_value": 2.0}, {"mode": "fill"}, {}])
 
     def step(p, v):
         rows = v[i].at[jnp.array([0, ROWS])].get(**options)
@@ -509,7 +511,7 @@ STEPS = {
         _product, _concatenation, _gate, _slice, _heads, _shuffle, _rms_norm, _layer_norm,
         _fast_layer_norm, _norm_with_scale, _block, _group_norm, _grouped_product, _convolution,
         _attention, _fused, _rotary,
-        _scan, _recurrence, _while, _cond, _remat, _outer, _inner, _of_all, _any_or_all, _where,
+        _scan, _recurrence, _while, _cond, _remat, _outer, _inner, _mean_all, _any_or_all, _where,
         _masked_softmax, _positions, _moved, _repeated, _log_of_sums, _lookup, _stack,
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ def choose(groups, seed=0):
     return [np.sort(rng.permutation(g.size)[: rng.integers(1, g.size)]) for g in groups]
 
 
-def masks_of(graph, groups, stay):
+def make_masks(graph, groups, stay):
     """{path: array of 0 and 1} that masks all channels but those that stay."""
     shapes = {leaf.path: leaf.shape for leaf in graph.parameters}
     masks = {}
@@ -32,7 +32,7 @@ def outputs(graph, fn, params, args, groups, stay):
     Statistics that the model carries to its next call are not masked. What it returns of them is
     cut to the channels that stay.
     """
-    masks = masks_of(graph, groups, stay)
+    masks = make_masks(graph, groups, stay)
     values, inputs = graph.model.program.outputs, graph.model.program.inputs
     carried = {  # not what is returned as it was given
         graph.model.parameters[leaf].path
@@ -55,10 +55,10 @@ def outputs(graph, fn, params, args, groups, stay):
     return [smaller.cut(value, x) for value, x in zip(values, expected, strict=True)], outputs
 
 
-def difference(expected, found):
+def difference(expected, actual):
     """The largest difference of any output, relative to its largest entry."""
     errors = []
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, actual, strict=True):
         one, other = np.asarray(one), np.asarray(other)
         assert one.shape == other.shape, (one.shape, other.shape)
         scale = max(np.abs(one).max(initial=0), 1e-30)

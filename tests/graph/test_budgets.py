@@ -44,14 +44,14 @@ def nbytes(params, masks):
     return total
 
 
-def left(graph, params, masks, name):
+def measure_share(graph, params, masks, name):
     """The part of the cost that masks leave."""
     if name == "macs":
         return graph.macs(masks) / graph.macs()
     return nbytes(params, masks) / sum(x.nbytes for x in params.values())
 
 
-def masks_of(params, distribution, **options):
+def make_masks(params, distribution, **options):
     return sparsity.MagnitudePruning(
         sparsity_distribution_fn=distribution, **options
     ).instant_sparsify(params)[1]
@@ -72,8 +72,8 @@ def masks_of(params, distribution, **options):
 def test_masks_cost_what_is_allowed_or_up_to_half_a_percent_less(name, share, spread, scope):
     params, graph = case()
     distribution = sparsity.budget(graph, **{name: share}, distribution=spread)
-    masks = masks_of(params, distribution, scope=scope)
-    assert 0.995 * share <= left(graph, params, masks, name) <= share
+    masks = make_masks(params, distribution, scope=scope)
+    assert 0.995 * share <= measure_share(graph, params, masks, name) <= share
     assert masks["bias"] is None
 
 
@@ -86,7 +86,7 @@ def test_a_budget_of_a_whole_model_removes_nothing():
 def test_under_a_global_scope_cheap_weights_are_kept_for_their_score():
     # A weight of conv runs at 9 positions, one of the others at one.
     params, graph = case()
-    pruner = functools.partial(masks_of, params, sparsity.budget(graph, macs=0.3))
+    pruner = functools.partial(make_masks, params, sparsity.budget(graph, macs=0.3))
     by_layer, by_cost = pruner(), pruner(scope=sparsity.Global())
     assert by_cost["deep"].mean() > by_layer["deep"].mean()
     assert by_cost["conv"].mean() < by_layer["conv"].mean()
@@ -106,7 +106,7 @@ def test_overrides_and_filters_of_the_distribution_hold():
 @pytest.mark.slow
 def test_patterns_with_a_density_of_their_own_are_counted_with_it():
     params, graph = case()
-    masks = masks_of(params, sparsity.budget(graph, macs=0.6), sparsity_type=sparsity.NByM(1, 2))
+    masks = make_masks(params, sparsity.budget(graph, macs=0.6), sparsity_type=sparsity.NByM(1, 2))
     # What is left of the budget after half of all is spent on leaves that stay dense.
     assert {float(mask.mean()) for mask in masks.values() if mask is not None} <= {0.5, 1.0}
     assert 0.5 <= graph.macs(masks) / graph.macs() <= 0.6
@@ -129,7 +129,9 @@ def test_patterns_of_units_stay_within_the_budget():
     params, graph = case()
     params = {name: params[name] for name in ("wide", "deep", "head")}
     graph = trace(lambda p, x: x @ p["wide"] @ p["deep"] @ p["head"], params, jnp.ones((1, 16)))
-    masks = masks_of(params, sparsity.budget(graph, macs=0.3), sparsity_type=sparsity.Block((2, 2)))
+    masks = make_masks(
+        params, sparsity.budget(graph, macs=0.3), sparsity_type=sparsity.Block((2, 2))
+    )
     assert 0.27 <= graph.macs(masks) / graph.macs() <= 0.3
 
 
@@ -139,7 +141,7 @@ def test_a_constant_fan_in_meets_the_budget_exactly_with_a_smaller_last_group(gr
     params = {"w": jax.random.normal(jax.random.key(0), (100, 10))}
     graph = trace(lambda p, x: x @ p["w"], params, jnp.ones((1, 100)))
     budget = sparsity.budget(graph, macs=0.25)
-    mask = masks_of(params, budget, sparsity_type=sparsity.FanIn(group))["w"]
+    mask = make_masks(params, budget, sparsity_type=sparsity.FanIn(group))["w"]
     np.testing.assert_array_equal(mask.sum(axis=0), [25] * 10)
 
 
@@ -288,7 +290,7 @@ def test_a_global_scope_never_exceeds_a_budget(name, share):
     for scale in (1.0, 30.0):  # the scores of one leaf win
         scaled = params | {"w": scale * params["w"], "b": scale * params["b"]}
         distribution = sparsity.budget(graph, macs=share, distribution=spread)
-        masks = masks_of(scaled, distribution, scope=sparsity.Global(use_normalization=False))
+        masks = make_masks(scaled, distribution, scope=sparsity.Global(use_normalization=False))
         assert graph.macs(masks) <= share * graph.macs()
         assert graph.macs(masks) >= 0.8 * share * graph.macs()
 
@@ -298,7 +300,7 @@ def test_a_budget_of_equal_weights_is_not_exceeded_by_rounding():
     params = {name: jnp.arange(1.0, 257).reshape(16, 16) for name in "ab"}
     graph = trace(lambda p, x: x @ p["a"] + x @ p["b"], params, jnp.ones((1, 16)))
     distribution = sparsity.budget(graph, macs=0.5)
-    masks = masks_of(params, distribution, scope=sparsity.Global())
+    masks = make_masks(params, distribution, scope=sparsity.Global())
     assert sum(int(mask.sum()) for mask in masks.values()) == 256
 
 
@@ -347,7 +349,7 @@ def test_costs_of_a_distribution_of_ones_own_add_up():
             return {"a": 3.0, "b": 0.1}[path[0]]
 
     params = {"a": jnp.arange(1.0, 11), "b": jnp.arange(1.0, 41)}
-    masks = masks_of(params, Priced(), scope=sparsity.Global(use_normalization=False))
+    masks = make_masks(params, Priced(), scope=sparsity.Global(use_normalization=False))
     cost = 3 * masks["a"].sum() + 0.1 * masks["b"].sum()
     assert 0.9 * (3 * 5 + 0.1 * 20) <= cost <= 3 * 5 + 0.1 * 20 + 1e-6
     assert masks["b"].sum() > 20  # a weight of b is worth 30 times more

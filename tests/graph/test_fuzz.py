@@ -20,8 +20,8 @@ BATCH = 25  # programs that are compiled together
 def test_removing_groups_of_random_programs_leaves_what_masking_gives(first):
     wrong, groups = {}, 0
     for start in range(first, first + SIZE, BATCH):
-        found, count = fuzz.wrong(range(start, min(start + BATCH, first + SIZE)))
-        wrong, groups = wrong | found, groups + count
+        actual, count = fuzz.wrong(range(start, min(start + BATCH, first + SIZE)))
+        wrong, groups = wrong | actual, groups + count
     assert wrong == {}
     assert groups > SIZE // 2  # or else the check is empty
 
@@ -47,8 +47,8 @@ def test_removing_groups_around_any_primitive_leaves_what_masking_gives(first):
     for number in range(rounds):
         seeds = range(1000 * number + first, 1000 * number + first + len(names))
         second = dict(zip(seeds, names, strict=True))
-        found, count = fuzz.wrong(seeds, steps=AROUND, second=second)
-        wrong, groups = wrong | found, groups + count
+        actual, count = fuzz.wrong(seeds, steps=AROUND, second=second)
+        wrong, groups = wrong | actual, groups + count
     assert wrong == {}
     assert groups > 10
 
@@ -62,7 +62,7 @@ def test_each_primitive_of_the_tables_is_drawn():
             for name, fn in functions.items():
                 args = (x, weight) if name in every_primitive.WITH_WEIGHT else (x,)
                 drawn = every_primitive.names_in(fn, *args)
-                assert name in drawn | every_primitive.OF_SOME_VERSIONS, name
+                assert name in drawn | every_primitive.IN_SOME_VERSIONS, name
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def select(graph, fn):
     return {leaf.name for leaf in graph.parameters if fn(leaf.path, leaf)}
 
 
-def tree_of(graph, fn):
+def make_tree(graph, fn):
     """A tree of what a function of path and parameter returns for each leaf."""
     tree = {}
     for leaf in graph.parameters:
@@ -74,8 +74,8 @@ def test_zeros_that_a_transposed_convolution_inserts_cost_nothing():
     assert graph.macs() == graph.costs.count_small_macs({}) == 4 * 5 * 2 * 2 * 3 * 8
 
 
-@pytest.mark.parametrize(("rate", "left"), [(0.8, 0.414), (0.9, 0.242)])
-def test_erk_leaves_of_resnet50_what_is_published(rate, left):
+@pytest.mark.parametrize(("rate", "published"), [(0.8, 0.414), (0.9, 0.242)])
+def test_erk_leaves_of_resnet50_what_is_published(rate, published):
     # Evci et al. 2020, table 1: 0.42 and 0.24 of the operations of ResNet-50, in whose masks the
     # first layer counts, and no norm.
     graph = resnet50()
@@ -88,7 +88,7 @@ def test_erk_leaves_of_resnet50_what_is_published(rate, left):
         ) if rates_at is not None
     }  # fmt: skip
     assert float(graph.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(
-        left, abs=1e-3
+        published, abs=1e-3
     )
 
 
@@ -248,7 +248,7 @@ def test_nm_runs_along_the_contracted_axis_of_each_layout():
         "heads": (2, 6, 3),
     }
     graph = trace(fn, models.abstract(shapes), jax.ShapeDtypeStruct((3, 4), jnp.float32))
-    axes = tree_of(graph, lambda path, leaf: getattr(graph.nm(1, 2)(path, leaf), "axis", None))
+    axes = make_tree(graph, lambda path, leaf: getattr(graph.nm(1, 2)(path, leaf), "axis", None))
     assert axes == {"rows": -1, "columns": -2, "image": -2, "scale": None, "heads": -2}
     # 3 divides only the 6 channels of a head.
     assert graph.nm(1, 3)(("heads",), jax.ShapeDtypeStruct((2, 6, 3), jnp.float32)).axis == -2
@@ -270,7 +270,7 @@ def test_fan_in_runs_along_all_axes_that_each_layout_contracts():
         "heads": (2, 6, 3),
     }
     graph = trace(fn, models.abstract(shapes), jax.ShapeDtypeStruct((3, 4), jnp.float32))
-    assert tree_of(graph, graph.fan_in(16)) == {
+    assert make_tree(graph, graph.fan_in(16)) == {
         "rows": sparsity.FanIn(16, axis=-1),
         "columns": sparsity.FanIn(16, axis=-2),
         "image": sparsity.FanIn(16, axis=(-4, -3, -2)),

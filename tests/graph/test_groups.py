@@ -378,10 +378,10 @@ def test_an_axis_that_meets_itself_shifted_is_refused():
 def test_inputs_outputs_and_layers_of_a_scan_are_refused():
     model = models.scanned()
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
-    found = {(r.path[-1], r.axis): (r.primitive, r.reason) for r in graph.refused}
-    assert found["embed", 0] == ("input", "an input of the model")
-    assert found["head", 1] == ("output", "an output of the model")
-    assert found["up", 0] == ("scan", "the layers, or steps, of a scan")
+    actual = {(r.path[-1], r.axis): (r.primitive, r.reason) for r in graph.refused}
+    assert actual["embed", 0] == ("input", "an input of the model")
+    assert actual["head", 1] == ("output", "an output of the model")
+    assert actual["up", 0] == ("scan", "the layers, or steps, of a scan")
 
 
 def test_leaves_that_nobody_reads_are_refused():

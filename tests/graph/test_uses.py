@@ -17,7 +17,7 @@ from sparsity.graph import trace
 from tests.eight_devices import run
 
 
-def of(graph, name):
+def find_uses(graph, name):
     """(primitive, contracting, output, batch, MACs, trips) of each use of a leaf."""
     return [
         (use.primitive, use.contracting, use.output, use.batch, use.macs, use.trips)
@@ -38,7 +38,7 @@ X = jax.ShapeDtypeStruct((5, 4), jnp.float32)
 # One model in five frameworks: two convolutions, a residual, a grouped one, and two layers.
 
 
-def _rest(convs, layers, x):
+def _head(convs, layers, x):
     x = jax.nn.relu(convs[0](x))
     x = x + jax.nn.relu(convs[1](x))
     x = jax.nn.relu(convs[2](x))
@@ -54,7 +54,7 @@ def linen():
                 nn.Conv(8, (3, 3)),
                 nn.Conv(8, (3, 3), feature_group_count=2),
             ]
-            return _rest(convs, [nn.Dense(6), nn.Dense(2)], x)
+            return _head(convs, [nn.Dense(6), nn.Dense(2)], x)
 
     x = jax.ShapeDtypeStruct((2, 5, 5, 3), jnp.float32)
     variables = jax.eval_shape(Net().init, jax.random.key(0), x)
@@ -71,7 +71,7 @@ def nnx_():
             self.layers = nnx.List([nnx.Linear(8, 6, rngs=rngs), nnx.Linear(6, 2, rngs=rngs)])
 
         def __call__(self, x):
-            return _rest(self.convs, self.layers, x)
+            return _head(self.convs, self.layers, x)
 
     definition, state = nnx.split(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
     x = jax.ShapeDtypeStruct((2, 5, 5, 3), jnp.float32)
@@ -81,7 +81,7 @@ def nnx_():
 def haiku():
     def net(x):
         convs = [hk.Conv2D(8, 3), hk.Conv2D(8, 3), hk.Conv2D(8, 3, feature_group_count=2)]
-        return _rest(convs, [hk.Linear(6), hk.Linear(2)], x)
+        return _head(convs, [hk.Linear(6), hk.Linear(2)], x)
 
     model = hk.without_apply_rng(hk.transform(net))
     x = jax.ShapeDtypeStruct((2, 5, 5, 3), jnp.float32)
@@ -124,7 +124,7 @@ def plain():
 
     def fn(params, x):
         (a, b, c), layers = params
-        return _rest(
+        return _head(
             [conv(*a), conv(*b), conv(*c, 2)], [lambda x, p=p: x @ p[0] + p[1] for p in layers], x
         )
 
@@ -181,8 +181,8 @@ def test_the_kernel_after_attention_contracts_heads_and_their_channels():
     model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)
     x = jax.ShapeDtypeStruct((1, 5, 8), jnp.float32)
     graph = trace(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
-    assert of(graph, "params/out/kernel") == [("dot_general", (0, 1), (2,), (), 5 * 64, 1)]
-    assert of(graph, "params/query/kernel") == [("dot_general", (0,), (1, 2), (), 5 * 64, 1)]
+    assert find_uses(graph, "params/out/kernel") == [("dot_general", (0, 1), (2,), (), 5 * 64, 1)]
+    assert find_uses(graph, "params/query/kernel") == [("dot_general", (0,), (1, 2), (), 5 * 64, 1)]
     # Scores and values are products of activations.
     assert graph.macs() == 4 * 5 * 64 + 2 * 5 * 5 * 8
 
@@ -191,7 +191,9 @@ def test_layers_of_a_scan_are_batch_axes_and_count_with_their_trips():
     def fn(p, x):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
 
-    assert of(traced(fn, X, w=(3, 4, 4)), "w") == [("dot_general", (1,), (2,), (0,), 3 * 80, 3)]
+    assert find_uses(traced(fn, X, w=(3, 4, 4)), "w") == [
+        ("dot_general", (1,), (2,), (0,), 3 * 80, 3)
+    ]
 
 
 def test_a_scan_within_a_scan_multiplies_the_trips():
@@ -201,7 +203,7 @@ def test_a_scan_within_a_scan_multiplies_the_trips():
     def fn(p, x):
         return lax.scan(lambda x, _: (inner(p, x), None), x, None, length=3)[0]
 
-    assert of(traced(fn, X, w=(4, 4)), "w") == [("dot_general", (0,), (1,), (), 6 * 80, 6)]
+    assert find_uses(traced(fn, X, w=(4, 4)), "w") == [("dot_general", (0,), (1,), (), 6 * 80, 6)]
 
 
 def test_of_a_while_the_trips_are_not_known_and_one_counts():
@@ -209,7 +211,7 @@ def test_of_a_while_the_trips_are_not_known_and_one_counts():
         return lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ p["w"], x)
 
     graph = traced(fn, X, w=(4, 4))
-    assert of(graph, "w") == [("dot_general", (0,), (1,), (), 80, None)]
+    assert find_uses(graph, "w") == [("dot_general", (0,), (1,), (), 80, None)]
     assert graph.macs() == 80
 
 
@@ -220,7 +222,7 @@ def test_a_weight_that_a_loop_carries_is_followed():
 
         return lax.fori_loop(0, 3, step, (x, p["w"]))[0]
 
-    assert of(traced(fn, X, w=(4, 4)), "w") == [("dot_general", (0,), (1,), (), 3 * 80, 3)]
+    assert find_uses(traced(fn, X, w=(4, 4)), "w") == [("dot_general", (0,), (1,), (), 3 * 80, 3)]
 
 
 def test_of_branches_all_uses_are_listed_and_the_costliest_counts():
@@ -228,7 +230,7 @@ def test_of_branches_all_uses_are_listed_and_the_costliest_counts():
         return lax.cond(x.sum() > 0, lambda x: x @ p["one"] @ p["two"], lambda x: x @ p["one"], x)
 
     graph = traced(fn, X, one=(4, 4), two=(4, 4))
-    assert len(of(graph, "one")) == 2
+    assert len(find_uses(graph, "one")) == 2
     assert graph.macs() == 2 * 80
 
 
@@ -237,7 +239,7 @@ def test_embeddings_that_are_tied_are_looked_up_and_multiplied():
         return p["embed"][tokens] @ p["embed"].T
 
     graph = traced(fn, jax.ShapeDtypeStruct((5,), jnp.int32), embed=(7, 4))
-    assert of(graph, "embed") == [
+    assert find_uses(graph, "embed") == [
         ("gather", (), (1,), (), 0, 1),
         ("dot_general", (1,), (0,), (), 5 * 4 * 7, 1),
     ]
@@ -247,7 +249,9 @@ def test_models_in_a_vmap_are_batch_axes():
     def fn(p, x):
         return jax.vmap(lambda w: x @ w)(p["w"])
 
-    ((primitive, contracting, output, batch, macs, trips),) = of(traced(fn, X, w=(3, 4, 2)), "w")
+    ((primitive, contracting, output, batch, macs, trips),) = find_uses(
+        traced(fn, X, w=(3, 4, 2)), "w"
+    )
     assert (primitive, contracting, macs, trips) == ("dot_general", (1,), 3 * 5 * 8, 1)
     assert sorted((*output, *batch)) == [0, 2]
 
@@ -262,9 +266,11 @@ def test_depthwise_and_transposed_convolutions():
 
     x = jax.ShapeDtypeStruct((1, 6, 4), jnp.float32)
     graph = traced(fn, x, depthwise=(3, 1, 4), up=(2, 4, 3))
-    assert of(graph, "depthwise") == [("conv_general_dilated", (0, 1), (2,), (), 6 * 3 * 4, 1)]
+    assert find_uses(graph, "depthwise") == [
+        ("conv_general_dilated", (0, 1), (2,), (), 6 * 3 * 4, 1)
+    ]
     # Each of 6 inputs meets 2 taps: the zeros between inputs cost nothing.
-    assert of(graph, "up") == [("conv_general_dilated", (0, 1), (2,), (), 6 * 2 * 4 * 3, 1)]
+    assert find_uses(graph, "up") == [("conv_general_dilated", (0, 1), (2,), (), 6 * 2 * 4 * 3, 1)]
 
 
 # Through what stands between a leaf and its product.
@@ -325,8 +331,8 @@ def test_a_weight_of_8_bits_is_followed_and_its_scale_is_none():
         "s": jax.ShapeDtypeStruct((6,), jnp.float32),
     }
     graph = trace(lambda p, x: x @ (p["w"].astype(jnp.float32) * p["s"]), params, X)
-    assert of(graph, "w") == [("dot_general", (0,), (1,), (), 5 * 24, 1)]
-    assert of(graph, "s") == []
+    assert find_uses(graph, "w") == [("dot_general", (0,), (1,), (), 5 * 24, 1)]
+    assert find_uses(graph, "s") == []
 
 
 def test_activations_that_parameters_scale_are_no_weights():
@@ -388,7 +394,7 @@ def test_a_product_costs_the_part_of_its_weight_that_masks_leave(name):
 
 def test_a_weight_that_is_computed_from_itself_has_one_use():
     graph = traced(lambda p, x: x @ quantized(p["w"]), X, w=(4, 6))
-    assert of(graph, "w") == [("dot_general", (0,), (1,), (), 120, 1)]
+    assert find_uses(graph, "w") == [("dot_general", (0,), (1,), (), 120, 1)]
     graph = traced(lambda p, x: x @ (p["w"] + p["w"].T), X, w=(4, 4))
     assert [use.contracting for use in graph.uses] == [(0,), (1,)]
     assert graph.costs.count_macs(("w",)) == graph.macs() == 80
@@ -402,7 +408,7 @@ def test_experts_of_a_ragged_dot_are_weights():
         return lax.ragged_dot(hidden, p["down"], sizes)
 
     graph = traced(fn, X, up=(2, 4, 6), down=(2, 6, 3))
-    assert of(graph, "up") == [("ragged_dot_general", (1,), (2,), (0,), 5 * 24, 1)]
+    assert find_uses(graph, "up") == [("ragged_dot_general", (1,), (2,), (0,), 5 * 24, 1)]
     assert graph.macs() == 5 * (24 + 18)
     assert [(group.name, group.size) for group in graph.groups] == [("up:2", 6)]
     assert graph.uncounted == {}
@@ -440,5 +446,5 @@ def test_a_composite_is_what_it_decomposes_into():
         return lax.composite(lambda x, w: x @ w, "own.dot")(jnp.tanh(x @ p["up"]), p["down"])
 
     graph = traced(fn, X, up=(4, 6), down=(6, 2))
-    assert of(graph, "down") == [("dot_general", (0,), (1,), (), 60, 1)]
+    assert find_uses(graph, "down") == [("dot_general", (0,), (1,), (), 60, 1)]
     assert [group.name for group in graph.groups] == ["up:1"]

@@ -67,11 +67,11 @@ def expected_drop_and_grow(mask, drop, grow, fraction, kind):
     return np.isin(units, [*kept, *grown]).astype(np.uint8)
 
 
-def by_slice(oracle, batch_axes, arrays, *rest):
+def by_slice(oracle, batch_axes, arrays, *more):
     shape = arrays[0].shape
     result = np.empty(shape, np.uint8)
     for place in np.ndindex(shape[:batch_axes]):
-        result[place] = oracle(*(array[place] for array in arrays), *rest)
+        result[place] = oracle(*(array[place] for array in arrays), *more)
     return result
 
 

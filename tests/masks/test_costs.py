@@ -10,10 +10,10 @@ from sparsity.selection import Scores
 
 def keep(scores, costs, kept):
     """Masks that cost no more than so many weights of each leaf."""
-    given = [Scores.wrap(jnp.asarray(x)) for x in scores]
+    lazy = [Scores.wrap(jnp.asarray(x)) for x in scores]
     limit = sum(np.multiply(np.float32(costs), kept))
     return jax.jit(
-        lambda: within_budget(given, costs, lambda n: jnp.dot(n, jnp.float32(costs)) <= limit)
+        lambda: within_budget(lazy, costs, lambda n: jnp.dot(n, jnp.float32(costs)) <= limit)
     )()
 
 

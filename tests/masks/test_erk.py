@@ -99,8 +99,8 @@ def test_a_stack_counts_by_the_shape_of_a_slice_and_by_all_its_weights(power):
     sparsities = erk(params, 0.8, erk_power_scale=power, batch_axes=lambda path, _: axes[path[-1]])
     shapes, sizes = [(20, 30), (8, 8), (9, 9)], [12 * 600, 8 * 64, 81]
     expected = 1 - erk_densities(shapes, sizes, 0.8, power)
-    found = [sparsities[key] for key in ("stack", "experts", "w")]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+    actual = [sparsities[key] for key in ("stack", "experts", "w")]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
 
 
 def test_a_stack_is_treated_as_its_layers_would_be_one_by_one():

@@ -182,7 +182,7 @@ _TRAINERS = {
 }
 
 
-def _masks_of(cls, targets):
+def _make_masks(cls, targets):
     params, grads = _params(), _params(seed=1)
     updater = _make(cls, targets, scheduler=sparsity.PeriodicSchedule(2))
     if issubclass(cls, sparsity.StaticRandomSparse | sparsity.SET | sparsity.RigL):
@@ -194,33 +194,33 @@ def _masks_of(cls, targets):
 def test_totals_are_exact_for_every_algorithm(name):
     cls = _TRAINERS[name]
     # All at one sparsity: as many as of all weights, 152 * 0.35 = 53.2; alone 17 + 8 + 28.
-    assert sum(_counts(_masks_of(cls, 0.65)).values()) == 53
+    assert sum(_counts(_make_masks(cls, 0.65)).values()) == 53
     # Different sparsities: 48 * 0.9 = 43.2, 24 * 0.45 = 10.8, 80 * 0.13 = 10.4.
     targets = {"a": 0.1, "b": 0.55, "c": 0.87}
-    counts = _counts(_masks_of(cls, lambda params: targets))
+    counts = _counts(_make_masks(cls, lambda params: targets))
     assert sum(counts.values()) == 43 + 11 + 10
     assert counts != {"a": 43, "b": 11, "c": 10}
 
 
 def test_equal_targets_count_all_weights_and_not_each_leaf():
     # 0.99 leaves 1.52 of 152; leaf by leaf 48, 24 and 80 would keep one each.
-    assert sum(_counts(_masks_of(sparsity.MagnitudePruning, 0.99)).values()) == 2
+    assert sum(_counts(_make_masks(sparsity.MagnitudePruning, 0.99)).values()) == 2
 
 
 def test_erk_targets_leave_what_the_layers_would_keep():
     targets = sparsity.ERK(0.6)
     each = targets(_params())
-    wanted = sum(_num_kept(np.prod(_SIZES[name]), each[name]) for name in _SIZES)
+    expected_total = sum(_num_kept(np.prod(_SIZES[name]), each[name]) for name in _SIZES)
     assert len(set(each.values())) == 3
     for cls in (sparsity.MagnitudePruning, sparsity.RigL):
-        assert sum(_counts(_masks_of(cls, targets)).values()) == wanted
+        assert sum(_counts(_make_masks(cls, targets)).values()) == expected_total
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _TRAINERS)
 def test_a_leaf_of_its_own_sparsity_keeps_exactly_that(name):
     targets = sparsity.Uniform(0.5, custom_sparsity_map={"b": 0.25})
-    counts = _counts(_masks_of(_TRAINERS[name], targets))
+    counts = _counts(_make_masks(_TRAINERS[name], targets))
     assert counts["b"] == 18
     assert counts["a"] + counts["c"] == 64
 
@@ -371,13 +371,13 @@ class FirstServed:
 
     def select(self, leaves, topk_fn):
         assert all(isinstance(leaf, ScoredSite) for leaf in leaves)
-        left = sum(round(leaf.scores.size * (1 - float(leaf.sparsity))) for leaf in leaves)
+        remaining = sum(round(leaf.scores.size * (1 - float(leaf.sparsity))) for leaf in leaves)
         masks = []
         for leaf in leaves:
-            count = min(left, leaf.scores.size)
+            count = min(remaining, leaf.scores.size)
             order = jnp.arange(leaf.scores.size).reshape(leaf.scores.shape)
             masks.append((order < count).astype(jnp.uint8))
-            left -= count
+            remaining -= count
         return masks
 
     def move(self, leaves, drop_fraction):

@@ -100,7 +100,9 @@ def test_functions_are_asked_about_parameters_and_never_about_anything_else(name
         else:
             asked += [axes.check(_SHAPES), chosen.check(_SHAPES)]
             for seen in asked:
-                assert all(param is params[leaf] for leaf, found in seen.items() for param in found)
+                assert all(
+                    param is params[leaf] for leaf, actual in seen.items() for param in actual
+                )
         if (at != "init" or not helpers.starts_dense(name)) and not is_global:
             assert np.all(np.asarray(masks["half"]).reshape(-1, 4).sum(axis=1) == 2)
             assert np.all(np.asarray(masks["full"]).sum(axis=1) == 4)  # each row by itself
@@ -166,7 +168,7 @@ def test_batch_axes_out_of_range_are_an_error_with_the_leaf(axes):
 _STACK = {"kernel": jnp.ones((2, 4, 6)), "bias": jnp.ones((2, 6))}
 
 
-def _of_more_than_one_axis(params, batch_axes=0):
+def _select_matrices(params, batch_axes=0):
     return jax.tree.map(lambda p: 0.5 if p.ndim - batch_axes > 1 else None, params)
 
 
@@ -175,9 +177,9 @@ _DISTRIBUTIONS = {
     "partial of erk": functools.partial(erk, sparsity=0.5),
     "Uniform": sparsity.Uniform(0.5),
     "ERK": sparsity.ERK(0.5),
-    "a function": _of_more_than_one_axis,
-    "partial of a function": functools.partial(_of_more_than_one_axis),
-    "a lambda": lambda params, *, batch_axes: _of_more_than_one_axis(params, batch_axes),
+    "a function": _select_matrices,
+    "partial of a function": functools.partial(_select_matrices),
+    "a lambda": lambda params, *, batch_axes: _select_matrices(params, batch_axes),
 }
 
 

@@ -224,7 +224,7 @@ def test_batch_axes_that_do_not_exist_are_named(distribution, batch_axes):
 # A number of entries in place of a sparsity.
 
 
-def masks_of(distribution, **options):
+def make_masks(distribution, **options):
     rng = np.random.default_rng(0)
     shapes = {"wide": (40, 50), "stack": (3, 20, 10), "bias": (7,)}
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -239,7 +239,7 @@ def test_masks_keep_as_many_entries_as_asked_for(kind, entries):
         {"batch_axes": lambda path, _: int(path[-1] == "stack")},
         {"scope": sparsity.Global()},
     ):
-        masks = masks_of(kind(entries=entries), **options)
+        masks = make_masks(kind(entries=entries), **options)
         kept = sum(int(np.count_nonzero(mask)) for mask in jax.tree.leaves(masks))
         # Three slices of equal sparsity gain an entry together.
         assert entries - 2 <= kept <= entries
@@ -250,14 +250,14 @@ def test_masks_keep_as_many_entries_as_asked_for(kind, entries):
     "pattern", [sparsity.FanIn(4), sparsity.Block((4, 4)), sparsity.Channel(-1)]
 )
 def test_masks_of_patterns_keep_no_more_entries_than_asked_for(pattern):
-    masks = masks_of(Uniform(entries=301), sparsity_type=pattern)
+    masks = make_masks(Uniform(entries=301), sparsity_type=pattern)
     kept = sum(int(np.count_nonzero(mask)) for mask in jax.tree.leaves(masks))
     assert 150 < kept <= 301
 
 
 @pytest.mark.parametrize("kind", [Uniform, ERK])
 def test_parameters_without_a_pattern_stay_dense_and_keep_no_entries(kind):
-    masks = masks_of(
+    masks = make_masks(
         kind(entries=301),
         sparsity_type=lambda path, _: None if path[-1] == "wide" else sparsity.FanIn(1),
     )
@@ -276,7 +276,7 @@ def test_leaves_that_are_no_arrays_keep_no_entries():
 
 
 def test_overrides_count_and_billions_of_entries_are_within_rounding():
-    masks = masks_of(Uniform(entries=301, custom_sparsity_map={"bias": 0.0, "wide": None}))
+    masks = make_masks(Uniform(entries=301, custom_sparsity_map={"bias": 0.0, "wide": None}))
     assert np.count_nonzero(masks["bias"]) == 7
     assert masks["wide"] is None
     assert np.count_nonzero(masks["stack"]) == 294
@@ -288,11 +288,11 @@ def test_overrides_count_and_billions_of_entries_are_within_rounding():
 
 def test_numbers_of_entries_that_cannot_be_kept_are_errors():
     with pytest.raises(ValueError, match=r"entries = 1 is less than the 2 entries"):
-        masks_of(Uniform(entries=1))
+        make_masks(Uniform(entries=1))
     with pytest.raises(ValueError, match=r"selects no parameter, so entries = 9 has nothing"):
-        masks_of(Uniform(entries=9, filter_fn=lambda path, param: False))
+        make_masks(Uniform(entries=9, filter_fn=lambda path, param: False))
     with pytest.raises(ValueError, match=r"keeps all selected .*, so entries = 9 has nothing"):
-        masks_of(Uniform(entries=9), sparsity_type=lambda path, param: None)
+        make_masks(Uniform(entries=9), sparsity_type=lambda path, param: None)
     with pytest.raises(ValueError, match=r"sparsity = 0.5 and entries = 3"):
         Uniform(0.5, entries=3)
     with pytest.raises(ValueError, match="entries must be"):

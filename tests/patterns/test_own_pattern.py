@@ -31,7 +31,7 @@ def _params():
     return {"w": jnp.asarray(rng.normal(size=_SHAPE), jnp.float32), "b": jnp.ones((2, 8))}
 
 
-def _rows_of(mask):
+def _list_rows(mask):
     """Which rows are kept: bool[2, 10]; every row is all ones or all zeros."""
     mask = np.asarray(mask)
     assert mask.shape == _SHAPE
@@ -52,12 +52,12 @@ def test_magnitude_keeps_the_rows_of_the_largest_weight_of_each_slice():
         sparsity_type=Rows(), batch_axes=1, sparsity_distribution_fn=_HALF
     )
     pruned, masks = pruner.instant_sparsify(_params())
-    np.testing.assert_array_equal(_rows_of(masks["w"]), _best_rows(5))
+    np.testing.assert_array_equal(_list_rows(masks["w"]), _best_rows(5))
     assert np.count_nonzero(pruned["w"]) == 80
     assert masks["b"] is None
     # Without batch axes the rows of both slices compete.
     mask = dataclasses.replace(pruner, batch_axes=0).instant_sparsify(_params())[1]["w"]
-    assert _rows_of(mask).sum() == 10
+    assert _list_rows(mask).sum() == 10
 
 
 _ALGORITHMS = {
@@ -94,7 +94,7 @@ def test_rows_train_with_a_ramp_packed_or_not_in_a_compiled_step(name, packed):
     kept = []
     for _ in range(6):
         params, state = step(params, state)
-        rows = _rows_of(sparsity.active_masks(params, state)["w"])
+        rows = _list_rows(sparsity.active_masks(params, state)["w"])
         assert not np.any(np.asarray(params["w"])[~rows])
         kept.append(rows.sum(axis=-1).tolist())
     # Of ten rows: 0 % removed from step 0 on, 25 % from step 2 (7.5 is even 8), 50 % from step 4.
@@ -115,12 +115,12 @@ def test_rows_move_as_wholes_to_the_largest_gradient():
     tx = trainer.wrap_optax(optax.sgd(0.1))
     params = _params()
     state = tx.init(params)
-    before = _rows_of(state.masks["w"])
+    before = _list_rows(state.masks["w"])
     free = [np.flatnonzero(~rows)[0] for rows in before]
     grads = np.zeros(_SHAPE, np.float32)
     grads[0, free[0], 3] = grads[1, free[1], 7] = 1.0
     _, state = tx.update({"w": jnp.asarray(grads), "b": params["b"]}, state, params)
-    after = _rows_of(state.masks["w"])
+    after = _list_rows(state.masks["w"])
     magnitudes = np.abs(np.asarray(params["w"])).max(axis=-1)
     for at in (0, 1):
         lost = np.flatnonzero(before[at])[np.argmin(magnitudes[at][before[at]])]
@@ -139,7 +139,7 @@ def test_a_selection_of_ones_own_gets_the_rows_of_a_slice():
     pruner = sparsity.MagnitudePruning(
         sparsity_type=Rows(), batch_axes=1, sparsity_distribution_fn=_HALF, topk_fn=first_three
     )
-    rows = _rows_of(pruner.instant_sparsify(_params())[1]["w"])
+    rows = _list_rows(pruner.instant_sparsify(_params())[1]["w"])
     np.testing.assert_array_equal(rows, [[True] * 3 + [False] * 7] * 2)
     assert set(shapes) == {(10,)}
 
@@ -200,7 +200,7 @@ def test_a_function_that_returns_no_type_is_an_error_with_the_leaf(wrong):
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(sparsity.SparsityType):
+class Complete(sparsity.SparsityType):
     """Keeps a third, whatever is asked for, of arrays with a multiple of three entries."""
 
     def check(self, shape, batch_axes=0, name="params"):
@@ -212,13 +212,13 @@ class Whole(sparsity.SparsityType):
 
 
 def test_the_check_of_a_type_is_called_with_shape_and_name():
-    pruner = sparsity.MagnitudePruning(sparsity_type=Whole(), sparsity_distribution_fn=_HALF)
+    pruner = sparsity.MagnitudePruning(sparsity_type=Complete(), sparsity_distribution_fn=_HALF)
     with pytest.raises(ValueError, match="layer/w has 8 entries"):
         pruner.wrap_optax(optax.sgd(0.1)).init({"layer": {"w": jnp.ones((2, 4))}})
 
 
 def test_a_target_that_a_type_does_not_reach_is_logged(caplog):
-    pruner = sparsity.StaticRandomSparse(sparsity_type=Whole(), sparsity_distribution_fn=_HALF)
+    pruner = sparsity.StaticRandomSparse(sparsity_type=Complete(), sparsity_distribution_fn=_HALF)
     pruner.init_state({"w": jnp.ones((3, 4))})
     assert "ends at sparsity 0.666667, not at the target 0.5 of 'w'" in caplog.text
     caplog.clear()

@@ -154,8 +154,8 @@ def test_an_unknown_string_is_shown_beside_what_is_known(text):
     with pytest.raises(ValueError, match="Sparsity type") as error:
         parse_sparsity_type(text)
     assert repr(text) in str(error.value)
-    for known in UNDERSTOOD:
-        assert known in str(error.value)
+    for spelling in UNDERSTOOD:
+        assert spelling in str(error.value)
 
 
 @pytest.mark.parametrize(

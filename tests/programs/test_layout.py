@@ -10,7 +10,7 @@ from jax import lax
 
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import read_jaxpr
-from tests.graph.every_primitive import OF_SOME_VERSIONS
+from tests.graph.every_primitive import IN_SOME_VERSIONS
 
 _GATHER = lax.GatherDimensionNumbers((1,), (0,), (0,))
 
@@ -94,7 +94,7 @@ def check(relation, fn, arrays):
 
 
 # Some versions of jax have no primitive of this name.
-NAMES = [x for x in CASES if x not in OF_SOME_VERSIONS or hasattr(lax, f"{x}_p")]
+NAMES = [x for x in CASES if x not in IN_SOME_VERSIONS or hasattr(lax, f"{x}_p")]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,13 +15,15 @@ from sparsity.programs.products import PRODUCTS, Operand, Product
 
 def primitive(name, fn):
     """A primitive that computes `fn`, which is linear."""
-    own = Primitive(name)
-    own.def_impl(fn)
-    own.def_abstract_eval(lambda *x: jax.core.ShapedArray(jax.eval_shape(fn, *x).shape, x[0].dtype))
-    mlir.register_lowering(own, mlir.lower_fun(fn, multiple_results=False))
-    ad.deflinear2(own, lambda ct, x: [jax.linear_transpose(fn, x.aval)(ct)[0]])
-    batching.primitive_batchers[own] = lambda args, axes: (jax.vmap(fn)(*args), 0)
-    return own
+    custom = Primitive(name)
+    custom.def_impl(fn)
+    custom.def_abstract_eval(
+        lambda *x: jax.core.ShapedArray(jax.eval_shape(fn, *x).shape, x[0].dtype)
+    )
+    mlir.register_lowering(custom, mlir.lower_fun(fn, multiple_results=False))
+    ad.deflinear2(custom, lambda ct, x: [jax.linear_transpose(fn, x.aval)(ct)[0]])
+    batching.primitive_batchers[custom] = lambda args, axes: (jax.vmap(fn)(*args), 0)
+    return custom
 
 
 COPY = primitive("own_copy", lambda x: x)

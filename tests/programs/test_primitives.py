@@ -22,8 +22,8 @@ PINNING = NO_PRODUCTS | UNCOUNTED | {"shard_map", "xla_pmap"}  # the latter up t
 
 
 def names():
-    found = [value for value in vars(primitives).values() if isinstance(value, Primitive)]
-    return {primitive.name for primitive in found}
+    actual = [value for value in vars(primitives).values() if isinstance(value, Primitive)]
+    return {primitive.name for primitive in actual}
 
 
 def test_each_primitive_of_jax_is_analysed_or_pins():
@@ -58,9 +58,9 @@ def test_a_primitive_that_is_not_analysed_pins_with_its_name(fn, request):
 
 
 def test_a_primitive_of_ones_own_pins():
-    own = Primitive("own")
-    own.def_abstract_eval(lambda x: x)
+    custom = Primitive("own")
+    custom.def_abstract_eval(lambda x: x)
     params = {"up": jax.ShapeDtypeStruct((3, 6), jnp.float32)}
-    graph = trace(lambda p, x: own.bind(x @ p["up"]).sum(), params, jnp.ones((4, 3)))
+    graph = trace(lambda p, x: custom.bind(x @ p["up"]).sum(), params, jnp.ones((4, 3)))
     assert graph.groups == []
     assert [refusal.primitive for refusal in graph.refused] == ["input", "own"]

@@ -157,7 +157,7 @@ def test_a_plan_that_lies_is_refused_or_cuts_what_it_describes():
     params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(draw(size=(5, 3)), jnp.float32)
     graph = sparsity.trace(model, params, x)
-    masks = removal.masks_of(graph, graph.groups, removal.choose(graph.groups, 0))
+    masks = removal.make_masks(graph, graph.groups, removal.choose(graph.groups, 0))
     masks = {path[0]: mask for path, mask in masks.items()}
     text = sparsity.shrink(graph, params, masks).plan.to_json()
     for number in range(FILES):

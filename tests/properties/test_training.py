@@ -34,7 +34,7 @@ OPTIMIZERS = {
 REFUSED = "SRigL keeps a weight of every neuron at least"
 EXACT = ("sgd", "momentum")  # without any rounding, which compilers do in their own ways
 PATTERNS = (sparsity.Unstructured(), sparsity.NByM(1, 2), sparsity.Block((2, 2)), sparsity.FanIn())
-SPARSE = [name for name in helpers.names_of(helpers.prunes) if name != "top_kast"]
+SPARSE = [name for name in helpers.list_names(helpers.prunes) if name != "top_kast"]
 
 algorithms = st.sampled_from(SPARSE)
 optimizers = st.sampled_from([*OPTIMIZERS])

@@ -152,8 +152,8 @@ def test_the_plot_shows_what_was_achieved_and_the_target(trained):
     assert [bar.get_width() for bar in ax.patches] == [0.75, 0.5]
     assert ax.lines[0].get_xdata() == pytest.approx([0.75, 0.5])
     assert ax.get_legend() is not None
-    own = matplotlib.figure.Figure().subplots()
-    assert sparsity.reports.plot_sparsity(*trained, ax=own) is own
+    user_axes = matplotlib.figure.Figure().subplots()
+    assert sparsity.reports.plot_sparsity(*trained, ax=user_axes) is user_axes
     matplotlib.pyplot.close("all")
 
 

@@ -80,8 +80,8 @@ def test_a_restored_run_goes_on_bit_for_bit(name, packed, ways, tmp_path):
         restored = _WAYS[way](saved, fresh, tmp_path / way)
         assert jax.tree.structure(restored) == jax.tree.structure(saved)
         assert isinstance(restored[1], sparsity.SparseState)
-        found = _go_on(updater, *jax.tree.map(jnp.asarray, restored), range(2, _STEPS))
-        jax.tree.map(np.testing.assert_array_equal, found, unbroken)
+        actual = _go_on(updater, *jax.tree.map(jnp.asarray, restored), range(2, _STEPS))
+        jax.tree.map(np.testing.assert_array_equal, actual, unbroken)
 
 
 def test_a_state_of_another_packing_is_an_error_with_the_remedy():

@@ -52,7 +52,7 @@ def _cases():
 
     `test_matrix.py` trains each with all types.
     """
-    for row, name in enumerate(helpers.names_of(helpers.prunes)):
+    for row, name in enumerate(helpers.list_names(helpers.prunes)):
         if not helpers.takes_types(name):
             yield from ((name, "unstructured", packed) for packed in (False, True))
             continue

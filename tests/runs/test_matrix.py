@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 _STEPS = 5  # masks are updated at steps 1, 3 and, as the last, 4
 _KEPT = {"hidden": 32, "out": 16}  # of 8 x 16 and 16 x 4, for every type below
 _NAMES = sparsity.all_algorithm_names()
-_GLOBAL = helpers.names_of(helpers.prunes, helpers.ranks_all_layers)
-_TYPED = helpers.names_of(helpers.prunes, helpers.takes_types)
+_GLOBAL = helpers.list_names(helpers.prunes, helpers.ranks_all_layers)
+_TYPED = helpers.list_names(helpers.prunes, helpers.takes_types)
 # Half the compilation, where two pruned layers show no more than one.
 _ONE_LAYER = {"custom_sparsity_map": {"out/kernel": None}}
 _TYPES = {
@@ -137,8 +137,8 @@ def _check(name, updater, params, state, start, dtype=jnp.float32):
     elif helpers.has_constant_fan_in(name):
         for layer, mask in masks.items():
             fans = {int(fan) for fan in mask.sum(axis=0)} - {0}
-            left = np.count_nonzero(mask.any(axis=0))
-            assert fans == {min(mask.shape[0], _KEPT[layer] // left)}
+            remaining = np.count_nonzero(mask.any(axis=0))
+            assert fans == {min(mask.shape[0], _KEPT[layer] // remaining)}
     else:
         assert kept == {layer: _KEPT[layer] for layer in kept}
     if helpers.prunes(name) and not helpers.is_straight_through(name):
@@ -156,9 +156,9 @@ def _check(name, updater, params, state, start, dtype=jnp.float32):
     assert all(mask.dtype == jnp.uint8 for mask in jax.tree.leaves(state.masks))
 
 
-def _assert_same(found, expected, exact):
+def _assert_same(actual, expected, exact):
     for (path, want), got in zip(
-        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True
     ):
         if exact or not jnp.issubdtype(want.dtype, jnp.inexact):
             np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
@@ -174,9 +174,9 @@ def _run_jit(name):
 
 def _run_eager(name):
     updater = _make(name)
-    found = _train_in(updater, _network(), transform=_eager)
-    _check(name, updater, *found)
-    _assert_same(found, _reference(name), exact=False)
+    actual = _train_in(updater, _network(), transform=_eager)
+    _check(name, updater, *actual)
+    _assert_same(actual, _reference(name), exact=False)
 
 
 def _train_by_scan(updater, params):
@@ -192,9 +192,9 @@ def _train_by_scan(updater, params):
 
 def _run_scan(name):
     updater = _make(name)
-    found = jax.jit(functools.partial(_train_by_scan, updater))(_network())
-    _check(name, updater, *found)
-    _assert_same(found, _reference(name), exact=False)
+    actual = jax.jit(functools.partial(_train_by_scan, updater))(_network())
+    _check(name, updater, *actual)
+    _assert_same(actual, _reference(name), exact=False)
 
 
 def _run_vmap(name):
@@ -206,11 +206,11 @@ def _run_vmap(name):
     keys = jax.random.split(jax.random.key(0), 3)
     starts = [_network(seed, jnp.bfloat16) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
-    found = jax.jit(jax.vmap(train))(keys, stacked)
+    actual = jax.jit(jax.vmap(train))(keys, stacked)
     masks = []
     for index in range(3):
         updater = _make(name, rng_seed=keys[index], **_ONE_LAYER)
-        params, state, start = jax.tree.map(lambda leaf, i=index: leaf[i], found)
+        params, state, start = jax.tree.map(lambda leaf, i=index: leaf[i], actual)
         _check(name, updater, params, state, start, dtype=jnp.bfloat16)
         masks += [mask.tobytes() for mask in _masks(updater, params, state).values()]
     assert len(set(masks)) == len(masks)

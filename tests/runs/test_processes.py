@@ -18,18 +18,18 @@ FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
 LIMIT = 600  # seconds: what takes as long hangs
 
 
-def _start(folder, how):
+def _start(folder, mode):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     processes = []
     for process in (0, 1):
-        with open(folder / f"{how}{process}.log", "w", encoding="utf-8") as log:
+        with open(folder / f"{mode}{process}.log", "w", encoding="utf-8") as log:
             command = [sys.executable, "-m", "tests.scripts.two_processes"]
             env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
             processes.append(
                 subprocess.Popen(
-                    [*command, str(process), port, str(folder), how],
+                    [*command, str(process), port, str(folder), mode],
                     cwd=ROOT,
                     env=os.environ | env,
                     stdout=log,

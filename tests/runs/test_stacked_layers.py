@@ -125,9 +125,9 @@ def test_distributions_see_the_shape_of_one_layer(model):
     # Three kernels of 8 x 8 and one of 8 x 4: raw densities 16/64 and 12/32, budget 112 of 224.
     eps = 112 / (192 * 16 / 64 + 32 * 12 / 32)
     expected = {192: 1 - eps * 16 / 64, 32: 1 - eps * 12 / 32}
-    found = sparsity_distributions.erk(params, 0.5, batch_axes=_batch_axes)
+    actual = sparsity_distributions.erk(params, 0.5, batch_axes=_batch_axes)
     shapes = trees.leaves_by_path(params)
-    sparsities = trees.leaves_by_path(found)
+    sparsities = trees.leaves_by_path(actual)
     assert len(sparsities) == 2  # no bias, though it has two axes
     for path, value in sparsities.items():
         np.testing.assert_allclose(value, expected[shapes[path].size], rtol=1e-6)

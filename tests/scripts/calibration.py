@@ -47,10 +47,10 @@ def every_method_gives_what_one_device_gives(devices):
             params, statistics = placed(devices)
             compiled = [jax.jit(prune, static_argnums=(0, 3))] if name == "sparsegpt" else []
             for run in (prune, *compiled):
-                found, found_masks = run(updater, params, statistics, refit)
-                same(found_masks["w"], masks["w"], params["w"])
-                np.testing.assert_allclose(found["w"], expected["w"], atol=1e-4, err_msg=name)
-                assert found["w"].sharding.is_equivalent_to(params["w"].sharding, 3), name
+                actual, actual_masks = run(updater, params, statistics, refit)
+                same(actual_masks["w"], masks["w"], params["w"])
+                np.testing.assert_allclose(actual["w"], expected["w"], atol=1e-4, err_msg=name)
+                assert actual["w"].sharding.is_equivalent_to(params["w"].sharding, 3), name
 
 
 def training_updates_masks_by_statistics(devices):
@@ -114,11 +114,11 @@ def batches_that_are_sharded_give_what_one_device_gives(devices):
         stacked = () if devices.is_explicit else (None, None, "b")
         layers = devices.put(params["layers"], *stacked)
         placed = {"first": devices.put(params["first"]), "layers": layers}
-        found = run(placed, [devices.put(x, "a") for x in batches])
-    for leaf in (found[1][0]["layers"], found[1][1]["layers"]):
+        actual = run(placed, [devices.put(x, "a") for x in batches])
+    for leaf in (actual[1][0]["layers"], actual[1][1]["layers"]):
         assert leaf.sharding.is_equivalent_to(layers.sharding, 3)
-    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
+    for ours, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 
 
 def multiply(params, x):
@@ -131,9 +131,9 @@ def meshes_that_are_not_in_use_give_what_one_device_gives(devices):
     x = jax.random.normal(jax.random.key(0), (16, 6))
     expected = sparsity.calibrate(multiply, jnp.ones((6, 4)), [x], "gram")[()]
     placed = devices.put(np.ones((6, 4)), None, "b")
-    found = sparsity.calibrate(multiply, placed, [devices.put(x, "a")], "gram")[()]
-    np.testing.assert_allclose(found.gram, expected.gram, rtol=1e-5)
-    assert int(found.count) == int(expected.count) == 16
+    actual = sparsity.calibrate(multiply, placed, [devices.put(x, "a")], "gram")[()]
+    np.testing.assert_allclose(actual.gram, expected.gram, rtol=1e-5)
+    assert int(actual.count) == int(expected.count) == 16
     sharded, there = devices.put(gram, "a"), devices.put(params["w"], "a")
     constant = jax.jit(lambda w: inverse_factors(sharded, 0.1, np.float32).sum() + w.sum())
     factors = inverse_factors(gram, 0.1, np.float32)
@@ -163,12 +163,12 @@ def each_device_solves_a_part_of_a_weight_that_lies_on_all(devices):
     expected = run({"w": w}, batch)
     with jax.set_mesh(devices.mesh):
         params = {"w": devices.put(w)}
-        found = run(params, devices.put(batch))
+        actual = run(params, devices.put(batch))
     assert where[1].is_equivalent_to(devices.sharding(None, ("a", "b")), 3)
-    same(found[1]["w"], expected[1]["w"], params["w"])
-    np.testing.assert_allclose(found[0]["w"], expected[0]["w"], rtol=1e-5, atol=1e-6)
-    assert found[0]["w"].sharding.is_equivalent_to(params["w"].sharding, 3)
-    assert np.isclose(found[2][("w",)].error, expected[2][("w",)].error, rtol=1e-4)
+    same(actual[1]["w"], expected[1]["w"], params["w"])
+    np.testing.assert_allclose(actual[0]["w"], expected[0]["w"], rtol=1e-5, atol=1e-6)
+    assert actual[0]["w"].sharding.is_equivalent_to(params["w"].sharding, 3)
+    assert np.isclose(actual[2][("w",)].error, expected[2][("w",)].error, rtol=1e-4)
 
 
 _BOTH = [

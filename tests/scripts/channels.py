@@ -36,14 +36,14 @@ def channels_are_chosen_as_on_one_device(devices):
             down = (None, "b") if devices.is_explicit else ("b", "a")
             specs = {"up": (None, "b"), "shift": ("b",), "down": down, "bias": down[1:]}
             placed = {name: devices.put(params[name], *spec) for name, spec in specs.items()}
-            found, found_masks = run(placed, [devices.put(x, "a") for x in batches])
+            actual, actual_masks = run(placed, [devices.put(x, "a") for x in batches])
         for name, leaf in placed.items():
-            assert (found_masks[name] is None) == (masks[name] is None), name
+            assert (actual_masks[name] is None) == (masks[name] is None), name
             if masks[name] is not None:
-                same(found_masks[name], masks[name], leaf)
+                same(actual_masks[name], masks[name], leaf)
             atol = 1e-5 if name == "down" else 1e-6  # least squares in float32
-            np.testing.assert_allclose(found[name], expected[name], atol=atol, err_msg=name)
-            assert found[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), name
+            np.testing.assert_allclose(actual[name], expected[name], atol=atol, err_msg=name)
+            assert actual[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), name
 
 
 _BOTH = [channels_are_chosen_as_on_one_device]

@@ -65,12 +65,12 @@ def a_run_goes_on_on_another_mesh_and_on_one_device(devices):
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(f"{folder}/run", saved)
             unbroken = jax.tree.map(np.asarray, step(*saved))
-            found = [step(*restored(devices.mesh))]
+            actual = [step(*restored(devices.mesh))]
         with jax.set_mesh(small):
-            found.append(step(*restored(small)))
-        found.append(step(*restored(None)))
+            actual.append(step(*restored(small)))
+        actual.append(step(*restored(None)))
     assert int(unbroken[1].count) == 2
-    for run in found:
+    for run in actual:
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, run), unbroken)
 
 

@@ -41,8 +41,8 @@ def traffic(compiled):
     """Bytes that the collectives of a compiled program produce on a device, each counted once."""
     total = 0
     for line in compiled.as_text().splitlines():
-        found = re.search(rf"= (.*?) (?:{COLLECTIVES})[\w-]*\(", line)
-        arrays = found[1] if found else ""
+        match = re.search(rf"= (.*?) (?:{COLLECTIVES})[\w-]*\(", line)
+        arrays = match[1] if match else ""
         for bits, shape in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", arrays):
             size = math.prod(int(d) for d in shape.split(",") if d)
             total += size * max(1, int(bits or 8) // 8)

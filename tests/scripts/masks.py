@@ -77,8 +77,8 @@ def initial_weights_are_pruned_as_on_one_device(devices):
                 params = place(devices, tree(0), layout)
                 masks[layout] = sparsity.prune_at_init(name, params, 0.8, **data)[1]
         jax.tree.map(np.testing.assert_array_equal, masks["both"], masks[None])
-        for layer, own in masks["both"].items():
-            assert own["kernel"].sharding.spec == params[layer]["kernel"].sharding.spec
+        for layer, layer_mask in masks["both"].items():
+            assert layer_mask["kernel"].sharding.spec == params[layer]["kernel"].sharding.spec
 
 
 def budgets_and_rounded_groups_start_inside_shard_map(devices):

@@ -74,7 +74,7 @@ def masks_of_random_trees_are_those_of_one_device(auto):
 
 
 def steps_of_random_trees_are_those_of_one_device(auto):
-    names = [n for n in helpers.names_of(helpers.prunes) if n not in ("top_kast", "admm")]
+    names = [n for n in helpers.list_names(helpers.prunes) if n not in ("top_kast", "admm")]
 
     @draws.examples(3, VALUES)
     @hypothesis.given(

@@ -40,8 +40,8 @@ def slices_are_selected_where_they_are(devices):
         sharded = devices.put(x, "a", "b")
         same(selection.topk_mask(sharded, 77, batch_axes=1), mask, sharded)
         where = devices.put(where, "a", "b")
-        found = selection.topk_mask(x, np.arange(8), where=where, batch_axes=1)
-        np.testing.assert_array_equal(found, some)
+        actual = selection.topk_mask(x, np.arange(8), where=where, batch_axes=1)
+        np.testing.assert_array_equal(actual, some)
         sharded = devices.put(x, None, "a", "b")
         mapped = jax.jit(jax.vmap(lambda x: selection.topk_mask(x, 77)))
         same(mapped(sharded), mask, sharded)
@@ -53,8 +53,8 @@ def trees_are_selected_where_they_are(devices):
     sharded = {name: devices.put(x, *specs[name]) for name, x in tree.items()}
     masks = best(np.concatenate([x.ravel() for x in tree.values()]), 900)
     with jax.set_mesh(devices.mesh):
-        found = selection.global_topk_mask(sharded, 900)
-    for name, mask in found.items():
+        actual = selection.global_topk_mask(sharded, 900)
+    for name, mask in actual.items():
         expected, masks = np.split(masks, [mask.size])
         same(mask, expected.reshape(mask.shape), sharded[name])
 
@@ -90,8 +90,8 @@ def shards_are_selected_from_within_shard_map(devices):
             np.testing.assert_array_equal(mask[block], best(x[block], 10))
             block = np.s_[i // 2 : i // 2 + 4, j : j + 16]
             expected = best(np.concatenate([x[:8][block], x[8:][block]]), 10)
-            found = np.concatenate([first[block], second[block]])
-            np.testing.assert_array_equal(found, expected)
+            actual = np.concatenate([first[block], second[block]])
+            np.testing.assert_array_equal(actual, expected)
 
 
 def only_counts_leave_a_device(devices):

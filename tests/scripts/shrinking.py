@@ -62,10 +62,10 @@ def check(devices, fn, params, specs, x, masks=None):
         assert small.plan == alone.plan
         assert helpers.bits(small.params) == helpers.bits(alone.params)  # -0.0 stays, too
         jax.tree.map(np.testing.assert_array_equal, small.masks, alone.masks)
-        found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(small.apply(p, x)))))(small.params)
+        actual = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(small.apply(p, x)))))(small.params)
     expected = sparsity.shrink(graph, expected, alone.plan).params
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, actual, expected)
     return small
 
 
@@ -76,8 +76,8 @@ def what_is_left_is_that_of_one_device_and_stays_sharded(devices):
     small = check(devices, mlp, params, MLP, x)
     assert jax.tree.map(jnp.shape, small.params) == {"up": (8, 8), "bias": (8,), "down": (8, 8)}
     for name, leaf in small.params.items():
-        own = devices.sharding(*MLP[name])
-        assert leaf.sharding.is_equivalent_to(own, leaf.ndim), (name, leaf.sharding)
+        leaf_sharding = devices.sharding(*MLP[name])
+        assert leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), (name, leaf.sharding)
     assert "round_to" not in small.report()
     with jax.set_mesh(devices.mesh):  # another batch size
         x = devices.put(np.tile(x, (2, 1)), "a")
@@ -155,9 +155,9 @@ def coupled_masks_are_those_of_one_device_and_lie_as_their_parameters(devices):
     assert int(expected[0]["bias"].sum()) == 8
     with jax.set_mesh(devices.mesh):
         params = place(devices, params, MLP)
-        found = prune(params, devices.put(x, "a"))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    for masks in found:
+        actual = prune(params, devices.put(x, "a"))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    for masks in actual:
         for name, leaf in params.items():
             assert masks[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), masks[name]
 
@@ -225,10 +225,10 @@ def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):
         like = sparsity.shrink(graph, run[0], sparsity.Plan.from_json(text), run[1])
         with ocp.StandardCheckpointer() as checkpointer:
             saved = checkpointer.restore(f"{folder}/run", (like.params, like.opt_state))
-        found = stepped(like.apply, tx, *saved)
+        actual = stepped(like.apply, tx, *saved)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, found, unbroken)
-    assert int(found[1].count) == 2
+    jax.tree.map(close, actual, unbroken)
+    assert int(actual[1].count) == 2
 
 
 def masks_that_are_constants_cut_inside_shard_map(devices):

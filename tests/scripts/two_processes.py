@@ -26,8 +26,8 @@ from tests.lowering import share_contexts
 STEPS, SAVED = 6, 2
 
 
-def main(process, port, folder, how):
-    again = how == "again"
+def main(process, port, folder, mode):
+    again = mode == "again"
     share_contexts()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
@@ -72,9 +72,9 @@ def main(process, port, folder, how):
             if step == SAVED and not again:
                 manager.save(step, args=ocp.args.StandardSave((params, state)))
                 manager.wait_until_finished()
-        found = multihost_utils.process_allgather((params, state.masks), tiled=True)
+        actual = multihost_utils.process_allgather((params, state.masks), tiled=True)
         if process == "0":
-            leaves = jax.tree.leaves(found)
+            leaves = jax.tree.leaves(actual)
             np.savez(f"{folder}/{'restarted' if again else 'unbroken'}.npz", *leaves)
         multihost_utils.sync_global_devices("saved")
         if not again:

@@ -125,9 +125,9 @@ def _train(devices, layout, x, y):
     # With a smaller eps regrown weights would all move equally far, and tie in the next update.
     tx = updater.wrap_optax(optax.adam(0.05, eps=0.05))
     shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
-    own = jax.tree.map(lambda leaf: leaf.sharding, params)
+    leaf_sharding = jax.tree.map(lambda leaf: leaf.sharding, params)
 
-    @functools.partial(jax.jit, out_shardings=(own, shardings))
+    @functools.partial(jax.jit, out_shardings=(leaf_sharding, shardings))
     def step(params, state, x, y):
         grads = jax.grad(_loss)(params, x, y, devices.is_explicit)
         updates, state = tx.update(grads, state, params)
@@ -151,10 +151,10 @@ def a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement(devices):
     for layout in ("both",) if devices.is_explicit else ("data parallel", "fsdp", "both"):
         with on(devices, layout):
             there = place(devices, y, layout) if devices.is_explicit else devices.put(y, "a")
-            found, found_masks = _train(devices, layout, devices.put(x, "a"), there)
-        jax.tree.map(np.testing.assert_array_equal, found_masks, masks)
+            actual, actual_masks = _train(devices, layout, devices.put(x, "a"), there)
+        jax.tree.map(np.testing.assert_array_equal, actual_masks, masks)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-        jax.tree.map(close, found, params)
+        jax.tree.map(close, actual, params)
 
 
 def a_jitted_init_places_masks_as_their_parameters(devices):
@@ -274,8 +274,8 @@ def layers_on_several_meshes_are_ranked_alone_and_refused_together(devices):
                 continue
             state = tx.update(params, state, params)[1]
             masks.append([state.masks[key]["kernel"] for key in ("in", "out")])
-        for found in masks[1:]:
-            jax.tree.map(np.testing.assert_array_equal, found, masks[0])
+        for actual in masks[1:]:
+            jax.tree.map(np.testing.assert_array_equal, actual, masks[0])
 
 
 def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(devices):
@@ -326,7 +326,9 @@ def no_array_has_the_size_of_an_unsharded_parameter(devices):
         with jax.set_mesh(devices.mesh):
             shapes = jax.eval_shape(tx.init, params)
             state = jax.tree.map(
-                lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
+                lambda leaf, leaf_sharding: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=leaf_sharding
+                ),
                 shapes,
                 sparsity.sharding_like(params, shapes),
             )
@@ -348,11 +350,11 @@ def updates_inside_shard_map_and_pmap_prune_each_part(devices):
 
     spec = P(("a", "b"))
     mapped = jax.jit(jax.shard_map(train, mesh=devices.mesh, in_specs=spec, out_specs=spec))
-    found = [mapped(w)]
+    actual = [mapped(w)]
     if hasattr(jax, "pmap"):
-        found.append([part[:, 0] for part in jax.pmap(train)(w[:, None])])
+        actual.append([part[:, 0] for part in jax.pmap(train)(w[:, None])])
     expected = np.stack([best(np.abs(row), 16) for row in w])
-    for kept, mask in found:
+    for kept, mask in actual:
         np.testing.assert_array_equal(mask, expected)
         np.testing.assert_array_equal(np.asarray(kept) != 0, expected != 0)
 

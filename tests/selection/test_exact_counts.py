@@ -13,7 +13,7 @@ from sparsity.selection.kept_counts import num_kept
 from tests import helpers
 
 NUM_KEPT = jax.jit(num_kept)
-OF_KNOWN_N = jax.jit(num_kept, static_argnums=0)
+WITH_STATIC_N = jax.jit(num_kept, static_argnums=0)
 SPARSITIES = [0.0, 0.5, 0.25, 0.1, 0.9, 0.8, 1.0, 1e-9, 1e-45, 0.99999, 0.75, 1 - 2.0**-24]
 
 
@@ -60,7 +60,7 @@ def test_num_kept_rounds_half_to_even_and_keeps_one():
 def test_num_kept_is_the_same_traced_and_concrete(n):
     some = np.random.default_rng(n % 1000).random(20).astype(np.float32)
     for sparsity in [*SPARSITIES, *some]:
-        k = OF_KNOWN_N(n, jnp.float32(sparsity))
+        k = WITH_STATIC_N(n, jnp.float32(sparsity))
         k = int(k) if n < 2**31 else value(k)
         assert k == num_kept(n, sparsity) == helpers.num_kept(n, sparsity)
 

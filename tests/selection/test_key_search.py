@@ -75,8 +75,10 @@ def test_counts_are_of_eligible_keys_strictly_above():
         scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
         where = [rng.integers(0, 2, s).astype(np.uint8) if masked else None for s in shapes]
         leaves = [
-            Ranked(Scores.wrap(x), None if own is None else jnp.asarray(own), batch_axes=1)
-            for x, own in zip(scores, where, strict=True)
+            Ranked(
+                Scores.wrap(x), None if leaf_mask is None else jnp.asarray(leaf_mask), batch_axes=1
+            )
+            for x, leaf_mask in zip(scores, where, strict=True)
         ]
         parts, first = visits.arrange(leaves)
         segments = sum(part.segments for part in parts)
@@ -84,19 +86,22 @@ def test_counts_are_of_eligible_keys_strictly_above():
 
         @jax.jit
         def count(parts=parts):
-            found = []
+            actual = []
             for part in parts:
-                given = jnp.broadcast_to(pivots, (part.segments, 4))
+                pivot_rows = jnp.broadcast_to(pivots, (part.segments, 4))
                 busy, all_keys = jnp.ones(part.segments, bool), part.eligible()
-                counts = part.above(given, busy, all_keys, all_keys * 0)
-                found.append([jnp.sum(counts, 1), jnp.sum(all_keys, 1)])
-            return [jnp.concatenate(x) for x in zip(*found, strict=True)]
+                counts = part.above(pivot_rows, busy, all_keys, all_keys * 0)
+                actual.append([jnp.sum(counts, 1), jnp.sum(all_keys, 1)])
+            return [jnp.concatenate(x) for x in zip(*actual, strict=True)]
 
         above, eligible = count()
         natural = [portable.SliceCounter(leaf) for leaf in leaves]
-        for start, part, x, own in zip(first, natural, scores, where, strict=True):
-            own = np.ones_like(x) if own is None else own
-            expected = [[np.sum((x > p) & (own > 0), 1) for p in pivots], np.sum(own, 1)]
+        for start, part, x, leaf_mask in zip(first, natural, scores, where, strict=True):
+            leaf_mask = np.ones_like(x) if leaf_mask is None else leaf_mask
+            expected = [
+                [np.sum((x > p) & (leaf_mask > 0), 1) for p in pivots],
+                np.sum(leaf_mask, 1),
+            ]
             here = slice(start, start + len(x))
             np.testing.assert_array_equal(above[here].T, expected[0])
             np.testing.assert_array_equal(eligible[here], expected[1])
@@ -134,14 +139,14 @@ def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
 
         @jax.jit
         def counts(at_least, above):
-            given = jnp.broadcast_to(pivots, (count, 3))
-            return part.above(given, jnp.ones(count, bool), at_least, above)
+            pivot_rows = jnp.broadcast_to(pivots, (count, 3))
+            return part.above(pivot_rows, jnp.ones(count, bool), at_least, above)
 
-        for found, leaf in zip(counts(at_least, above), leaves, strict=True):
+        for actual, leaf in zip(counts(at_least, above), leaves, strict=True):
             expected = np.sum(np.asarray(leaf.scores.arrays[0])[..., None] > pivots, axis=1)
             if few <= 256:
                 expected[:30], expected[30 + few :] = 7, 0
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(actual, expected)
 
 
 # ------------------------------------------------------------------ the search
@@ -151,7 +156,7 @@ def worst_counts(pivots, low, high):
     return max(itertools.pairwise(edges), key=lambda e: e[1] - e[0])
 
 
-def key_of(count, low, high, rows, k):
+def find_key(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
     groups = key_search.Groups((len(rows[0]),), across_leaves=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
@@ -208,7 +213,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         words = tuple(jnp.asarray(word).reshape(1) for word in k)
         all_keys, lowest = key_range(np.dtype(np.int32)), jnp.array([low], jnp.int32)
         fixed = portable.find_by_digits(above, words, lowest, all_keys)
-        return fixed[0], *key_of(count, low, high, [jnp.full((3, 1), 1000 * 2**21, jnp.int32)], k)
+        return fixed[0], *find_key(count, low, high, [jnp.full((3, 1), 1000 * 2**21, jnp.int32)], k)
 
     for place in (1, 700, 2_100, 2_999):  # the last of them beyond 2**32
         fixed, guessed, passes = both(exact_counts.split(place * 2**21 + 7))

@@ -23,7 +23,7 @@ SEARCHES = pytest.mark.parametrize("search", ["portable", "mesh", "cpu"])
 def select(leaves, k, name):
     """Masks by a search of that name, and its passes, which the portable one does not count."""
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
-    leaves = [leaf_of(*leaf) for leaf in leaves]
+    leaves = [make_leaf(*leaf) for leaf in leaves]
     if name != "cpu":
         find = key_search.find_by_guesses if name == "mesh" else portable.find_by_digits
         masks, _ = portable.select_by_counting(leaves, k, across_leaves=True, find_thresholds=find)
@@ -32,7 +32,7 @@ def select(leaves, k, name):
     return selected.masks, selected.passes
 
 
-def leaf_of(scores, where=None):
+def make_leaf(scores, where=None):
     return Ranked(Scores.wrap(scores), where)
 
 
@@ -178,7 +178,7 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
         asked.clear()
 
         def fresh(leaves, k):  # not a cached trace
-            return select([leaf_of(x) for x in leaves], k, across_leaves=True)[0]
+            return select([make_leaf(x) for x in leaves], k, across_leaves=True)[0]
 
         jax.eval_shape(fresh, leaves, (k, k))
         assert sum(asked) <= 26

@@ -58,9 +58,9 @@ def random_ks(rng, sizes):
 
 
 @jax.jit
-def masks_of(scores, where, ks):
+def select_masks(scores, where, ks):
     where = where or [None] * len(scores)
-    leaves = [Ranked(Scores.wrap(x), own) for x, own in zip(scores, where, strict=True)]
+    leaves = [Ranked(Scores.wrap(x), part) for x, part in zip(scores, where, strict=True)]
     return topk_masks(leaves, words(ks))
 
 
@@ -79,13 +79,13 @@ def test_every_leaf_gets_the_mask_that_sorting_gives(masked, both_searches):
             scores = [np.where(np.isfinite(x) & (x < 1.5), x, low).astype(np.int32) for x in scores]
         scores = [jnp.asarray(x).astype(dtype) for x in scores]
         where = [(rng.random(s) < 0.7).astype(np.uint8) for s in SHAPES] if masked else None
-        sizes = [int(own.sum()) for own in where] if where else [x.size for x in scores]
+        sizes = [int(part.sum()) for part in where] if where else [x.size for x in scores]
         ks = random_ks(rng, sizes)
-        found = masks_of(scores, where, ks)
-        for i, (x, mask) in enumerate(zip(scores, found, strict=True)):
-            own = where[i] if where else None
+        actual = select_masks(scores, where, ks)
+        for i, (x, mask) in enumerate(zip(scores, actual, strict=True)):
+            part = where[i] if where else None
             error = f"seed {seed}, leaf {i}, k {ks[i]}"
-            np.testing.assert_array_equal(mask, expected(x, ks[i], own), err_msg=error)
+            np.testing.assert_array_equal(mask, expected(x, ks[i], part), err_msg=error)
 
 
 @pytest.mark.slow
@@ -96,10 +96,10 @@ def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
     leaves = [Ranked(Scores.wrap(x), None, n) for x, n in zip(scores, axes, strict=True)]
     ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
-    found = jax.jit(lambda: topk_masks(leaves, words(ks)))()
-    for x, n, k, mask in zip(scores, axes, ks, found, strict=True):
+    actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
+    for x, n, k, mask in zip(scores, axes, ks, actual, strict=True):
         slices = x.reshape(-1, *x.shape[n:])
-        each = [expected(own, count) for own, count in zip(slices, k.ravel(), strict=True)]
+        each = [expected(part, count) for part, count in zip(slices, k.ravel(), strict=True)]
         np.testing.assert_array_equal(mask, np.reshape(each, x.shape))
 
 
@@ -116,8 +116,8 @@ def test_lazy_scores_are_those_that_they_compute():
 
     lazy = [Scores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)]
     ks = [30_000, 500, 2]
-    found = jax.jit(lambda: topk_masks([Ranked(x) for x in lazy], words(ks)))()
-    for x, k, mask in zip(lazy, ks, found, strict=True):
+    actual = jax.jit(lambda: topk_masks([Ranked(x) for x in lazy], words(ks)))()
+    for x, k, mask in zip(lazy, ks, actual, strict=True):
         np.testing.assert_array_equal(mask, expected(x.compute(), k))
     together = jax.jit(lambda: selection.global_topk_mask(lazy, 20_000))()
     stored = jax.jit(lambda: selection.global_topk_mask([x.compute() for x in lazy], 20_000))()
@@ -136,10 +136,10 @@ def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
         for i, s in enumerate(shapes)
     ]
     ks = [np.full(x.scores.shape[: x.batch_axes], 31) for x in leaves]
-    found = jax.jit(lambda: topk_masks(leaves, words(ks)))()
-    for leaf, mask in zip(leaves, found, strict=True):
+    actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
+    for leaf, mask in zip(leaves, actual, strict=True):
         scores = np.asarray(leaf.scores.compute()).reshape(leaf.slices, -1)
-        each = [expected(own, 31) for own in scores]
+        each = [expected(part, 31) for part in scores]
         np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
 
 
@@ -149,14 +149,14 @@ def test_a_mapped_search_gives_the_masks_of_each():
     scores = [jnp.asarray(rng.standard_normal((3, *s)), jnp.bfloat16) for s in SHAPES[::2]]
     ks = jnp.asarray([[x[0].size // (i + 2) for x in scores] for i in range(3)])
 
-    def of_one(scores, ks):
+    def select_one(scores, ks):
         return topk_masks([Ranked(Scores.wrap(x)) for x in scores], words(ks))
 
-    mapped = jax.jit(jax.vmap(of_one))(scores, ks)
+    mapped = jax.jit(jax.vmap(select_one))(scores, ks)
     for i in range(3):
-        alone = jax.jit(of_one)([x[i] for x in scores], ks[i])
+        alone = jax.jit(select_one)([x[i] for x in scores], ks[i])
         jax.tree.map(np.testing.assert_array_equal, [x[i] for x in mapped], alone)
-    shared = jax.jit(jax.vmap(of_one, in_axes=(None, 0)))([x[0] for x in scores], ks)
+    shared = jax.jit(jax.vmap(select_one, in_axes=(None, 0)))([x[0] for x in scores], ks)
     jax.tree.map(np.testing.assert_array_equal, [x[0] for x in shared], [x[0] for x in mapped])
 
 

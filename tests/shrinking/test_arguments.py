@@ -102,8 +102,8 @@ def test_a_number_that_changes_from_call_to_call_fills_no_memory():
     params, x = mlp()
     masked, small = cut(fn, params, x, 1.0)
     for t in np.linspace(0, 1, 40):
-        found = small.apply(small.params, x, float(t))
-        assert jnp.allclose(found, fn(masked, x, float(t)), atol=1e-5)
+        actual = small.apply(small.params, x, float(t))
+        assert jnp.allclose(actual, fn(masked, x, float(t)), atol=1e-5)
     assert len(small.before._retraced) <= 16
 
 
@@ -115,8 +115,8 @@ def test_containers_in_another_order_are_read_by_name():
     ordered = collections.OrderedDict([("a", x), ("b", 2 * x)])
     turned = collections.OrderedDict([("b", 2 * x), ("a", x)])
     masked, small = cut(fn, params, ordered)
-    found = small.apply(small.params, turned)
-    assert jnp.allclose(found, fn(masked, turned), atol=1e-5)
+    actual = small.apply(small.params, turned)
+    assert jnp.allclose(actual, fn(masked, turned), atol=1e-5)
     reordered = collections.OrderedDict(sorted(small.params.items(), reverse=True))
     assert jnp.allclose(small.apply(reordered, ordered), fn(masked, ordered), atol=1e-5)
 
@@ -131,9 +131,9 @@ def test_parameters_of_another_dtype_are_computed_in_it(dtype):
     narrow, masked = (
         jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (small.params, masked)
     )
-    found, expected = small.apply(narrow, x.astype(dtype)), fn(masked, x.astype(dtype))
-    assert found.dtype == expected.dtype == dtype
-    assert jnp.allclose(found.astype(float), expected.astype(float), atol=0.1)
+    actual, expected = small.apply(narrow, x.astype(dtype)), fn(masked, x.astype(dtype))
+    assert actual.dtype == expected.dtype == dtype
+    assert jnp.allclose(actual.astype(float), expected.astype(float), atol=0.1)
     assert small.apply(narrow, x).dtype == fn(masked, x).dtype == jnp.float32
 
 

@@ -12,7 +12,7 @@ import pytest
 from sparsity import Coupled, MagnitudePruning, Uniform, budget, shrink, trace
 from sparsity.core.polynomials import Cost, Polynomial
 from tests.graph import models
-from tests.shrinking.test_sizes import SMALL, left_of
+from tests.shrinking.test_sizes import SMALL, list_remaining
 
 relu = jax.nn.relu
 
@@ -24,8 +24,8 @@ def prune(graph, params, distribution, **options):
     return pruner.instant_sparsify(params)
 
 
-def left(graph, params, distribution, **options):
-    return left_of(graph, shrink(graph, *prune(graph, params, distribution, **options)))
+def count_remaining(graph, params, distribution, **options):
+    return list_remaining(graph, shrink(graph, *prune(graph, params, distribution, **options)))
 
 
 def draw(**shapes):
@@ -50,10 +50,14 @@ def test_they_come_as_close_to_a_budget_as_channels_allow(name):
         ("nbytes", "nbytes", functools.partial(graph.costs.count_small_bytes, paths=paths)),
     ):
         for part in (0.35, 0.5, 0.95):
-            kept = left(graph, params, budget(graph, **{kind: part}), across=across)
-            of_group = dict(zip([x.variable for x in graph.groups], kept, strict=True))
-            assert cost(of_group) <= part * cost({})
-            more = [cost(of_group | {v: n + 1}) for v, n in of_group.items() if n < v.size]
+            kept = count_remaining(graph, params, budget(graph, **{kind: part}), across=across)
+            kept_by_variable = dict(zip([x.variable for x in graph.groups], kept, strict=True))
+            assert cost(kept_by_variable) <= part * cost({})
+            more = [
+                cost(kept_by_variable | {v: n + 1})
+                for v, n in kept_by_variable.items()
+                if n < v.size
+            ]
             assert max(more) > part * cost({})
 
 
@@ -63,7 +67,7 @@ def test_a_budget_that_channels_meet_is_met():
     params["a"] *= 3
     graph = trace(two, params, jnp.ones((1, 3)))
     for multiple in (1, 8, 16):
-        kept = left(graph, params, budget(graph, macs=0.5), round_to=multiple)
+        kept = count_remaining(graph, params, budget(graph, macs=0.5), round_to=multiple)
         assert sum(kept) == 64
         assert kept[0] > kept[1]
         assert all(n % multiple == 0 for n in kept)
@@ -76,8 +80,8 @@ def test_channels_count_however_large_what_does_not_compete_is():
 
     params = draw(a=(8, 64), b=(64, 8), c=(8, 64), d=(64, 8)) | {"head": jnp.ones((8, 2**18))}
     graph = trace(model, params, jnp.ones((1, 8)))
-    own = Uniform(filter_fn=lambda path, x: path[-1] in "abcd")
-    kept = left(graph, params, budget(graph, macs=0.9999, distribution=own))
+    uniform = Uniform(filter_fn=lambda path, x: path[-1] in "abcd")
+    kept = count_remaining(graph, params, budget(graph, macs=0.9999, distribution=uniform))
     assert sum(kept) == 2 * 64 - math.ceil(0.0001 * graph.macs() / 16)
 
 
@@ -121,22 +125,24 @@ def test_a_scan_competes_as_its_layers_do_one_by_one():
         return x + relu(x @ up) @ down
 
     def scanned(params, x):
-        x = jax.lax.scan(lambda x, own: (block(x, *own), None), x, params["stack"])[0]
+        x = jax.lax.scan(
+            lambda x, block_params: (block(x, *block_params), None), x, params["stack"]
+        )[0]
         return block(x, *params["last"])
 
     def unrolled(params, x):
-        for own in params:
-            x = block(x, *own)
+        for block_params in params:
+            x = block(x, *block_params)
         return x
 
     drawn = draw(up=(8, 16), down=(16, 8))
-    own = drawn["up"], drawn["down"]
-    stack = jax.tree.map(lambda x: jnp.stack([x] * 4), own)
+    block_params = drawn["up"], drawn["down"]
+    stack = jax.tree.map(lambda x: jnp.stack([x] * 4), block_params)
     x = jnp.ones((1, 8))
-    graph = trace(unrolled, [own] * 5, x)
-    assert left(graph, [own] * 5, Uniform(0.5)) == [8] * 5
-    params = {"stack": stack, "last": own}
-    assert left(trace(scanned, params, x), params, Uniform(0.5)) == [8, 8]
+    graph = trace(unrolled, [block_params] * 5, x)
+    assert count_remaining(graph, [block_params] * 5, Uniform(0.5)) == [8] * 5
+    params = {"stack": stack, "last": block_params}
+    assert count_remaining(trace(scanned, params, x), params, Uniform(0.5)) == [8, 8]
 
 
 @pytest.mark.slow
@@ -166,7 +172,7 @@ def test_multiples_and_the_least_number_are_kept():
             graph, params, budget(graph, macs=0.3), round_to=4, min_channels=least
         )
         small = shrink(graph, params, masks)
-        assert set(left_of(graph, small)) <= set(sizes)
+        assert set(list_remaining(graph, small)) <= set(sizes)
         assert 0.2 * graph.macs() < small.macs() <= 0.3 * graph.macs()
 
 
@@ -192,7 +198,7 @@ def test_more_multiply_adds_than_an_int32_holds_compete():
     params = jax.tree.map(lambda x: jnp.ones(x.shape), params)
     graph = trace(model, params, jax.ShapeDtypeStruct((1024, 1024), jnp.float32))
     assert graph.macs() > 2**31
-    assert left(graph, params, budget(graph, macs=0.998)) == [3]
+    assert count_remaining(graph, params, budget(graph, macs=0.998)) == [3]
 
 
 def test_what_cannot_be_kept_is_refused():
@@ -262,7 +268,7 @@ def test_of_many_branches_the_costliest_count():
         return network(params, i - 1, x)
 
     params, graph = traced(24, nothing)
-    assert left(graph, params, budget(graph, macs=0.5)) == [2] * 24
+    assert count_remaining(graph, params, budget(graph, macs=0.5)) == [2] * 24
     params, graph = traced(12, before)
     small = shrink(graph, *prune(graph, params, budget(graph, macs=0.5)))
     assert small.macs() == 0.5 * graph.macs()
@@ -278,7 +284,7 @@ def test_channels_of_a_branch_that_costs_less_have_a_price():
     params = {"b": (drawn["up"] * 100, drawn["down"] * 100)}
     params["d"] = drawn["up"][:, :9], drawn["down"][:9]
     graph = trace(model, params, jnp.ones((1, 4)))
-    assert left(graph, params, budget(graph, macs=0.5))[0] == 5
+    assert count_remaining(graph, params, budget(graph, macs=0.5))[0] == 5
 
 
 def test_a_budget_of_fractions_of_a_multiply_add_is_not_exceeded():
@@ -289,6 +295,6 @@ def test_a_budget_of_fractions_of_a_multiply_add_is_not_exceeded():
     params = draw(up=(3, 3, 1, 12), down=(12, 1))
     graph = trace(model, params, jnp.ones((1, 3, 3, 1)))
     for share in (0.4997753, 0.25, 0.501, 0.9):
-        kept = left(graph, params, budget(graph, macs=share))
-        left_macs = graph.costs.count_small_macs({graph.groups[0].variable: kept[0]})
-        assert left_macs <= Fraction(share) * Fraction(graph.costs.count_small_macs({}))
+        kept = count_remaining(graph, params, budget(graph, macs=share))
+        small_macs = graph.costs.count_small_macs({graph.groups[0].variable: kept[0]})
+        assert small_macs <= Fraction(share) * Fraction(graph.costs.count_small_macs({}))

@@ -105,16 +105,18 @@ def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, pa
     for _ in range(3):
         params, state = step(mlp, params, state)
     small = shrink(graph, params, state.masks, state, tx)
-    left, left_state, apply = small.params, small.opt_state, small.apply
+    small_params, small_state, apply = small.params, small.opt_state, small.apply
     for _ in range(8):
         params, state = step(mlp, params, state)
-        left, left_state = step(apply, left, left_state)
+        small_params, small_state = step(apply, small_params, small_state)
     masked = shrink(graph, params, small.plan, state)
     assert sum(map(jnp.sum, jax.tree.leaves(state.masks))) < sum(
-        leaf.size for leaf in jax.tree.leaves(left)
+        leaf.size for leaf in jax.tree.leaves(small_params)
     )
-    jax.tree.map(np.testing.assert_array_equal, left_state.masks, masked.opt_state.masks)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
+    jax.tree.map(np.testing.assert_array_equal, small_state.masks, masked.opt_state.masks)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-10), small_params, masked.params
+    )
 
 
 @pytest.mark.slow
@@ -126,17 +128,22 @@ def test_a_ramp_goes_on_however_often_channels_are_cut(model):
         scheduler=sparsity.PolynomialSchedule(2, 0, 12),
     )
     tx = pruner.wrap_optax(optax.adam(1e-2))
-    state = left_state = tx.init(params)
-    left, apply, widths = params, mlp, []
+    state = small_state = tx.init(params)
+    small_params, apply, widths = params, mlp, []
     for number in range(16):
         params, state = train_step(tx, x, mlp, params, state)
-        left, left_state = train_step(tx, x, apply, left, left_state)
+        small_params, small_state = train_step(tx, x, apply, small_params, small_state)
         if number % 4 == 3:
-            small = shrink(graph, left, left_state.masks, left_state)
-            left, left_state, apply, graph = small.params, small.opt_state, small.apply, small.graph
-            widths.append(left["bias"].size)
+            small = shrink(graph, small_params, small_state.masks, small_state)
+            small_params, small_state, apply, graph = (
+                small.params,
+                small.opt_state,
+                small.apply,
+                small.graph,
+            )
+            widths.append(small_params["bias"].size)
     assert widths == [14, 7, 5, 5]
-    np.testing.assert_allclose(apply(left, x), mlp(params, x), atol=1e-10)
+    np.testing.assert_allclose(apply(small_params, x), mlp(params, x), atol=1e-10)
 
 
 def test_what_is_no_state_of_these_params_is_refused(pruned):
@@ -189,12 +196,14 @@ def test_factored_moments_are_cut_along_the_axes_over_which_they_do_not_average(
         assert small.update_error < 1e-12
         moments = small.opt_state.inner_state[0]
         assert (moments.v_row["q"].shape, moments.v_col["q"].shape) == ((2, 8), (16, 2))
-        left, left_state = small.params, small.opt_state
+        small_params, small_state = small.params, small.opt_state
         for _ in range(3):
             params, state = step(attention, params, state)
-            left, left_state = step(small.apply, left, left_state)
+            small_params, small_state = step(small.apply, small_params, small_state)
         masked = shrink(graph, params, small.plan)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=1e-10), small_params, masked.params
+        )
         # adafactor's updates are divided by their mean over all of an array.
         adafactor = optax.adafactor(1e-3, min_dim_size_to_factor=2)
         with pytest.raises(ValueError, match="would not train the smaller model as the masked one"):

@@ -27,9 +27,9 @@ PLAIN = models.SMALL | {
 }
 
 
-def masks_of(graph, params, groups, seed):
+def make_masks(graph, params, groups, seed):
     """Masks that keep some channels of these groups, drawn at random."""
-    masks = removal.masks_of(graph, groups, removal.choose(groups, seed))
+    masks = removal.make_masks(graph, groups, removal.choose(groups, seed))
     return trees.map_matched(lambda path, _: masks.get(trees.path_names(path)), params)
 
 
@@ -44,9 +44,9 @@ def gradients(fn, params, args):
     return outputs, grads
 
 
-def difference(expected, found):
+def difference(expected, actual):
     """The largest difference of any entry, in units of the largest entry of all."""
-    trees_of_numpy = jax.device_get((expected, found))  # jax would compile for each shape
+    trees_of_numpy = jax.device_get((expected, actual))  # jax would compile for each shape
     pairs = list(zip(*map(jax.tree.leaves, trees_of_numpy), strict=True))
     largest = max(float(np.abs(one).max()) for one, _ in pairs)
     return max(float(np.abs(one - other).max()) for one, other in pairs) / largest
@@ -59,7 +59,7 @@ def check(fn, params, args, tolerance, is_each_alone=True):
     assert graph.groups
     smaller = []
     for seed, groups in enumerate(cuts):
-        masks = masks_of(graph, params, groups, seed)
+        masks = make_masks(graph, params, groups, seed)
         masked = trees.map_matched(
             lambda _, x, mask: x if mask is None else jnp.asarray(np.asarray(x) * mask, x.dtype),
             params,
@@ -74,10 +74,12 @@ def check(fn, params, args, tolerance, is_each_alone=True):
             for (masked, params), (_, small) in zip(trees_of_params, smaller, strict=True)
         ]
 
-    found = run([(masked, small.params) for masked, small in smaller])
-    for ((outputs, grads), of_small), (_, small), groups in zip(found, smaller, cuts, strict=True):
+    actual = run([(masked, small.params) for masked, small in smaller])
+    for ((outputs, grads), small_results), (_, small), groups in zip(
+        actual, smaller, cuts, strict=True
+    ):
         expected = outputs, shrink(graph, grads, small.plan).params
-        assert difference(expected, of_small) <= tolerance, [group.name for group in groups]
+        assert difference(expected, small_results) <= tolerance, [group.name for group in groups]
 
 
 def drawn(model, dtype):

@@ -23,7 +23,9 @@ def _straight_through(x):
     return jnp.sign(x)
 
 
-_straight_through.defvjp(lambda x: (jnp.sign(x), x), lambda x, given: (given * (jnp.abs(x) < 1),))
+_straight_through.defvjp(
+    lambda x: (jnp.sign(x), x), lambda x, residual: (residual * (jnp.abs(x) < 1),)
+)
 
 
 @jax.custom_jvp
@@ -112,9 +114,9 @@ def test_what_is_left_computes_the_masked_model_and_its_gradients(mlp):
     def loss(apply, params):
         return jnp.sum(jnp.sin(apply(params, x)))
 
-    of_small = jax.grad(functools.partial(loss, small.apply))(small.params)
-    of_masked = jax.grad(functools.partial(loss, _mlp))(pruned)
-    assert _difference(of_small, shrink(graph, of_masked, small.plan).params) < 1e-12
+    on_small = jax.grad(functools.partial(loss, small.apply))(small.params)
+    on_masked = jax.grad(functools.partial(loss, _mlp))(pruned)
+    assert _difference(on_small, shrink(graph, on_masked, small.plan).params) < 1e-12
 
 
 @pytest.mark.slow
@@ -169,23 +171,26 @@ def test_training_goes_on_as_the_masked_run_would(mlp, name):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    of_masked, state = jax.jit(functools.partial(step, _mlp)), tx.init(params)
+    on_masked, state = jax.jit(functools.partial(step, _mlp)), tx.init(params)
     for _ in range(4):
-        params, state = of_masked(params, state)
+        params, state = on_masked(params, state)
     masks = state.masks
     if pruner.use_packed_masks:
         masks = sparsity.unpack_masks(masks, params)
     small = shrink(graph, params, masks, state)
-    of_small, left, left_state = jax.jit(functools.partial(step, small.apply)), *small_of(small)
+    on_small, small_params, small_state = (
+        jax.jit(functools.partial(step, small.apply)),
+        *read_small(small),
+    )
     for _ in range(3):
-        params, state = of_masked(params, state)
-        left, left_state = of_small(left, left_state)
+        params, state = on_masked(params, state)
+        small_params, small_state = on_small(small_params, small_state)
     expected = shrink(graph, params, small.plan, state)
-    assert _difference(expected.params, left) < 1e-10
-    assert _difference(expected.opt_state, left_state) < 1e-10
+    assert _difference(expected.params, small_params) < 1e-10
+    assert _difference(expected.opt_state, small_state) < 1e-10
 
 
-def small_of(small):
+def read_small(small):
     return small.params, small.opt_state
 
 
@@ -339,11 +344,11 @@ def test_statistics_that_the_model_returns_shrink_with_their_channels():
     pruner = sparsity.MagnitudePruning(**_coupled(graph))
     pruned, masks = pruner.instant_sparsify(variables["params"])
     small = shrink(graph, {**variables, "params": pruned}, {"params": masks})
-    (expected, _), (found, state) = (
+    (expected, _), (actual, state) = (
         fn({**variables, "params": pruned}, x),
         small.apply(small.params, x),
     )
-    assert _difference(expected, found) < 1e-5
+    assert _difference(expected, actual) < 1e-5
     assert state["batch_stats"]["BatchNorm_1"]["mean"].shape == (8,)
     assert "16" in small.report()
 
@@ -398,8 +403,8 @@ def test_factored_moments_join_channels_and_are_refused(mlp):
     state = optax.adafactor(1e-3, min_dim_size_to_factor=2).init(params)
     with pytest.raises(ValueError, match=r"first/bias|first/kernel.*factored moments"):
         shrink(graph, params, masks, state)
-    whole = optax.adafactor(1e-3).init(params)  # too small to be factored
-    assert shrink(graph, params, masks, whole).params["last"]["kernel"].shape == (6, 2)
+    unfactored = optax.adafactor(1e-3).init(params)  # too small to be factored
+    assert shrink(graph, params, masks, unfactored).params["last"]["kernel"].shape == (6, 2)
 
 
 @pytest.mark.slow
@@ -447,10 +452,10 @@ def test_a_plan_cuts_another_checkpoint_in_another_process(tmp_path):
     np.savez(tmp_path / "checkpoint.npz", x=x, **other)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", _CUT], cwd=tmp_path, env=environment, check=True)
-    found = np.load(tmp_path / "small.npz")
-    assert found["up"].shape == (4, 3)
+    actual = np.load(tmp_path / "small.npz")
+    assert actual["up"].shape == (4, 3)
     masked = jax.tree.map(lambda w, mask: w * mask, other, masks)
-    np.testing.assert_allclose(found["y"], model(masked, x), atol=1e-6)
+    np.testing.assert_allclose(actual["y"], model(masked, x), atol=1e-6)
 
 
 @jax.custom_jvp

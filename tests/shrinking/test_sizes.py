@@ -36,25 +36,25 @@ def halved(model):
 def parameters(graph, groups):
     """Parameters, and those that are left when half of the channels of these groups go."""
     plan = plan_cut(graph, {group.variable: np.arange(group.size // 2) for group in groups}, {})
-    whole = left = 0
+    full = remaining = 0
     for leaf in graph.parameters:
         if leaf.path[-1] in ("mean", "var"):  # statistics, which are not trained
             continue
-        whole += leaf.size
-        left += math.prod(plan.shrink_shape(leaf.path, leaf.shape))
-    return whole, left
+        full += leaf.size
+        remaining += math.prod(plan.shrink_shape(leaf.path, leaf.shape))
+    return full, remaining
 
 
 def test_half_of_every_group_of_resnet_18():
-    whole, left, _ = halved(models.resnet((2, 2, 2, 2), False))
-    assert (whole, left) == (11_689_512, 3_055_880)
+    full, remaining, _ = halved(models.resnet((2, 2, 2, 2), False))
+    assert (full, remaining) == (11_689_512, 3_055_880)
 
 
 @pytest.mark.slow
 def test_half_of_every_group_of_resnet_50_is_a_quarter_of_its_multiply_adds():
-    whole, left, macs = halved(models.resnet((3, 4, 6, 3), True))
+    full, remaining, macs = halved(models.resnet((3, 4, 6, 3), True))
     # A quarter of all but the stem and the head: 2048 x 1000 + 1000 becomes 1024 x 1000 + 1000.
-    assert (whole, left) == (25_557_032, 6_917_640)
+    assert (full, remaining) == (25_557_032, 6_917_640)
     assert macs == pytest.approx(0.257, abs=0.001)
 
 
@@ -104,20 +104,20 @@ def pruned(name, distribution=None, **options):
     return graph, params, pruner.scope, shrink(graph, params, masks)
 
 
-def left_of(graph, small):
+def list_remaining(graph, small):
     """How many channels are left of each group, looked up along the axis of its first member."""
-    found, shapes = [], {leaf.path: leaf.shape for leaf in graph.parameters}
+    actual, shapes = [], {leaf.path: leaf.shape for leaf in graph.parameters}
     for group in graph.groups:
         (path, axis), positions = group.members[0], group.positions[0]
         stays = small.plan.kept.get(path, {}).get(axis, np.arange(shapes[path][axis]))
-        found.append(int(np.isin(positions, np.atleast_2d(stays)[0]).any(axis=1).sum()))
-    return found
+        actual.append(int(np.isin(positions, np.atleast_2d(stays)[0]).any(axis=1).sum()))
+    return actual
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_group_keeps_half_of_its_own_channels(name):
     graph, _, _, small = pruned(name)
-    assert left_of(graph, small) == [num_kept(group.size, 0.5) for group in graph.groups]
+    assert list_remaining(graph, small) == [num_kept(group.size, 0.5) for group in graph.groups]
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def test_a_budget_is_never_exceeded_and_one_more_channel_of_each_group_would(nam
         graph, _, _, small = pruned(name, functools.partial(budget, macs=macs), across=across)
         assert small.macs() <= macs * graph.macs()
         more = {
-            group.variable: min(group.size, left + 1)
-            for group, left in zip(graph.groups, left_of(graph, small), strict=True)
+            group.variable: min(group.size, remaining + 1)
+            for group, remaining in zip(graph.groups, list_remaining(graph, small), strict=True)
         }
         assert graph.costs.count_small_macs(more) >= macs * graph.macs()
 
@@ -203,8 +203,8 @@ def test_a_process_that_has_the_plan_and_the_shapes_goes_on():
     names = [(group.name, group.size) for group in smaller.groups]
     assert names == [(group.name, group.size) for group in small.graph.groups]
     inputs = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model.inputs)
-    found = plan.apply(again, small.params, *inputs)
-    jax.tree.map(np.testing.assert_array_equal, found, small.apply(small.params, *inputs))
+    actual = plan.apply(again, small.params, *inputs)
+    jax.tree.map(np.testing.assert_array_equal, actual, small.apply(small.params, *inputs))
 
 
 def test_parameters_of_no_smaller_model_are_refused():
@@ -253,22 +253,22 @@ def test_heads_and_their_sizes_keep_their_numbers_while_they_move():
             scheduler=PeriodicSchedule(1, 1, 9),
         )
         state = updater.init_state(params)
-        first = left_of(graph, shrink(graph, params, state.masks))
+        first = list_remaining(graph, shrink(graph, params, state.masks))
         for step in range(1, 5):
             state = updater.update_state(state._replace(count=jnp.int32(step)), params, params)
-            assert left_of(graph, shrink(graph, params, state.masks)) == first
+            assert list_remaining(graph, shrink(graph, params, state.masks)) == first
 
 
 @pytest.mark.slow
 def test_the_root_of_squares_is_in_range_at_any_scale():
     drawn = models.draw({"a": (6, 16), "b": (16, 3)}, jnp.float32)
     graph = trace(lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"], drawn, jnp.ones((1, 6)))
-    found = []
+    actual = []
     for scale in (1.0, 2.0**-70, 2.0**70):
         pruner = MagnitudePruning(
             scope=Coupled(graph, order=2), sparsity_distribution_fn=Uniform(0.5)
         )
         params = jax.tree.map(lambda x, scale=scale: x * scale, drawn)
-        found.append(pruner.instant_sparsify(params)[1])
-    jax.tree.map(np.testing.assert_array_equal, *found[:2])
-    jax.tree.map(np.testing.assert_array_equal, *found[1:])
+        actual.append(pruner.instant_sparsify(params)[1])
+    jax.tree.map(np.testing.assert_array_equal, *actual[:2])
+    jax.tree.map(np.testing.assert_array_equal, *actual[1:])

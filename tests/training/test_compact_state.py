@@ -323,15 +323,15 @@ def _start(config):
 
 
 def test_a_subclass_that_makes_masks_needs_a_statement_or_masks():
-    class Own(sparsity.SET):
+    class Custom(sparsity.SET):
         def new_masks(self, sparse_state, inputs):
             return sparse_state.masks
 
-    message = r"Own overrides new_masks.*\(state keeps_count = True in Own "
+    message = r"Custom overrides new_masks.*\(state keeps_count = True in Custom "
     with pytest.raises(ValueError, match=message):
-        Own(use_compact_state=True, scheduler=sparsity.PeriodicSchedule(5))
+        Custom(use_compact_state=True, scheduler=sparsity.PeriodicSchedule(5))
     with pytest.raises(ValueError, match=message):
-        Own(use_compact_state=True).wrap_optax(optax.adam(0.1))
+        Custom(use_compact_state=True).wrap_optax(optax.adam(0.1))
 
 
 def test_moves_under_a_pattern_need_the_first_masks_of_the_updater():

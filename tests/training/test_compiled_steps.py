@@ -46,7 +46,7 @@ def _computations(text):
 def _large_copies(text, *, least):
     """Copies of `least` elements or more in every step without a mask update."""
     bodies, entry = _computations(text)
-    found, seen, todo = [], set(), [entry]
+    actual, seen, todo = [], set(), [entry]
     while todo:
         name = todo.pop()
         if name in seen:
@@ -62,8 +62,8 @@ def _large_copies(text, *, least):
             todo += called
             copied = re.search(r"= \(?\w+\[([\d,]*)\]\S* copy(?:-start)?\(", line)
             if copied and math.prod(map(int, filter(None, copied[1].split(",")))) >= least:
-                found.append(line.strip())
-    return found
+                actual.append(line.strip())
+    return actual
 
 
 def _compiled(updater, donate):

@@ -13,8 +13,8 @@ _HALF = sparsity.Uniform(0.5)
 _NAMES = sparsity.all_algorithm_names()
 _STE = ("magnitude_ste", "random_ste", "sr_ste")
 # Others make their masks before they train, or in the first step.
-_WAITS = [name for name in helpers.names_of(helpers.starts_dense) if name not in (*_STE, "snip")]
-_OWN_MASKS = [name for name in _NAMES if name not in (*_WAITS, *_STE)]
+_WAITS = [name for name in helpers.list_names(helpers.starts_dense) if name not in (*_STE, "snip")]
+_WITH_MASKS = [name for name in _NAMES if name not in (*_WAITS, *_STE)]
 
 
 def _init(updater, **options):
@@ -79,7 +79,7 @@ def test_straight_through_with_stored_masks_is_warned_of_and_without_is_not():
         _init(_make(name))
 
 
-@pytest.mark.parametrize("name", _OWN_MASKS)
+@pytest.mark.parametrize("name", _WITH_MASKS)
 def test_algorithms_with_masks_from_the_start_are_not_warned_of(name):
     _init(_make(name))
 

@@ -232,9 +232,9 @@ def test_ordinary_states_are_resettable(params):
 
 @pytest.mark.parametrize(("count", "first"), [(None, 0), (0, 0), (7, 7)])
 def test_a_hook_may_give_the_first_count_as_a_number_or_leave_it_out(count, first):
-    class Own(sparsity.MagnitudePruning):
+    class Custom(sparsity.MagnitudePruning):
         def init_state(self, params):
             return super().init_state(params)._replace(count=count)
 
-    state = Own().wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 3))})
+    state = Custom().wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 3))})
     assert (int(state.count), state.count.dtype) == (first, jnp.int32)

@@ -56,7 +56,7 @@ def _make(cls=Movement, **options):
     return cls(sparsity_distribution_fn=_HALF, **options)
 
 
-def _step_of(updater, dtype=jnp.float32):
+def _make_step(updater, dtype=jnp.float32):
     tx = updater.wrap_optax(optax.sgd(0.5))
 
     def step(params, state, grads):
@@ -95,7 +95,7 @@ def _check(params, state, steps):
 @pytest.mark.parametrize("way", ["eager", "jit", "donated", "packed", "scan"])
 def test_sums_grow_in_every_step_and_decide_at_the_update(way):
     updater = _make(use_packed_masks=way == "packed")
-    step, state = _step_of(updater)
+    step, state = _make_step(updater)
     params = _params()
     if way == "scan":
         grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(_grads, range(4)))
@@ -111,7 +111,7 @@ def test_sums_grow_in_every_step_and_decide_at_the_update(way):
 
 @pytest.mark.slow
 def test_runs_are_mapped_over_their_states():
-    step, state = _step_of(_make())
+    step, state = _make_step(_make())
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (_params(), state))
     for index in range(2):
         grads = jax.tree.map(lambda g: jnp.stack([g, -g]), _grads(index))
@@ -122,14 +122,14 @@ def test_runs_are_mapped_over_their_states():
 
 @pytest.mark.slow
 def test_sums_of_bfloat16_stay_bfloat16():
-    step, state = _step_of(_make(), jnp.bfloat16)
+    step, state = _make_step(_make(), jnp.bfloat16)
     params, state = jax.jit(step)(_params(jnp.bfloat16), state, _grads(0, jnp.bfloat16))
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.algorithm_state))
     assert params["w"].dtype == jnp.bfloat16
 
 
 def test_what_most_algorithms_remember_is_nothing():
-    state = _step_of(_make(sparsity.MagnitudePruning))[1]
+    state = _make_step(_make(sparsity.MagnitudePruning))[1]
     assert state.algorithm_state is None
 
 
@@ -282,7 +282,9 @@ def test_the_state_is_sharded_as_the_parameters():
     params = jax.device_put(_params(), rows)
     tx = _make().wrap_optax(optax.adam(0.1))
     shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
-    assert {own.spec for own in jax.tree.leaves(shardings.algorithm_state)} == {rows.spec}
+    assert {leaf_sharding.spec for leaf_sharding in jax.tree.leaves(shardings.algorithm_state)} == {
+        rows.spec
+    }
     assert shardings.count.spec == jax.sharding.PartitionSpec()
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     assert state.algorithm_state["w"].sharding.spec == rows.spec
@@ -325,7 +327,7 @@ _WAYS = {"orbax": _orbax, "standard": _standard, "bytes": _bytes, "dictionary": 
 
 
 def _saved_and_fresh(cls, packed):
-    step, state = _step_of(_make(cls, use_packed_masks=packed))
+    step, state = _make_step(_make(cls, use_packed_masks=packed))
     saved = step(_params(), step(_params(), state, _grads())[1], _grads(1))[1]
     return saved, jax.tree.map(jnp.zeros_like, state)
 
@@ -334,11 +336,11 @@ def _saved_and_fresh(cls, packed):
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_state_that_remembers_is_restored(way, packed, tmp_path):
     saved, fresh = _saved_and_fresh(Movement, packed)
-    found = _WAYS[way](saved, fresh, tmp_path)
-    assert type(found) is type(saved)
-    assert jax.tree.structure(found) == jax.tree.structure(saved)
-    jax.tree.map(np.testing.assert_array_equal, found, saved)
-    assert np.any(found.algorithm_state["w"])
+    actual = _WAYS[way](saved, fresh, tmp_path)
+    assert type(actual) is type(saved)
+    assert jax.tree.structure(actual) == jax.tree.structure(saved)
+    jax.tree.map(np.testing.assert_array_equal, actual, saved)
+    assert np.any(actual.algorithm_state["w"])
 
 
 # What hooks cost.
@@ -399,6 +401,6 @@ def test_hooks_that_are_not_overridden_cost_no_instruction():
 
 def test_a_state_that_remembers_nothing_has_no_more_arrays_than_before():
     updater = _make(sparsity.MagnitudePruning)
-    state = _step_of(updater)[1]
+    state = _make_step(updater)[1]
     # A mask, a target and the count.
     assert len(jax.tree.leaves(state._replace(inner_state=None))) == 3

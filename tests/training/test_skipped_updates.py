@@ -26,7 +26,7 @@ def _transformation(update):
     return optax.GradientTransformation(init, update)
 
 
-def _of_pairs(fn):
+def _by_pairs(fn):
     def update(updates, state, params=None):
         out = jax.tree.map(fn, updates, state, params, is_leaf=lambda node: isinstance(node, _Pair))
         is_out = lambda node: isinstance(node, tuple) and not isinstance(node, _Pair)  # noqa: E731
@@ -38,18 +38,18 @@ def _of_pairs(fn):
 
 # Updates whose new state is not simply computed from the old one.
 _AWKWARD = {
-    "both leaves get one array": _of_pairs(lambda u, s, p: (-u, _Pair(u, u))),
-    "both leaves get one result": _of_pairs(lambda u, s, p: (-u, _Pair(u * 2, u * 2))),
-    "one result twice": _of_pairs(lambda u, s, p: (lambda r: (r, _Pair(r, r)))(u * s.first)),
-    "a shift register": _of_pairs(lambda u, s, p: (-u * s.second, _Pair(u, s.first))),
-    "a copy of the other leaf": _of_pairs(lambda u, s, p: (-u, _Pair(s.first, s.first))),
-    "swapped leaves": _of_pairs(lambda u, s, p: (u * s.first, _Pair(s.second, s.first))),
-    "the parameters": _of_pairs(lambda u, s, p: (u - p, _Pair(p, p))),
-    "the updates, also returned": _of_pairs(lambda u, s, p: (u, _Pair(u, s.first))),
-    "constants": _of_pairs(lambda u, s, p: (u, _Pair(jnp.zeros_like(u), jnp.full_like(u, 3)))),
-    "the state as the update": _of_pairs(lambda u, s, p: (s.first, _Pair(s.first + u, s.second))),
-    "nothing changes": _of_pairs(lambda u, s, p: (s.first * u, s)),
-    "read again after it is set": _of_pairs(
+    "both leaves get one array": _by_pairs(lambda u, s, p: (-u, _Pair(u, u))),
+    "both leaves get one result": _by_pairs(lambda u, s, p: (-u, _Pair(u * 2, u * 2))),
+    "one result twice": _by_pairs(lambda u, s, p: (lambda r: (r, _Pair(r, r)))(u * s.first)),
+    "a shift register": _by_pairs(lambda u, s, p: (-u * s.second, _Pair(u, s.first))),
+    "a copy of the other leaf": _by_pairs(lambda u, s, p: (-u, _Pair(s.first, s.first))),
+    "swapped leaves": _by_pairs(lambda u, s, p: (u * s.first, _Pair(s.second, s.first))),
+    "the parameters": _by_pairs(lambda u, s, p: (u - p, _Pair(p, p))),
+    "the updates, also returned": _by_pairs(lambda u, s, p: (u, _Pair(u, s.first))),
+    "constants": _by_pairs(lambda u, s, p: (u, _Pair(jnp.zeros_like(u), jnp.full_like(u, 3)))),
+    "the state as the update": _by_pairs(lambda u, s, p: (s.first, _Pair(s.first + u, s.second))),
+    "nothing changes": _by_pairs(lambda u, s, p: (s.first * u, s)),
+    "read again after it is set": _by_pairs(
         lambda u, s, p: (lambda m: (m * 3, _Pair(m, m + s.second)))(s.first + u)
     ),
 }
@@ -139,16 +139,16 @@ def test_skipping_agrees_with_selecting_between_the_states_of_any_optimizer(name
 
     state = tx.init(params)
     for skip in skips:
-        expected, found = both(skip, params, state)
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        expected, actual = both(skip, params, state)
+        assert jax.tree.structure(actual) == jax.tree.structure(expected)
         for (path, want), got in zip(
-            jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+            jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True
         ):
             assert got.dtype == want.dtype, path
             if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
                 got, want = jax.random.key_data(got), jax.random.key_data(want)
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=str(path))
-        steps, state = found
+        steps, state = actual
         params = optax.apply_updates(params, steps)
 
 

@@ -25,9 +25,9 @@ def is_matrix(path: tuple[str, ...], param: jax.Array) -> bool:
     return param.ndim == 2
 
 
-own_sparsities = {"kernel": 0.25}
+custom_sparsities = {"kernel": 0.25}
 pruner = sparsity.MagnitudePruning(
-    sparsity_distribution_fn=sparsity.Uniform(0.5, is_matrix, own_sparsities),
+    sparsity_distribution_fn=sparsity.Uniform(0.5, is_matrix, custom_sparsities),
     sparsity_type=choose,
 )
 pruned, masks = pruner.instant_sparsify({"kernel": jnp.ones((8, 4))})

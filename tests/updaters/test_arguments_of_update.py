@@ -22,9 +22,9 @@ def test_missing_parameters_raise_the_message_of_optax(name):
     params = helpers.params()
     state = tx.init(params)
     decay = optax.add_decayed_weights(0.1)
-    with pytest.raises(ValueError, match="params") as of_optax:
+    with pytest.raises(ValueError, match="params") as optax_error:
         decay.update(helpers.grads(0), decay.init(params), None)
-    expected = str(of_optax.value)
+    expected = str(optax_error.value)
     for args in ((), (None,)):
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
             tx.update(helpers.grads(0), state, *args)

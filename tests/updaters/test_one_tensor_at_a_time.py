@@ -90,7 +90,7 @@ def test_stacked_layers_are_ranked_by_themselves_so_that_none_vanishes():
     np.testing.assert_array_equal(np.sum(masks, axis=(1, 2)), [8, 8])
 
 
-@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes, helpers.takes_types))
+@pytest.mark.parametrize("name", helpers.list_names(helpers.prunes, helpers.takes_types))
 def test_an_axis_that_m_does_not_divide_names_the_parameter_at_init(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](
         sparsity_distribution_fn=helpers.uniform(0.5), sparsity_type=sparsity.NByM(2, 4)

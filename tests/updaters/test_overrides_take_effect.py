@@ -125,8 +125,8 @@ def test_an_override_changes_the_results_or_is_an_error_that_names_another_hook(
 _LOOP = {"pre_forward_update", "post_gradient_update", "apply_masks"}
 _INIT = {"init_state", "get_initial_masks", "init_algorithm_state"}
 # Hooks that get no arguments of `update`: masks of a forward pass, or of `init`.
-_OF_MASKS = {"calculate_scores", "create_masks"}
-_WITHOUT = dict.fromkeys(("magnitude_ste", "random_ste", "sr_ste", "static_sparse"), _OF_MASKS)
+_MASK_HOOKS = {"calculate_scores", "create_masks"}
+_WITHOUT = dict.fromkeys(("magnitude_ste", "random_ste", "sr_ste", "static_sparse"), _MASK_HOOKS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,7 @@ def _stores_masks(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", helpers.names_of(helpers.draws_masks, _stores_masks))
+@pytest.mark.parametrize("name", helpers.list_names(helpers.draws_masks, _stores_masks))
 def test_seeds_may_be_integers_and_keys_of_either_style(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]
 
@@ -45,7 +45,7 @@ def test_an_integer_of_numpy_is_the_same_seed_as_one_of_python(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", helpers.names_of(helpers.draws_masks))
+@pytest.mark.parametrize("name", helpers.list_names(helpers.draws_masks))
 def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_conditional(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]
     ste = helpers.is_straight_through(name)

@@ -46,17 +46,17 @@ def test_the_state_is_found_and_replaced_in_every_nesting(name):
     tx = _nestings()[name]
     params = helpers.params()
     updates, state = jax.jit(tx.update)(helpers.grads(0), tx.init(params), params)
-    found = sparsity.get_sparse_state(state)
-    assert isinstance(found, sparsity.SparseState)
-    assert int(found.count) == 1
-    assert int(found.masks["kernel"].sum()) == 30
+    actual = sparsity.get_sparse_state(state)
+    assert isinstance(actual, sparsity.SparseState)
+    assert int(actual.count) == 1
+    assert int(actual.masks["kernel"].sum()) == 30
     assert np.count_nonzero(optax.apply_updates(params, updates)["kernel"]) == 30
     pruned = sparsity.MagnitudePruning().post_gradient_update(params, state)
     assert np.count_nonzero(pruned["kernel"]) == 30
-    replaced = sparsity.set_sparse_state(state, found._replace(count=jnp.int32(41)))
+    replaced = sparsity.set_sparse_state(state, actual._replace(count=jnp.int32(41)))
     assert int(sparsity.get_sparse_state(replaced).count) == 41
     assert jax.tree.structure(replaced) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, sparsity.set_sparse_state(replaced, found), state)
+    jax.tree.map(np.testing.assert_array_equal, sparsity.set_sparse_state(replaced, actual), state)
 
 
 def test_no_state_and_two_states_are_value_errors():

@@ -310,15 +310,15 @@ class _Powers(sparsity.MagnitudePruning):
         return jax.tree.map(lambda x: x * self.power + self.shift, params)
 
 
-def _mask_of(updater):
+def _make_mask(updater):
     _, masks = updater.instant_sparsify({"k": PARAMS["k"]})
     return np.asarray(masks["k"]).reshape(-1)
 
 
 def test_updaters_of_equal_scores_share_what_is_compiled(caplog):
-    assert _mask_of(_Powers(sparsity_distribution_fn=sparsity.Uniform(0.25)))[8:].all()
+    assert _make_mask(_Powers(sparsity_distribution_fn=sparsity.Uniform(0.25)))[8:].all()
     with jax.log_compiles():
-        assert _mask_of(_Powers(sparsity_distribution_fn=sparsity.Uniform(0.75)))[24:].all()
+        assert _make_mask(_Powers(sparsity_distribution_fn=sparsity.Uniform(0.75)))[24:].all()
         assert "Compiling" not in caplog.text
         jax.jit(lambda x: x + 1)(1.0)
         assert "Compiling" in caplog.text
@@ -326,16 +326,16 @@ def test_updaters_of_equal_scores_share_what_is_compiled(caplog):
 
 def test_a_score_that_changes_is_compiled_again():
     updater = _Powers(**HALF)
-    assert _mask_of(updater)[16:].all()
+    assert _make_mask(updater)[16:].all()
     updater.power = -1.0
-    assert _mask_of(updater)[:16].all()
+    assert _make_mask(updater)[:16].all()
 
 
 def test_an_elementwise_hook_may_read_an_array_of_its_own():
     updater = _Powers(**HALF)
     for power in (1.0, -1.0):
         updater.power = np.array([[power]], np.float32)
-        assert _mask_of(updater)[16 if power > 0 else 0 :][:16].all()
+        assert _make_mask(updater)[16 if power > 0 else 0 :][:16].all()
 
 
 def _make_marked(score):
@@ -385,7 +385,7 @@ def test_a_marked_hook_that_adds_axes_gets_complete_trees(score):
     updater = _make_marked(score)
     complete = score(PARAMS["k"])
     expected = updater.create_masks({"k": complete}, {"k": 0.5})["k"]
-    assert _mask_of(updater).tolist() == np.asarray(expected).reshape(-1).tolist()
+    assert _make_mask(updater).tolist() == np.asarray(expected).reshape(-1).tolist()
     weights = {"k": PARAMS["k"]}
     assert defer_scores(updater.calculate_scores, weights, None, None) is None
 
@@ -394,7 +394,7 @@ def test_a_marked_hook_may_hold_code_whose_result_is_unused():
     updater = _make_marked(jax.grad(lambda w: jnp.sum(jnp.tanh(w))))
     scores = defer_scores(updater.calculate_scores, {"k": PARAMS["k"]}, None, None)
     assert scores is not None
-    assert _mask_of(updater)[:16].all()
+    assert _make_mask(updater)[:16].all()
 
 
 def test_a_marked_hook_may_branch_and_repeat_by_entry():
@@ -585,7 +585,7 @@ def test_a_global_pruner_may_set_a_scope_of_its_own():
             self.scope = sparsity.Layerwise()
 
     updater = Local(sparsity=0.5)
-    assert _mask_of(updater)[16:].all()
+    assert _make_mask(updater)[16:].all()
     updater.scope = sparsity.Global(use_normalization=False)
     with pytest.raises(ValueError, match="Local makes its scope from use_normalization"):
         updater.check_fields()
