@@ -124,6 +124,11 @@ def _round(equation: Equation, inputs: Inputs) -> float | None:
     return None if is_half else exact(np.round)(equation, inputs)
 
 
+def _keep_zero(equation: Equation, inputs: Inputs) -> float | None:
+    """Returns 0 if the first input is 0, whatever the other one is."""
+    return 0.0 if inputs[0] == 0 else None
+
+
 def _raise_to_integer(equation: Equation, inputs: Inputs) -> float | None:
     return rounded(lambda x: x ** equation.params["y"])(equation, inputs)
 
@@ -155,9 +160,12 @@ _ROUNDED: dict[str, Function] = {
 _COPIES = ("copy", "copy_p", "name", "optimization_barrier", "pvary", "stop_gradient")
 _PLACEMENTS = ("device_put", "mesh_cast", "reshard", "sharding_constraint")
 _OTHERS = (
-    "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "digamma", "erf_inv", "igamma",
-    "igammac", "lgamma", "population_count", "reduce_precision", "regularized_incomplete_beta",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta",
+    "bessel_i0e", "bitcast_convert_type", "clz", "digamma", "igamma", "igammac", "lgamma",
+    "regularized_incomplete_beta", "zeta",
+)  # fmt: skip
+_KEEP_ZERO = (
+    "bessel_i1e", "erf_inv", "population_count", "reduce_precision", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical",
 )  # fmt: skip
 
 ENTRYWISE: dict[str, Entrywise] = {
@@ -167,6 +175,7 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(is_copy=True) for name in _COPIES},
     **{name: Entrywise(is_copy=True, places=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _OTHERS},
+    **{name: Entrywise(_keep_zero) for name in _KEEP_ZERO},
     "abs": Entrywise(exact(np.abs), keeps_any_zero=True, is_nonnegative=True),
     "add": Entrywise(exact(np.add), keeps_zeros=True),
     "add_any": Entrywise(exact(np.add), keeps_zeros=True),
