@@ -110,9 +110,11 @@ def test_moves_of_compact_models_need_no_implicit_promotion(kind):
     model = sparsity.compact(graph, params, masks)
     opt_state = optax.sgd(0.1, momentum=0.9).init(model.params)
 
+    def loss_fn(apply, params):
+        return jnp.sum(jnp.square(apply(params, x)))
+
     def move(model, params, opt_state):
-        loss = lambda apply, params: jnp.sum(jnp.square(apply(params, x)))
-        return model.move(updater, params, opt_state, 0, loss)
+        return model.move(updater, params, opt_state, 0, loss_fn)
 
     with _strict():
         moved = jax.eval_shape(move, model, model.params, opt_state)
