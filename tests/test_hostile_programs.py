@@ -92,6 +92,24 @@ def test_optax_finds_the_state_by_its_name(packed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [sparsity.Block((2, 2)), sparsity.Channel(-1), sparsity.FanIn(2)])
+def test_a_loss_has_a_gradient_through_masks_of_units(kind):
+    params = jnp.arange(1.0, 25).reshape(4, 6)
+    updater = sparsity.MagnitudePruning(
+        sparsity_type=kind,
+        sparsity_distribution_fn=helpers.half,
+        scheduler=sparsity.OneShotSchedule(0),
+    )
+
+    def train(scale):
+        tx = updater.wrap_optax(optax.sgd(scale))
+        updates, _ = tx.update(params, tx.init(params), params * scale)
+        return jnp.sum(params * scale + updates)
+
+    traced = jax.make_jaxpr(jax.value_and_grad(train))(1.0)
+    assert [x.dtype for x in traced.out_avals] == [jnp.float32] * 2
+
+
 def test_the_learning_rate_has_a_gradient_through_skipped_steps():
     trainer = sparsity.RigL(sparsity_distribution_fn=_HALF, scheduler=sparsity.PeriodicSchedule(2))
     assert trainer.skip_gradients

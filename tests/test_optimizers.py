@@ -288,7 +288,8 @@ A weight that RigL or SET regrow starts at zero, with the state that `init` woul
 of another shape than the parameter's (factored moments, histories, one number for a tensor)
 cannot be divided by weights: such state stays unchanged, and the table names it. Updaters that
 regrow weights refuse an optimizer of your own that keeps arrays of a parameter's shape outside of
-trees like the parameters, such as in a list.
+trees like the parameters, such as in a list. `split_real_and_imaginary` does so for complex
+parameters; Adam takes these without it.
 
 | state when weights regrow | transformations |
 | --- | --- |

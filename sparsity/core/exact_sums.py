@@ -71,9 +71,10 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
       axis: axes to reduce, to sums of at most 2**29 summands.
 
     Returns:
-      The sums. A summand is rounded to 2**-32 (float64: 2**-60) of the largest one of its sum, on
-      devices that do not flush subnormal numbers to 0.
+      The sums, without derivatives. A summand is rounded to 2**-32 (float64: 2**-60) of the largest
+      one of its sum, on devices that do not flush subnormal numbers to 0.
     """
+    x = lax.stop_gradient(x)  # jax has no tangents for a reduction of integers and floats together
     size = math.prod(x.shape[i] for i in axis)
     if size > 2**29:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")

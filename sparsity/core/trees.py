@@ -39,11 +39,23 @@ Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
     """Returns `{path: leaf}` in tree order; `None` and other empty nodes have no leaf.
 
+    Raises:
+      ValueError: a node of the user gives two children one key. The message names the path.
+
     Example:
       >>> [path_string(path) for path in leaves_by_path({"a": [1.0, None], "b": 2.0})]
       ['a/0', 'b']
     """
-    return dict(_flatten(tree)[0])
+    pairs = _flatten(tree)[0]
+    by_path = dict(pairs)
+    if len(by_path) < len(pairs):
+        paths = [path for path, _ in pairs]
+        name = next(path_string(path) for path in paths if paths.count(path) > 1)
+        raise ValueError(
+            f"Two leaves have the path {name!r}, so that no mask could tell them apart. Give each "
+            "child a key of its own in tree_flatten_with_keys."
+        )
+    return by_path
 
 
 def leaves_by_names(tree: PyTree) -> dict[Path, PyTree]:

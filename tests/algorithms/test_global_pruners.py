@@ -84,6 +84,16 @@ def test_normalized_scores_give_each_layer_its_share():
 
 
 @pytest.mark.slow
+def test_many_weights_are_ranked_in_a_step_that_is_not_compiled():
+    updater = sparsity.GlobalMagnitudePruning(
+        sparsity=0.5, scheduler=sparsity.OneShotSchedule(0), use_normalization=True
+    )
+    params = {"a": jnp.arange(1.0, 3001).reshape(60, 50)}  # the search sorts up to 2048 scores
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    masks = tx.update(params, tx.init(params), params)[1].masks
+    np.testing.assert_array_equal(np.ravel(masks["a"]), np.arange(3000) >= 1500)
+
+
 def test_a_layer_of_zeros_can_be_normalized():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5, use_normalization=True)
     masks = updater.instant_sparsify([jnp.zeros((2, 2)), jnp.ones((2, 2))])[1]

@@ -86,6 +86,15 @@ def test_saliency_keeps_the_largest_products_of_weight_and_gradient():
     assert masks["b"] is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_that_float16_cannot_hold_are_ranked(compiled):
+    params, grads = jnp.float16([[1e-3, 2e-3, 3e-3, 4e-3]]), jnp.float16([[4e-5, 3e-5, 2e-5, 1e-6]])
+    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=helpers.uniform(0.5))
+    prune = jax.jit(updater.instant_sparsify) if compiled else updater.instant_sparsify
+    masks = prune(params, grads)[1]  # products 4, 6, 6 and 0.4 e-8, of which float16 holds 5.96e-8
+    np.testing.assert_array_equal(masks, [[0, 1, 1, 0]])
+
+
 def test_saliency_without_gradients_says_what_it_needs():
     updater = sparsity.SaliencyPruning(sparsity_distribution_fn=helpers.uniform(0.5))
     with pytest.raises(ValueError, match=r"SaliencyPruning scores.*gradients.*grads = None"):

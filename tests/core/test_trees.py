@@ -312,3 +312,13 @@ def test_state_paths_with_sequence_keys_are_compared_as_entries():
     )
     np.testing.assert_array_equal(new[0]["m"][0], [1.0, 1.0])
     np.testing.assert_array_equal(new[0]["m"][1], [0.0, 1.0])
+
+
+def test_two_leaves_of_one_path_are_an_error_that_names_it():
+    @jax.tree_util.register_pytree_with_keys_class
+    class Twins(Plain):
+        def tree_flatten_with_keys(self):
+            return tuple((DictKey("w"), child) for child in self), None
+
+    with pytest.raises(ValueError, match=r"Two leaves have the path 'a/w'"):
+        trees.leaves_by_path({"a": Twins([1.0, 2.0])})

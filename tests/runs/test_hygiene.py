@@ -89,6 +89,38 @@ def test_steps_of_kept_entries_need_no_implicit_promotion():
         jax.eval_shape(step, _PARAMS, state)
 
 
+@pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("name", ["rigl", "saliency", "global_magnitude", "lamp", "admm"])
+def test_parameters_and_gradients_of_two_dtypes_need_no_implicit_promotion(name, dtypes):
+    params, grads = (jax.tree.map(lambda x, t=t: x.astype(t), _PARAMS) for t in dtypes)
+    with _strict():
+        updater = helpers.make_updater(name, batch_axes=_axes(name))
+        tx = updater.wrap_optax(optax.sgd(0.1))
+        state = jax.eval_shape(tx.init, params)
+        updates, _ = jax.eval_shape(tx.update, grads, state, params)
+    assert updates["kernel"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL])
+def test_moves_of_compact_models_need_no_implicit_promotion(kind):
+    updater = kind(sparsity_distribution_fn=helpers.half, scheduler=sparsity.PeriodicSchedule(10))
+    params, x = helpers.params(shape=(8, 12)), jnp.ones((3, 8))
+    graph = sparsity.trace(lambda params, x: x @ params["kernel"], params, x)
+    masks = updater.wrap_optax(optax.sgd(0.1)).init(params).masks
+    model = sparsity.compact(graph, params, masks)
+    opt_state = optax.sgd(0.1, momentum=0.9).init(model.params)
+
+    def loss_fn(apply, params):
+        return jnp.sum(jnp.square(apply(params, x)))
+
+    def move(model, params, opt_state):
+        return model.move(updater, params, opt_state, 0, loss_fn)
+
+    with _strict():
+        moved = jax.eval_shape(move, model, model.params, opt_state)
+    assert moved[1]["kernel"].shape == (48,)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_bool_masks_select_without_implicit_promotion(jit):
     scores = {"few": helpers.params(shape=(8, 12))["kernel"], "many": jnp.ones((2000, 300))}
