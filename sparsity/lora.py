@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import SequenceKey
 
 from sparsity.core import sharding, trees
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Masks, PyTree, Tree
 from sparsity.masks import apply_mask, read_masks
 
@@ -72,7 +73,7 @@ def merge_lora(params: Tree, lora: PyTree, masks: Masks, *, scale: chex.Numeric 
 def _merge(
     param: jax.Array, a: jax.Array, b: jax.Array, mask: jax.Array | None, scale: chex.Numeric
 ) -> jax.Array:
-    dtype = jnp.promote_types(jnp.result_type(param, a, b), jnp.float32)
+    dtype = promote(*(jnp.result_type(x) for x in (param, a, b)), jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
     batch = _count_batch_axes(param, a, b)
     axes = tuple(range(batch))

@@ -13,6 +13,7 @@ import numpy as np
 from sparsity import selection
 from sparsity.core import trees
 from sparsity.core.checks import check_bool, check_density, check_int, check_kind
+from sparsity.core.dtypes import promote
 from sparsity.core.sharding import shard_like
 from sparsity.masks import apply_mask, apply_mask_straight_through
 from sparsity.patterns import NByM, Unstructured, parse_nm
@@ -50,7 +51,7 @@ def prune_act_unstruct(
     check_density("density", density)
     check_int("batch_axes", batch_axes, 0)
     if not isinstance(density, int | float):  # bfloat16 would round the difference
-        density = jnp.asarray(density, jnp.promote_types(jnp.result_type(density), jnp.float32))
+        density = jnp.asarray(density, promote(jnp.result_type(density), jnp.float32))
     create = functools.partial(Unstructured().select, sparsity=1 - density, batch_axes=batch_axes)
     return _keep(x, create, straight_through)
 

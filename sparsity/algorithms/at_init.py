@@ -31,7 +31,7 @@ from sparsity.core.checks import (
     check_loss,
     is_traced,
 )
-from sparsity.core.dtypes import promote
+from sparsity.core.dtypes import multiply, promote
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
@@ -111,7 +111,7 @@ def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> S
     """
     weights = trees.prunable(params)
     grads = _average_over(_make_gradient(loss_fn, params), [weights], batches)
-    return jax.tree.map(lambda w, g: jnp.abs(w * g), weights, grads)
+    return jax.tree.map(lambda w, g: jnp.abs(multiply(w, g)), weights, grads)
 
 
 def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> ScoreTree:
@@ -152,7 +152,7 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
         return jax.jvp(slope, (weights,), (direction,))[1]
 
     curved = _average_over(product, [weights, direction], batches)
-    return jax.tree.map(lambda w, h: jnp.real(w * h), weights, curved)
+    return jax.tree.map(lambda w, h: jnp.real(multiply(w, h)), weights, curved)
 
 
 def synflow_scores(
@@ -186,10 +186,12 @@ def synflow_scores(
 
     def flow(sizes: PyTree, inputs: PyTree) -> jax.Array:
         outputs = fn(_replace_weights(params, sizes), inputs)
-        return sum((jnp.sum(x) for x in jax.tree.leaves(outputs)), jnp.zeros(()))
+        sums, zero = [jnp.sum(x) for x in jax.tree.leaves(outputs)], jnp.zeros(())
+        dtype = promote(zero.dtype, *(x.dtype for x in sums))
+        return sum((x.astype(dtype) for x in sums), zero.astype(dtype))
 
     slopes = jax.grad(flow)(sizes, ones)
-    return jax.tree.map(lambda size, slope: size * slope, sizes, slopes)
+    return jax.tree.map(multiply, sizes, slopes)
 
 
 def prune_at_init(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
+from sparsity.core.dtypes import multiply
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Draw, elementwise, takes_signed_scores
@@ -77,7 +78,7 @@ class SaliencyPruning(BaseUpdater):
             if grad is None:
                 name = trees.path_string(path)
                 raise ValueError(f"grads has no leaf for {name!r}. Give all gradients of params.")
-            saliency = param * grad
+            saliency = multiply(param, grad)
             # A scope that adds up the scores of channels takes the absolute value of the sum.
             return saliency if is_signed else jnp.abs(saliency)
 

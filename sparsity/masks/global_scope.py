@@ -254,7 +254,7 @@ def _find_cost(params: Sequence[tuple[Site, jax.Array | LazyScores]]) -> Polynom
 
 def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
     factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
-    return [*factors[:, None]]
+    return [factors[i, ...] for i in range(len(factors))]  # numbers, as arrays
 
 
 @host.instead(_compute_factors_on_host)

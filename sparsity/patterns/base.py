@@ -272,9 +272,9 @@ def keep_active(
     active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the units that stay active, and the number dropped in each slice."""
-    axes = range(batch_axes, active.ndim)
+    axes, is_active = range(batch_axes, active.ndim), active.astype(bool)
     # The barrier keeps the second operand, so that XLA fuses the loop.
-    n: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
+    n: jax.Array = jax.lax.optimization_barrier(sums([is_active, ~is_active], axes))[0]
     k = jnp.asarray(selection.num_kept(n, drop_fraction))
     return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
 

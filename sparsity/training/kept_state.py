@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
+from sparsity.core.dtypes import promote
 from sparsity.core.kernels import compute_once_after
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
@@ -108,7 +109,7 @@ class KeptParameter:
     def spread(self, step: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
         """Returns the update of the parameter; arguments as in `spread_updates`."""
         layout, param = self.layout, self.param
-        dtype = jnp.promote_types(step.dtype, param.dtype)
+        dtype = promote(step.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
         words, step = compute_once_after((words, step.astype(dtype)), count)
         fn = functools.partial(spread, n=layout.slice_size)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.core import trees
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, apply_masks, mask_updates, pack_masks, unpack_masks
 from sparsity.training.hooks import StepInputs
@@ -99,7 +100,7 @@ def make_updates_set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTre
         if mask is None:
             return step
         param = likes[path]
-        dtype = jnp.promote_types(step.dtype, param.dtype)
+        dtype = promote(step.dtype, param.dtype)
         return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
 
     return trees.map_matched(set_zero, steps, masks, role="updates")

@@ -9,6 +9,7 @@ import optax
 
 from sparsity.core import owners, trees
 from sparsity.core.checks import is_traced
+from sparsity.core.dtypes import promote
 from sparsity.core.kernels import at_runtime
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.core.warn import warn
@@ -95,7 +96,10 @@ def start_from_zero(steps: PyTree, params: Params, grown: PyTree) -> PyTree:
     def restart(path: trees.KeyPath, step: jax.Array, where: jax.Array | None) -> jax.Array:
         if where is None:
             return step
-        return jnp.where(_unpack_grown(where, likes[path]), step - likes[path], step)
+        param = likes[path]
+        dtype = promote(step.dtype, param.dtype)
+        step, param = step.astype(dtype), param.astype(dtype)
+        return jnp.where(_unpack_grown(where, likes[path]), step - param, step)
 
     return trees.map_matched(restart, steps, grown, role="updates")
 

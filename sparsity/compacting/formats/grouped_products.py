@@ -211,7 +211,7 @@ def _backward(
     superfluous = groups * group - result.outputs
     dy = jnp.pad(dy.T, ((0, superfluous), (0, 0))).reshape(groups, group, rows)
     xt = x.T
-    wide = _widen_float(jnp.promote_types(values.dtype, dy.dtype))
+    wide = _widen_float(promote(values.dtype, dy.dtype))
     dot = functools.partial(
         lax.dot_general, precision=result.precision, preferred_element_type=wide
     )
@@ -321,7 +321,7 @@ def _widen(indices: jax.Array) -> jax.Array:
 def _widen_float(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype of sums: float32 for narrower floats, else the dtype itself."""
     dtype = jnp.dtype(dtype)
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return promote(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def _describe(value: PyTree) -> str:
