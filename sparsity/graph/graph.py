@@ -39,7 +39,8 @@ class Graph:
       state: outputs that the next call reads: {path in the output: path in params}.
       trace: `trace(fn, params, *args)` makes the graph of another function, with this `state`.
 
-    The analyses `model`, `removal` and `costs` serve other folders of the package and may change.
+    The analyses `model`, `removal` and `costs`, and the methods `find_products`,
+    `find_scanned_axes`, `is_data` and `retrace`, serve other folders of the package and may change.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
