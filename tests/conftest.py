@@ -8,7 +8,7 @@ import pytest
 
 from sparsity import api
 from tests.lowering import share_contexts
-from tests.memory import collect_rarely, free_programs
+from tests.memory import free_programs
 
 pytest.register_assert_rewrite("tests.helpers")
 share_contexts()
@@ -36,7 +36,6 @@ def pytest_collection_finish():
     """Spares garbage collections the modules and tests, which stay to the end."""
     gc.collect()
     gc.freeze()
-    collect_rarely()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Frees memory of processes that run many tests."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -19,11 +18,3 @@ def free_programs(max_maps):
         if pages * os.sysconf("SC_PAGE_SIZE") <= 2**31 and num_maps <= max_maps:
             return
     jax.clear_caches()
-
-
-def collect_rarely():
-    """Makes collections of garbage rare: a trace makes many objects, and few are garbage in cycles.
-
-    By default, collections take about 5% of the time of the tests; so rare, 2%.
-    """
-    gc.set_threshold(20_000, 5, 5)

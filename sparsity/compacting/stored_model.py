@@ -17,7 +17,6 @@ from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_sizes
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
@@ -176,13 +175,6 @@ def _retrace(
 ) -> tuple[Graph, list[Operand]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
-    inputs = trees.split_arrays(args)[0]
-    check_sizes(
-        "apply of a compact model",
-        inputs,
-        "Export it for any number of rows by jax.vmap of "
-        "lambda row: model.apply(params, row[None]).",
-    )
     wrapped = wrap_values(model, params, observers)
     leaves = jax.tree.leaves(wrapped, is_leaf=is_kept)
     leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
@@ -194,4 +186,4 @@ def _retrace(
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
-    return model.graph.retrace(example, *args), [*leaves, *inputs]
+    return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]

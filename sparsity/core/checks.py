@@ -69,7 +69,7 @@ def check_sizes(name: str, tree: object, remedy: str) -> None:
     for leaf in jax.tree.leaves(tree):
         shape = getattr(leaf, "shape", ())
         if not all(isinstance(size, numbers.Integral) for size in shape):
-            raise ValueError(f"{name} takes inputs of known sizes, got the shape {shape}. {remedy}")
+            raise ValueError(f"{name} needs known sizes, got the shape {shape}. {remedy}")
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:

@@ -52,8 +52,8 @@ def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
         paths = [path for path, _ in pairs]
         name = next(path_string(path) for path in paths if paths.count(path) > 1)
         raise ValueError(
-            f"Two leaves have the path {name!r}, so that no mask could tell them apart. Give each "
-            "child a key of its own in tree_flatten_with_keys."
+            f"Two leaves have the path {name!r}, and leaves are told apart by path alone. Give "
+            "each child a key of its own in tree_flatten_with_keys."
         )
     return by_path
 

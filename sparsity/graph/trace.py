@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_function, check_kind, check_sizes, is_traced
+from sparsity.core.checks import check_function, check_kind, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
 from sparsity.graph.traced_model import Model, Parameter
@@ -90,11 +90,6 @@ def _make_jaxpr(
     check_function("fn", fn, "the parameters and the inputs")
     leaves, rebuild = trees.split_arrays(params)
     inputs, rebuild_args = trees.split_arrays(args)
-    check_sizes(
-        "The trace of a model",
-        (leaves, inputs),
-        "Give those of one call: smaller and compact models take inputs of other sizes.",
-    )
 
     def flat(leaves: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
         return fn(rebuild(leaves), *rebuild_args(inputs))

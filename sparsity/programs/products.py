@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias
 
+from sparsity.core.checks import check_sizes
 from sparsity.programs.program import Equation, Value
 
 # Primitives that are not analysed, and multiply no matrices.
@@ -112,6 +113,12 @@ class Product:
     @property
     def macs(self) -> Fraction:
         """Multiply-adds; zeros that a convolution inserts between entries cost nothing."""
+        check_sizes(
+            "The count of multiply-adds",
+            [value for value, _ in self.cost],
+            "Trace with the sizes of one call; export a compact model for any number of rows by "
+            "jax.vmap of lambda row: model.apply(params, row[None]).",
+        )
         return Fraction(math.prod(value.shape[axis] for value, axis in self.cost), self.inserted)
 
 

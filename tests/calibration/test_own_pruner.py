@@ -265,6 +265,18 @@ def test_a_score_of_ones_own_follows_global_scopes_and_extra_arguments_reach_its
     assert [int(masks[name].sum()) for name in "ab"] == [2, 0]
 
 
+def test_an_override_of_solve_tree_may_pass_on_every_argument():
+    class Counted(Scaled):
+        def solve_tree(self, *args, **kwargs):
+            self.kwargs = kwargs
+            return super().solve_tree(*args, **kwargs)
+
+    x = sparsity.Statistic(squares=jnp.ones(4), count=9, contracting=(0,), output=(1,))
+    pruner = Counted(sparsity_distribution_fn=helpers.half)
+    pruner.instant_sparsify(jnp.ones((4, 2)), statistics={(): x}, boost=9)
+    assert pruner.kwargs == {"grads": None, "boost": 9}
+
+
 def test_assigned_fields_are_checked_as_the_constructor_checks_them():
     pruner = sparsity.SparseGPTPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
     pruner.scheduler = sparsity.PeriodicSchedule(3)

@@ -201,11 +201,19 @@ def test_symbolic_sizes_are_refused_with_the_way_to_export_them():
     params, mask, x = jnp.ones((2, 3)), np.eye(2, 3, dtype=np.uint8), jnp.ones((1, 2))
     model = compact(trace(lambda w, x: x @ w, params, x), params, mask)
     rows = jax.ShapeDtypeStruct((*export.symbolic_shape("rows"), 2), x.dtype)
-    with pytest.raises(ValueError, match=r"\(rows, 2\).*jax.vmap of lambda row: model.apply"):
+    with pytest.raises(ValueError, match=r"\(rows, 3\).*jax.vmap of lambda row: model.apply"):
         export.export(jax.jit(model.apply))(model.params, rows)
     by_row = jax.vmap(lambda params, row: model.apply(params, row[None])[0], (None, 0))
     exported = export.export(jax.jit(by_row))(model.params, rows)
     np.testing.assert_array_equal(exported.call(model.params, jnp.ones((3, 2))), [[1, 1, 0]] * 3)
+
+
+def test_models_without_products_of_symbolic_sizes_are_exported():
+    table, mask, tokens = jnp.ones((2, 3)), np.eye(2, 3, dtype=np.uint8), jnp.zeros(1, jnp.int32)
+    model = compact(trace(lambda table, tokens: table[tokens], table, tokens), table, mask)
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows"), tokens.dtype)
+    exported = export.export(jax.jit(model.apply))(model.params, rows)
+    np.testing.assert_array_equal(exported.call(model.params, jnp.array([1, 0])), mask[::-1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64, jnp.float8_e4m3fn])

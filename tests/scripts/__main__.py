@@ -12,7 +12,7 @@ import traceback
 import jax
 
 from tests.lowering import share_contexts
-from tests.memory import collect_rarely, free_programs
+from tests.memory import free_programs
 from tests.scripts.devices import Devices
 
 
@@ -32,7 +32,6 @@ def find_failures(program, kind, *names):
 def main(*arguments):
     assert jax.device_count() == 8
     share_contexts()
-    collect_rarely()
     runs = [arguments] if arguments else (line.split() for line in sys.stdin)
     last_program = None
     for program, kind, *names in runs:

@@ -117,7 +117,12 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
         raise NotImplementedError(f"{type(self).__name__} must override solve.")
 
     def solve_tree(
-        self, params: Params, targets: Sparsities, problems: Problems
+        self,
+        params: Params,
+        targets: Sparsities,
+        problems: Problems,
+        grads: Grads | None = None,
+        **extra_args: ExtraArg,
     ) -> tuple[Params, Masks]:
         """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
 
@@ -128,6 +133,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
           params: tree of parameters.
           targets: tree of sparsities, `None` for parameters that stay dense.
           problems: by path, of `calibrated_paths`.
+          grads: tree of gradients of `instant_sparsify`, for overrides; `solve` needs none.
+          **extra_args: other arguments of `instant_sparsify`, for overrides.
         """
         solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
         for key, problem in problems.items():

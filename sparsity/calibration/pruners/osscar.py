@@ -20,9 +20,10 @@ from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import KeyPath, Masks, Params, Sparsities
+from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities
 from sparsity.graph.scope.placed import PlacedGroup
 from sparsity.masks import apply_masks
+from sparsity.training.hooks import ExtraArg
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,7 +81,12 @@ class OSSCARPruning(ChannelPruning):
             )
 
     def solve_tree(
-        self, params: Params, targets: Sparsities, problems: Problems
+        self,
+        params: Params,
+        targets: Sparsities,
+        problems: Problems,
+        grads: Grads | None = None,
+        **extra_args: ExtraArg,
     ) -> tuple[Params, Masks]:
         for problem in problems.values():
             self._check(problem)
