@@ -52,10 +52,11 @@ def read_count(
     count: object = pattern.count_kept(shape, sparsity, batch_axes)
     if count is None:
         return None
-    if isinstance(count, float | np.floating) and float(count).is_integer():
-        count = int(count)
-    check_int(f"{pattern}.count_kept of {name!r}", count, 0, math.prod(shape[batch_axes:]))
-    return int(count)  # type: ignore[call-overload, no-any-return]
+    who = f"{pattern}.count_kept of {name!r}"
+    check_values(who, count, "Return a number.")
+    number = as_float(count)
+    check_int(who, int(number) if number.is_integer() else count, 0, math.prod(shape[batch_axes:]))
+    return int(number)
 
 
 def entry_counter(

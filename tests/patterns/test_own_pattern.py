@@ -1,6 +1,7 @@
 """A sparsity type of the user's own, in ten lines, under all that trains or prunes."""
 
 import dataclasses
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -374,9 +375,10 @@ def test_a_count_of_ones_own_is_a_number_of_entries():
             return self.count
 
     options = {"sparsity_distribution_fn": _HALF, "use_compact_state": True}
-    exact = sparsity.StaticRandomSparse(sparsity_type=Miscounted(4.0), **options)
-    state = jax.eval_shape(exact.wrap_optax(optax.sgd(0.1, 0.9)).init, {"w": jnp.ones((2, 4))})
-    assert state.inner_state
+    for count in (4.0, jnp.int32(4), np.array(4), Fraction(4)):
+        exact = sparsity.StaticRandomSparse(sparsity_type=Miscounted(count), **options)
+        state = jax.eval_shape(exact.wrap_optax(optax.sgd(0.1, 0.9)).init, {"w": jnp.ones((2, 4))})
+        assert state.inner_state
     pruner = sparsity.StaticRandomSparse(sparsity_type=Miscounted(), **options)
     message = r"Miscounted\(.*\)\.count_kept of 'w' must be at most 8, got .* = 9"
     with pytest.raises(ValueError, match=message):
