@@ -34,7 +34,8 @@ def check_compact_fields(updater: Updater) -> None:
     if not keeps_targets(updater.scope):
         raise ValueError(
             f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
-            "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule()."
+            "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule(). A scope "
+            "of your own that keeps them states `keeps_targets = True`."
         )
 
 
