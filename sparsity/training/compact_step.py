@@ -103,7 +103,7 @@ class CompactStep(Step):
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
-        fresh = self.inner.init(without_grown(values, grown))
+        fresh = self.inner.init(without_grown(values, grown, are_packed=False))
         inner_state = carry(new.inner_state.state, fresh, moves)
         return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
 
@@ -115,9 +115,9 @@ class CompactStep(Step):
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
         values, updates = gather(params, kept), gather(updates, kept)
-        seen = without_grown(values, change.grown)
+        seen = without_grown(values, change.grown, are_packed=False)
         steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
-        steps = start_from_zero(steps, values, change.grown)
+        steps = start_from_zero(steps, values, change.grown, are_packed=False)
         count = optax.safe_increment(state.count)
         steps = spread_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
