@@ -28,7 +28,7 @@ from sparsity.masks import (
     Sites,
     adapt_scope,
     elementwise,
-    keeps_targets,
+    is_layerwise,
     make_draw,
     may_score_slices,
 )
@@ -339,7 +339,7 @@ def make_slice_rule(updater: DropAndGrow) -> SliceRule | None:
     takes_trees = is_overridden(updater, "update_state") or is_overridden(
         updater, "get_drop_scores", DropAndGrow
     )
-    if takes_trees or not keeps_targets(updater.scope):
+    if takes_trees or not is_layerwise(updater.scope):
         return None
     grow = updater.get_grow_scores
     is_random = not is_overridden(updater, "get_grow_scores", SET)

@@ -36,7 +36,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import sums
 from sparsity.core.trees import Masks, Params, Sparsities
-from sparsity.masks import Site, Sites, keeps_targets
+from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.masks.positions import put
 from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
@@ -91,7 +91,7 @@ class SRigL(RigL):
                 f"{type(self).__name__} chooses the weights of each neuron itself and takes no "
                 f"topk_fn, got topk_fn = {self.topk_fn!r}. Leave topk_fn out."
             )
-        if not keeps_targets(self.scope):
+        if not is_layerwise(self.scope):
             raise ValueError(
                 f"{type(self).__name__} moves within each layer and needs scope = Layerwise(), got "
                 f"{self.scope!r}."

@@ -21,7 +21,7 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.global_scope import Global
-from sparsity.masks.layerwise import Layerwise, keeps_targets
+from sparsity.masks.layerwise import Layerwise, is_layerwise
 from sparsity.masks.lazy import (
     Draw,
     defer_scores,
@@ -40,6 +40,7 @@ from sparsity.masks.scopes import (
     adapt_scope,
     find_missing_scope_method,
     is_per_slice,
+    keeps_targets,
     takes_signed_scores,
 )
 from sparsity.masks.sites import (
@@ -91,6 +92,7 @@ __all__ = [
     "elementwise",
     "find_missing_scope_method",
     "host_scores",
+    "is_layerwise",
     "is_marked_elementwise",
     "is_per_slice",
     "keeps_targets",

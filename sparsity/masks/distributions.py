@@ -22,8 +22,7 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
 from sparsity.core.names import Registry
 from sparsity.core.trees import Params, PyTree, Sparsities
-from sparsity.masks.global_scope import Global
-from sparsity.masks.layerwise import keeps_targets
+from sparsity.masks.scopes import keeps_targets, keeps_total
 from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
@@ -147,10 +146,11 @@ class Uniform:
         self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
     ) -> PyTree:
         """Returns the lowest sparsities whose masks keep no more than `entries`."""
-        if not (scope is None or isinstance(scope, Global) or keeps_targets(scope)):
+        if not (scope is None or keeps_total(scope) or keeps_targets(scope)):
             raise ValueError(
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
-                f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
+                f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=). A scope "
+                "of your own states `keeps_targets = True` or `keeps_total = True`."
             )
         self._filter_params(params, batch_axes, sites)  # raises an error for an empty selection
         sites = sites or Sites(params, Unstructured(), batch_axes)
@@ -169,7 +169,7 @@ class Uniform:
                 for path, target in trees.leaves_by_path(targets).items()
                 if not sites[path].has_override
             }
-            if isinstance(scope, Global) and len(shares := {*ranked.values()}) == 1:
+            if keeps_total(scope) and len(shares := {*ranked.values()}) == 1:
                 # Parameters of one share count as one parameter.
                 total = num_kept_int(sum(math.prod(arrays[path].shape) for path in ranked), *shares)
                 return total + sum(n for path, n in kept.items() if path not in ranked)

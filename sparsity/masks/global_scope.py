@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -58,6 +58,8 @@ class Global(DataclassBase):
 
     use_normalization: bool = True
     normalization_eps: float = 1e-8
+
+    keeps_total: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_bool("use_normalization", self.use_normalization)

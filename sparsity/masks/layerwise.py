@@ -42,6 +42,7 @@ class Layerwise(DataclassBase):
 
     # Whether a mask depends on the scores of its slice alone, so that slices are pruned one by one.
     per_slice: ClassVar[bool] = True
+    keeps_targets: ClassVar[bool] = True
 
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Accepts all patterns, batch axes and functions."""
@@ -76,8 +77,8 @@ class Layerwise(DataclassBase):
         return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 
-def keeps_targets(scope: object) -> bool:
-    """Returns whether each slice keeps the number that its target gives: `Layerwise`, unchanged."""
+def is_layerwise(scope: object) -> bool:
+    """Returns whether a scope makes the masks of `Layerwise`, so that a pruner need not call it."""
     if not isinstance(scope, Layerwise):
         return False
     cls = type(scope)

@@ -92,9 +92,16 @@ def find_mesh(leaf: ScoredSite | MovingSite) -> Mesh | None:
 class Scope(Protocol):
     """Interface of `scope`: `Layerwise()`, `Global()`, or a custom class.
 
-    A class may also state `per_slice = True`: a mask depends on the scores of its slice alone, so
-    that slices are pruned one by one; and `takes_signed_scores = True`: scores are summed, so that
-    those of saliency keep their signs.
+    A class may also state what holds for all of its masks, as class attributes that are True:
+
+    - `per_slice`: a mask depends on the scores of its slice alone, so that slices are pruned one by
+      one.
+    - `keeps_targets`: each slice keeps the number of entries that its pattern keeps at its
+      sparsity, and moves keep this number. `use_compact_state` and `Uniform(entries=)` rely on it.
+      A subclass that overrides `select` or `move` states it again.
+    - `keeps_total`: all parameters of one sparsity together keep `num_kept` of their entries.
+      `Uniform(entries=)` relies on it.
+    - `takes_signed_scores`: scores are summed, so that those of saliency keep their signs.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -175,6 +182,24 @@ def find_missing_scope_method(scope: object) -> str | None:
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
     """Returns whether each slice of a parameter has a mask that depends on its own scores alone."""
     return getattr(scope, "per_slice", False) is True
+
+
+def keeps_targets(scope: object) -> bool:
+    """Returns whether each slice keeps the number that its target gives.
+
+    A class that overrides `select` or `move` below the statement of a base may keep other numbers.
+    """
+    for cls in type(scope).__mro__:
+        if "keeps_targets" in vars(cls):
+            return getattr(scope, "keeps_targets", False) is True
+        if "select" in vars(cls) or "move" in vars(cls):
+            break
+    return False
+
+
+def keeps_total(scope: object) -> bool:
+    """Returns whether parameters of one sparsity keep the number of one parameter of their size."""
+    return getattr(scope, "keeps_total", False) is True
 
 
 def takes_signed_scores(scope: Scope | TreeScope) -> bool:

@@ -20,9 +20,10 @@ import optax
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
+from sparsity.masks import Site, Sites, packed_shape, unpack_masks
 from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
+from sparsity.training.compact_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_state import (
@@ -43,7 +44,7 @@ from sparsity.training.kept_state import (
 from sparsity.training.regrow import check_resettable, start_from_zero, without_grown
 from sparsity.training.state import SparseState
 from sparsity.training.step import MaskChange, Step
-from sparsity.training.updater import INFERRED, Updater
+from sparsity.training.updater import Updater
 
 
 class CompactStep(Step):
@@ -55,7 +56,7 @@ class CompactStep(Step):
     ) -> Self:
         check_compact_fields(updater)
         if masks is None:
-            _check_first_masks(updater)
+            check_first_masks(updater)
         elif any(map(is_traced, jax.tree.leaves(masks))):
             raise ValueError(
                 "use_compact_state=True needs the numbers of kept weights, but the masks of "
@@ -102,7 +103,7 @@ class CompactStep(Step):
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
-        fresh = self.inner.init(without_grown(values, grown))
+        fresh = self.inner.init(without_grown(values, grown, are_packed=False))
         inner_state = carry(new.inner_state.state, fresh, moves)
         return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
 
@@ -114,9 +115,9 @@ class CompactStep(Step):
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
         values, updates = gather(params, kept), gather(updates, kept)
-        seen = without_grown(values, change.grown)
+        seen = without_grown(values, change.grown, are_packed=False)
         steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
-        steps = start_from_zero(steps, values, change.grown)
+        steps = start_from_zero(steps, values, change.grown, are_packed=False)
         count = optax.safe_increment(state.count)
         steps = spread_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
@@ -138,7 +139,7 @@ class CompactStep(Step):
                 return None
             site, unused = sites[path], 0
             if has_user_masks:
-                _check_moves(self.updater, site)
+                check_moves(self.updater, site)
                 count = unused = _count_mask(sources[path], param.shape, site)
             else:
                 count = _count_target(site, param.shape, sources[path])
@@ -185,65 +186,6 @@ class CompactStep(Step):
         return trees.map_matched(check, kept, layouts)
 
 
-def check_compact_fields(updater: Updater) -> None:
-    """Raises a ValueError for fields that exclude `use_compact_state`; names field and value."""
-    name, schedule = type(updater).__name__, updater.scheduler
-    refused = "use_compact_state=True stores the optimizer's state for kept weights only"
-    if updater.is_sparse_updates is False or updater.keeps_dense_weights:
-        is_off = updater.is_sparse_updates is False
-        field = "is_sparse_updates = False" if is_off else f"{name}.keeps_dense_weights = True"
-        raise ValueError(
-            f"{refused}, but {field}: pruned weights keep values and would be trained. Leave "
-            "use_compact_state off."
-        )
-    if not updater.is_sparse_gradients:
-        raise ValueError(
-            f"{refused}, but is_sparse_gradients = False shows gradients of pruned weights to the "
-            f"optimizer. Give {name} is_sparse_gradients=True too."
-        )
-    if not has_updates(schedule):
-        return
-    if updater.keeps_count is False:
-        raise ValueError(
-            f"{refused}, but with scheduler = {schedule!r} {_describe_count(updater)}. The option "
-            "can be had with static_sparse, set, rigl and srigl, or when masks are final: "
-            "scheduler=NoUpdateSchedule() and wrap_optax(tx, masks=masks)."
-        )
-    if not keeps_targets(updater.scope):
-        raise ValueError(
-            f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
-            "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule()."
-        )
-
-
-def _describe_count(updater: Updater) -> str:
-    """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
-    classes, (_, hooks) = type(updater).__mro__, INFERRED["keeps_count"]
-    cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
-    if cls is Updater:
-        return f"{classes[0].__name__} starts from dense masks and changes their number"
-    return (
-        f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = True "
-        f"in {classes[0].__name__} if each slice keeps the number that its target gives)"
-    )
-
-
-def _check_first_masks(updater: Updater) -> None:
-    """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
-    reason = ""
-    if updater.keeps_count is False:
-        reason = _describe_count(updater)
-    elif not keeps_targets(updater.scope):
-        reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
-    elif updater.topk_fn is not None:
-        reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"
-    if reason:
-        raise ValueError(
-            "use_compact_state=True needs the number of kept weights of each parameter, but "
-            f"{reason}. Give the masks: wrap_optax(tx, masks=masks)."
-        )
-
-
 def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> int:
     """Returns the number of entries that the first mask keeps of each slice."""
     if is_traced(target):
@@ -260,18 +202,6 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
             "wrap_optax(tx, masks=masks)."
         )
     return count
-
-
-def _check_moves(updater: Updater, site: Site) -> None:
-    """Raises a ValueError if updates may keep more entries than a mask of the user."""
-    if not has_updates(updater.scheduler):
-        return
-    if updater.keeps_count is None or not site.pattern.is_elementwise:
-        raise ValueError(
-            f"use_compact_state=True: {type(updater).__name__} with {site.pattern!r} may keep more "
-            f"entries of {site.name!r} than the mask that wrap_optax got. Leave masks out, use "
-            "NoUpdateSchedule(), or SET or RigL with Unstructured()."
-        )
 
 
 def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:

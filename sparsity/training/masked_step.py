@@ -71,11 +71,13 @@ class MaskedStep(Step):
         params, updates = inputs.params, self.modify_gradients(inputs, plain)
         if self.updater.is_sparse_gradients:
             updates = mask_updates(updates, plain.masks, "gradients")
-        seen = without_grown(params, change.grown) if self.pruned_are_zero else params
+        seen = params
+        if self.pruned_are_zero:
+            seen = without_grown(params, change.grown, are_packed=True)
         steps, inner_state = self.run_inner(updates, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
         if self.pruned_are_zero:
-            steps = start_from_zero(steps, params, change.grown)
+            steps = start_from_zero(steps, params, change.grown, are_packed=True)
         if self.zeroes_updates:
             steps = make_updates_set_zeros(steps, params, plain.masks)
         return steps, state._replace(inner_state=inner_state, count=count)

@@ -72,24 +72,25 @@ def restart_regrown(
     return new._replace(masks=masks, inner_state=inner_state), grown
 
 
-def without_grown(params: Params, grown: PyTree) -> Params:
+def without_grown(params: Params, grown: PyTree, *, are_packed: bool) -> Params:
     """Returns the arrays for the inner optimizer: zeros where weights have grown.
 
     Args:
       params: tree of parameters, or of kept entries.
-      grown: tree of packed masks, or of bools like kept entries; `None` if nothing has grown.
+      grown: tree of bools like `params`, or of packed masks; `None` if nothing has grown.
+      are_packed: whether `grown` holds packed masks.
     """
 
     def zero(_: trees.KeyPath, param: jax.Array, where: jax.Array | None) -> jax.Array:
         if where is None:
             return param
-        return apply_mask(param, ~_unpack_grown(where, param))
+        return apply_mask(param, ~(unpack(where, param) > 0 if are_packed else where))
 
     return trees.map_matched(zero, params, grown)
 
 
-def start_from_zero(steps: PyTree, params: Params, grown: PyTree) -> PyTree:
-    """Returns updates that start grown weights from zero; `params` and `grown` as above."""
+def start_from_zero(steps: PyTree, params: Params, grown: PyTree, *, are_packed: bool) -> PyTree:
+    """Returns updates that start grown weights from zero; other arguments as above."""
 
     likes = trees.leaves_by_path(params)
 
@@ -99,14 +100,10 @@ def start_from_zero(steps: PyTree, params: Params, grown: PyTree) -> PyTree:
         param = likes[path]
         dtype = promote(step.dtype, param.dtype)
         step, param = step.astype(dtype), param.astype(dtype)
-        return jnp.where(_unpack_grown(where, likes[path]), step - param, step)
+        where = unpack(where, likes[path]) > 0 if are_packed else where
+        return jnp.where(where, step - param, step)
 
     return trees.map_matched(restart, steps, grown, role="updates")
-
-
-def _unpack_grown(grown: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns bools like an array, from a packed mask or from bools."""
-    return grown if grown.dtype == bool else unpack(grown, like) > 0
 
 
 def check_resettable(

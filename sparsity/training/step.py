@@ -296,7 +296,8 @@ class MaskChange(NamedTuple):
 
     Attributes:
       is_update: whether masks were updated; may be traced.
-      grown: weights that returned, as the class of the step marks them; `None` if none can return.
+      grown: weights that returned: packed masks in a `MaskedStep`, bools of kept entries in a
+        `CompactStep`; `None` if none can return.
     """
 
     is_update: chex.Numeric

@@ -475,6 +475,32 @@ class All(sparsity.Layerwise):
         return [jnp.ones_like(leaf.mask) for leaf in leaves]
 
 
+class Delegating:
+    """Scope of a user, no subclass of `Layerwise`, that states what its masks keep."""
+
+    per_slice = keeps_targets = True
+
+    def check(self, pattern, batch_axes, topk_fn):
+        pass
+
+    def select(self, leaves, topk_fn):
+        return sparsity.Layerwise().select(leaves, topk_fn)
+
+    def move(self, leaves, drop_fraction):
+        leaves = [leaf._replace(lazy_drop_scores=-leaf.drop_scores) for leaf in leaves]
+        return sparsity.Layerwise().move(leaves, drop_fraction)
+
+
+def test_a_scope_that_states_keeps_targets_moves_masks():
+    params, x = {"w": jnp.array([[1.0], [2.0], [0.0], [0.0]])}, jnp.ones((1, 4))
+    graph = trace(lambda params, x: x @ params["w"], params, x)
+    model = compact(graph, params, {"w": np.array([[1], [1], [0], [0]], np.uint8)})
+    pruner = sparsity.SET(scope=Delegating(), drop_fraction_fn=optax.constant_schedule(0.5))
+    moved = model.move(pruner, model.params, ADAM.init(model.params), 0)[0]
+    assert moved.indices["w"].shape == (2,)
+    assert moved.indices["w"][0] == 0  # the larger weight is dropped
+
+
 class Rows(sparsity.SparsityType):
     def pool(self, scores, batch_axes=0):
         return jnp.max(scores, axis=-1)

@@ -1,5 +1,6 @@
 """Target sparsities by parameter: containers, filters, bad values, stacked weights."""
 
+import dataclasses
 import math
 
 import flax
@@ -244,6 +245,35 @@ def test_masks_keep_as_many_entries_as_asked_for(kind, entries):
         # Three slices of equal sparsity gain an entry together.
         assert entries - 2 <= kept <= entries
     assert masks["bias"] is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delegating:
+    """Scope of a user, no subclass of the one that it calls."""
+
+    scope: sparsity.Scope
+    keeps_targets: bool = False
+    keeps_total: bool = False
+
+    def check(self, pattern, batch_axes, topk_fn):
+        self.scope.check(pattern, batch_axes, topk_fn)
+
+    def select(self, leaves, topk_fn):
+        return self.scope.select(leaves, topk_fn)
+
+    def move(self, leaves, drop_fraction):
+        return self.scope.move(leaves, drop_fraction)
+
+
+def test_scopes_that_state_the_numbers_that_they_keep_take_entries():
+    scopes = {"keeps_targets": sparsity.Layerwise(), "keeps_total": sparsity.Global()}
+    for name, scope in scopes.items():
+        stated, silent = Delegating(scope, **{name: True}), Delegating(scope)
+        masks = make_masks(Uniform(entries=301), scope=stated)
+        expected = make_masks(Uniform(entries=301), scope=scope)
+        jax.tree.map(np.testing.assert_array_equal, masks, expected)
+        with pytest.raises(ValueError, match=f"entries = 301 counts .*`{name} = True`"):
+            make_masks(Uniform(entries=301), scope=silent)
 
 
 @pytest.mark.parametrize(

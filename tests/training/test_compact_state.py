@@ -318,6 +318,34 @@ def test_scopes_that_may_keep_other_numbers_than_layerwise_are_refused(algorithm
         updater.wrap_optax(optax.adam(0.1)).init(arrays(0))
 
 
+class LowFirst:
+    """Scope of a user, no subclass of `Layerwise`: the lowest scores of each slice stay."""
+
+    keeps_targets = True
+
+    def check(self, pattern, batch_axes, topk_fn):
+        pass
+
+    def select(self, leaves, topk_fn):
+        leaves = [leaf._replace(lazy_scores=-leaf.scores) for leaf in leaves]
+        return sparsity.Layerwise().select(leaves, topk_fn)
+
+    def move(self, leaves, drop_fraction):
+        leaves = [leaf._replace(lazy_drop_scores=-leaf.drop_scores) for leaf in leaves]
+        return sparsity.Layerwise().move(leaves, drop_fraction)
+
+
+def test_a_scope_that_states_keeps_targets_has_a_compact_state():
+    results, params = [], {"kernel": arrays(0)["kernel"]}
+    for is_compact in (True, False):
+        pruner = dataclasses.replace(updater("set", is_compact), scope=LowFirst())
+        pruner = dataclasses.replace(pruner, scheduler=sparsity.PeriodicSchedule(2, 0, 28))
+        tx = pruner.wrap_optax(optax.sgd(0.1))
+        updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+        results.append((updates, state.masks))
+    check_bits(*results)
+
+
 def _start(config):
     return sparsity.create_updater_from_config(config).wrap_optax(optax.adam(0.1)).init(arrays(0))
 

@@ -26,7 +26,7 @@ from sparsity.calibration.statistics.validation import (
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_iterable
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities, Tree
-from sparsity.masks import Site, apply_masks, keeps_targets, pack_masks
+from sparsity.masks import Site, apply_masks, is_layerwise, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, call_hook
@@ -211,7 +211,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
 
     def check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""
-        if not keeps_targets(self.scope) or self.topk_fn is not None:
+        if not is_layerwise(self.scope) or self.topk_fn is not None:
             raise ValueError(
                 f"{type(self).__name__} solves each parameter by itself and needs scope = "
                 f"Layerwise() and topk_fn = None, got scope = {self.scope!r}, topk_fn = "

@@ -65,7 +65,7 @@ def _check_updater(updater: Updater) -> None:
     if not keeps_targets(updater.scope):
         raise ValueError(
             f"{refused}: scope = {updater.scope!r} overrides select or move, and may keep another "
-            "number of entries. Use scope = Layerwise()."
+            "number of entries. Use scope = Layerwise(), or state `keeps_targets = True`."
         )
     for hook in ("accumulate", "init_algorithm_state"):
         if is_overridden(updater, hook):

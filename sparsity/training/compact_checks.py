@@ -1,0 +1,79 @@
+"""Checks that an updater with `use_compact_state` keeps static numbers of weights."""
+
+from __future__ import annotations
+
+from sparsity.masks import Site, keeps_targets
+from sparsity.sparsity_schedules import has_updates
+from sparsity.training.updater import INFERRED, Updater
+
+
+def check_compact_fields(updater: Updater) -> None:
+    """Raises a ValueError for fields that exclude `use_compact_state`; names field and value."""
+    name, schedule = type(updater).__name__, updater.scheduler
+    refused = "use_compact_state=True stores the optimizer's state for kept weights only"
+    if updater.is_sparse_updates is False or updater.keeps_dense_weights:
+        is_off = updater.is_sparse_updates is False
+        field = "is_sparse_updates = False" if is_off else f"{name}.keeps_dense_weights = True"
+        raise ValueError(
+            f"{refused}, but {field}: pruned weights keep values and would be trained. Leave "
+            "use_compact_state off."
+        )
+    if not updater.is_sparse_gradients:
+        raise ValueError(
+            f"{refused}, but is_sparse_gradients = False shows gradients of pruned weights to the "
+            f"optimizer. Give {name} is_sparse_gradients=True too."
+        )
+    if not has_updates(schedule):
+        return
+    if updater.keeps_count is False:
+        raise ValueError(
+            f"{refused}, but with scheduler = {schedule!r} {_describe_count(updater)}. The option "
+            "can be had with static_sparse, set, rigl and srigl, or when masks are final: "
+            "scheduler=NoUpdateSchedule() and wrap_optax(tx, masks=masks)."
+        )
+    if not keeps_targets(updater.scope):
+        raise ValueError(
+            f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
+            "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule(). A scope "
+            "of your own that keeps them states `keeps_targets = True`."
+        )
+
+
+def check_first_masks(updater: Updater) -> None:
+    """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
+    reason = ""
+    if updater.keeps_count is False:
+        reason = _describe_count(updater)
+    elif not keeps_targets(updater.scope):
+        reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
+    elif updater.topk_fn is not None:
+        reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"
+    if reason:
+        raise ValueError(
+            "use_compact_state=True needs the number of kept weights of each parameter, but "
+            f"{reason}. Give the masks: wrap_optax(tx, masks=masks)."
+        )
+
+
+def check_moves(updater: Updater, site: Site) -> None:
+    """Raises a ValueError if updates may keep more entries than a mask of the user."""
+    if not has_updates(updater.scheduler):
+        return
+    if updater.keeps_count is None or not site.pattern.is_elementwise:
+        raise ValueError(
+            f"use_compact_state=True: {type(updater).__name__} with {site.pattern!r} may keep more "
+            f"entries of {site.name!r} than the mask that wrap_optax got. Leave masks out, use "
+            "NoUpdateSchedule(), or SET or RigL with Unstructured()."
+        )
+
+
+def _describe_count(updater: Updater) -> str:
+    """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
+    classes, (_, hooks) = type(updater).__mro__, INFERRED["keeps_count"]
+    cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
+    if cls is Updater:
+        return f"{classes[0].__name__} starts from dense masks and changes their number"
+    return (
+        f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = True "
+        f"in {classes[0].__name__} if each slice keeps the number that its target gives)"
+    )
