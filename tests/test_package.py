@@ -14,6 +14,7 @@ import tomllib
 import pytest
 
 import sparsity
+from tests.conftest import LONGEST
 from tests.documents import PAGES
 from tests.helpers import ROOT
 
@@ -201,6 +202,10 @@ def test_parts_of_graph_import_only_from_lower_layers():
 def test_every_folder_of_the_package_has_a_folder_of_tests():
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders - {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == set()
+
+
+def test_the_test_files_that_start_first_exist():
+    assert set(LONGEST) <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_the_search_of_hosts_is_imported_in_one_place():
