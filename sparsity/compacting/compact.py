@@ -415,15 +415,13 @@ def compact(
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced.
       masks: masks of any pattern, not packed; `None` for dense parameters.
-      opt_state: state of an optimizer of `params`, to continue a run: counts, and the moments of
-        kept entries, are copied. A SparseState gives its inner state, also with
-        `use_compact_state`.
+      opt_state: state of an optimizer of `params`, to continue a run: keeps counts, and moments of
+        kept entries. A SparseState gives its inner state, also with `use_compact_state`.
       tx: the optimizer of `opt_state`, the inner one of a SparseState. Compares four updates of
         the kept values, or more until one is not 0, with updates of the masked parameters.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
         `params`, and are not trained. Parameters may be small integers or float8 that the model
-        casts to a wider float: their kept values are float32, in the units of the parameter before
-        the model scales it.
+        casts to a wider float: kept values are float32, as the parameter is before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
