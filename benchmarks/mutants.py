@@ -1,8 +1,8 @@
 """Counts the changes of the source that no test notices: `python -m benchmarks.mutants selection`.
 
 A mutant differs from the source in one place, by an operator of cosmic-ray. A sample of the places
-of a room is drawn, and one mutant of each. Mutants that differ in an annotation, or in `is` for
-`==`, are passed over. First the tests of the room run once, and coverage records which test runs
+of a module is drawn, and one mutant of each. Mutants that differ in an annotation, or in `is` for
+`==`, are passed over. First the tests of the module run once, and coverage records which test runs
 which line. A mutant is then tested in a fork of a process that has imported all but the package: by
 the tests that run its line, the quickest first, until one fails or the time is up. Results stay in
 `build/mutants`, with the copy of the checkout that the tests run in; delete the folder after a
@@ -35,8 +35,8 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[1]
 COPY = ROOT if ROOT.parts[-2:] == ("build", "mutants") else ROOT / "build/mutants"
-# The tests of a room, besides the doctests of its sources.
-ROOMS = {
+# The tests of a module, besides the doctests of its sources.
+MODULES = {
     "selection": ["selection"],
     "patterns": ["patterns", "masks/test_masks_of_groups.py", "activations"],
     "sparsity_schedules.py": ["test_sparsity_schedules.py", "test_api_schedules.py"],
@@ -77,14 +77,14 @@ def run_tests(tests, marker, plugins=()):
     return pytest.main([*options, "-W", "ignore:Module already imported", *tests], plugins)
 
 
-def measure(room, marker, file):
+def measure(module, marker, file):
     """Writes the tests that run each line of each source, and the CPU seconds of each test."""
     sys.dont_write_bytecode = False  # what is parsed here is read by all mutants
-    measurement = coverage.Coverage(None, include=[f"sparsity/{room}", f"sparsity/{room}/*"])
+    measurement = coverage.Coverage(None, include=[f"sparsity/{module}", f"sparsity/{module}/*"])
     plugin = LinesOfTests(measurement)
     measurement.start()
-    tests = [f"tests/{name}" for name in ROOMS[room]]
-    code = run_tests([*tests, f"sparsity/{room}"], marker, [plugin])
+    tests = [f"tests/{name}" for name in MODULES[module]]
+    code = run_tests([*tests, f"sparsity/{module}"], marker, [plugin])
     measurement.stop()
     data = measurement.get_data()
     lines = {
@@ -117,11 +117,11 @@ def behaviour(source):
         return None
 
 
-def list_places(room):
-    """Returns the mutants, (operator, occurrence), of each place of the sources of a room."""
+def list_places(module):
+    """Returns the mutants, (operator, occurrence), of each place of the sources of a module."""
     operators = {name: get_operator(name)() for name in operator_names() if not name.endswith(SAME)}
     places = collections.defaultdict(list)
-    path = Path("sparsity", room)
+    path = Path("sparsity", module)
     for file in [path] if path.is_file() else path.rglob("*.py"):
         nodes = list(ast_nodes(get_ast(file.read_text())))
         for name, operator in operators.items():
@@ -131,11 +131,11 @@ def list_places(room):
     return places
 
 
-def draw_mutants(room, number, seed):
+def draw_mutants(module, number, seed):
     """Yields a mutant of each of `number` places: (file, line, operator, occurrence, source)."""
-    places = list_places(room)
-    print(f"{room}: {len(places)} places, {sum(map(len, places.values()))} mutants", flush=True)
-    generator = random.Random(f"{seed} {room}")
+    places = list_places(module)
+    print(f"{module}: {len(places)} places, {sum(map(len, places.values()))} mutants", flush=True)
+    generator = random.Random(f"{seed} {module}")
     for file, *start in generator.sample(sorted(places), len(places)):
         source = Path(file).read_text()
         options = places[file, *start]
@@ -153,7 +153,7 @@ def choose_tests(measured, file, line, budget):
     """Returns the quickest tests that run a line, and the seconds that they take."""
     by_line, seconds = measured["lines"].get(file, {}), measured["seconds"]
     by_line = {key: [test for test in tests if test] for key, tests in by_line.items()}
-    # A line that runs at the import: all tests of the file, or of the room.
+    # A line that runs at the import: all tests of the file, or of the module.
     tests = by_line.get(str(line)) or {test for tests in by_line.values() for test in tests}
     tests = tests or seconds
     total, chosen = 0.0, []
@@ -224,17 +224,17 @@ def read_log():
     return Path("log").read_text(errors="replace").splitlines()
 
 
-def check_room(room, args):
+def check_module(module, args):
     """Tests the mutants that no earlier run has tested, and prints the survivors."""
     marker = "slow or not slow" if args.slow else "not slow"
-    lines, results = (Path(f"{kind} {room} {marker}.json") for kind in ("lines", "results"))
-    if not lines.exists() and fork(lambda: measure(room, marker, lines), 3600):
+    lines, results = (Path(f"{kind} {module} {marker}.json") for kind in ("lines", "results"))
+    if not lines.exists() and fork(lambda: measure(module, marker, lines), 3600):
         lines.unlink(missing_ok=True)
-        sys.exit(f"The tests of {room} fail without a mutant; see {COPY}/log.")
+        sys.exit(f"The tests of {module} fail without a mutant; see {COPY}/log.")
     measured, counts = json.loads(lines.read_text()), collections.Counter()
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     rows = {tuple(row["mutant"]): row for row in rows}
-    for mutant in draw_mutants(room, args.number, args.seed):
+    for mutant in draw_mutants(module, args.number, args.seed):
         name = mutant[:-1]
         if name not in rows:
             verdict, reason = judge(measured, marker, mutant, args.seconds)
@@ -246,7 +246,7 @@ def check_room(room, args):
             old = Path(mutant[0]).read_text().splitlines()
             changes = difflib.unified_diff(old, mutant[-1].splitlines(), lineterm="", n=1)
             print(*name, rows[name]["reason"], *list(changes)[2:], sep="\n", flush=True)
-    print(room, dict(counts), flush=True)
+    print(module, dict(counts), flush=True)
 
 
 def copy_checkout():
@@ -261,8 +261,10 @@ def copy_checkout():
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants")
-    parser.add_argument("rooms", nargs="+", choices=ROOMS, metavar="room", help=", ".join(ROOMS))
-    parser.add_argument("--number", type=int, default=40, help="of places in a room; 0 for all")
+    parser.add_argument(
+        "modules", nargs="+", choices=MODULES, metavar="module", help=", ".join(MODULES)
+    )
+    parser.add_argument("--number", type=int, default=40, help="of places in a module; 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--seconds", type=float, default=40, help="CPU time of tests for a mutant")
     parser.add_argument("--slow", action="store_true", help="run the slow tests, too")
@@ -274,8 +276,8 @@ def main():
     sys.dont_write_bytecode = True
     for package in PACKAGES.split():
         importlib.import_module(package)
-    for room in args.rooms:
-        check_room(room, args)
+    for module in args.modules:
+        check_module(module, args)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ for values that other code changes. Straight-through methods add `pre_forward_up
 model.
 """
 
-# The rooms: not in `__all__`, but reachable as `sparsity.masks` and so on.
+# Subpackages and modules: not in `__all__`, but reachable as `sparsity.masks` and so on.
 from sparsity import activations as activations
 from sparsity import algorithms as algorithms
 from sparsity import base_updater as base_updater

@@ -17,7 +17,7 @@ share_contexts()
 collect_ignore = ["typing"]  # programs of users, for checkers of types
 
 # The files that take longest start first, so that no worker waits for another in the end.
-_LONGEST = (
+LONGEST = (
     "test_meshes", "test_colabs", "test_kills", "test_matrix", "test_docs", "test_baselines",
     "test_move", "test_compact_state", "test_fuzz", "test_mnist_compact", "test_examples",
     "test_trees", "test_checkpoints", "test_compacting_on_meshes", "test_selection_sharded",
@@ -28,7 +28,7 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 

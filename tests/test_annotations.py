@@ -15,11 +15,11 @@ import sparsity
 
 # A tree of arrays, and an argument of `update` that an override may give a type of its own.
 ALIASES = {"sparsity.core.trees.PyTree", "sparsity.training.hooks.ExtraArg"}
-ROOMS = [value.__name__ for value in vars(sparsity).values() if inspect.ismodule(value)]
+TOP_MODULES = [value.__name__ for value in vars(sparsity).values() if inspect.ismodule(value)]
 FAMILIES = [
     f"sparsity.algorithms.{item.name}" for item in iter_modules(sparsity.algorithms.__path__)
 ]
-MODULES = sorted({"sparsity", "sparsity.api", *ROOMS, *FAMILIES})
+MODULES = sorted({"sparsity", "sparsity.api", *TOP_MODULES, *FAMILIES})
 
 
 @functools.cache
@@ -38,8 +38,8 @@ def says_any(module, annotation):
             return any(says_any(module, part) for part in parts)
         case ast.Name(id=name):
             return names_any(module, name)
-        case ast.Attribute(value=ast.Name(id=room), attr=name):
-            return names_any(getattr(vars(sys.modules[module]).get(room), "__name__", ""), name)
+        case ast.Attribute(value=ast.Name(id=home), attr=name):
+            return names_any(getattr(vars(sys.modules[module]).get(home), "__name__", ""), name)
     return any(says_any(module, part) for part in ast.iter_child_nodes(annotation))
 
 

@@ -28,7 +28,7 @@ ARTICLES = {"a", "an", "the", "its"}
 ODD_WORDS = re.compile(r"\b(anew|dearer|goes on|mend|mended|shrunken)\b", re.IGNORECASE)
 
 
-def room(path):
+def top_module(path):
     """Returns the folder or file directly below the package that holds a source file."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return parts[0]
@@ -97,7 +97,7 @@ def lines_with_any(tree):
     }
 
 
-# Ceilings by room, which may only fall; 0 for all other rooms.
+# Limits by top module, which may only fall; 0 for all other modules.
 MOST_LINES_WITH_ANY = {
     "activations": 2, "algorithms": 2, "api": 1, "cli": 6,
     "core": 3, "epochs": 1, "masks": 1, "programs": 6,
@@ -143,7 +143,7 @@ def test_pages_use_no_word_that_a_native_reader_stops_at(page):
 def test_any_is_said_on_few_lines():
     counts = collections.Counter()
     for path in SOURCES:
-        counts[room(path)] += len(lines_with_any(syntax(path)))
+        counts[top_module(path)] += len(lines_with_any(syntax(path)))
     assert {name: n for name, n in counts.items() if n > MOST_LINES_WITH_ANY.get(name, 0)} == {}
 
 

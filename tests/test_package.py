@@ -14,6 +14,7 @@ import tomllib
 import pytest
 
 import sparsity
+from tests.conftest import LONGEST
 from tests.documents import PAGES
 from tests.helpers import ROOT
 
@@ -120,8 +121,8 @@ def test_the_package_says_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-# The floors of the package, from the bottom: a room imports from those below it, and from itself.
-FLOORS = [
+# The layers of the package, the lowest first: a module imports from lower layers, and from itself.
+LAYERS = [
     ["core", "version"],
     ["selection", "sparsity_schedules", "programs"],
     ["patterns"],
@@ -131,11 +132,11 @@ FLOORS = [
     ["base_updater", "shrinking", "compacting", "compat", "cli"],
     ["__init__"],
 ]
-FLOOR_BY_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_BY_MODULE = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 
-# The parts of `graph`, likewise.
-PARTS = [
+# The layers of `graph`, likewise.
+GRAPH_LAYERS = [
     ["traced_model"],
     ["readers", "channels"],
     ["removal"],
@@ -146,7 +147,7 @@ PARTS = [
 ]
 
 
-def rooms_imported_by(path):
+def top_modules_imported_by(path):
     """Top folders and files of the package that a source file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module == "sparsity":
@@ -155,10 +156,10 @@ def rooms_imported_by(path):
             yield node.module.split(".")[1]
 
 
-def test_every_room_is_on_one_of_at_most_eight_floors():
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
-    assert rooms == FLOOR_BY_ROOM.keys()
-    assert len(FLOORS) <= 8
+def test_every_top_module_is_in_one_of_at_most_eight_layers():
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
+    assert names == LAYER_BY_MODULE.keys()
+    assert len(LAYERS) <= 8
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -169,18 +170,18 @@ def test_only_one_module_knows_jax_extend_and_none_its_private_parts(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_rooms_import_only_from_those_below_them(path):
+def test_top_modules_import_only_from_lower_layers(path):
     home = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     above = [
-        room
-        for room in rooms_imported_by(path)
-        if room != home and FLOOR_BY_ROOM[room] >= FLOOR_BY_ROOM[home]
+        name
+        for name in top_modules_imported_by(path)
+        if name != home and LAYER_BY_MODULE[name] >= LAYER_BY_MODULE[home]
     ]
     assert above == []
 
 
-def test_parts_of_graph_import_only_from_those_below_them():
-    floor_by_part = {part: floor for floor, parts in enumerate(PARTS) for part in parts}
+def test_parts_of_graph_import_only_from_lower_layers():
+    layer_by_part = {part: layer for layer, parts in enumerate(GRAPH_LAYERS) for part in parts}
     graph = PACKAGE / "graph"
     climbs = {}
     for path in graph.rglob("*.py"):
@@ -193,7 +194,7 @@ def test_parts_of_graph_import_only_from_those_below_them():
             climbs[path.name] = [
                 x
                 for x in imported - {part}
-                if floor_by_part.get(x, len(PARTS)) >= floor_by_part[part]
+                if layer_by_part.get(x, len(GRAPH_LAYERS)) >= layer_by_part[part]
             ]
     assert [name for name, parts in climbs.items() if parts] == []
 
@@ -201,6 +202,10 @@ def test_parts_of_graph_import_only_from_those_below_them():
 def test_every_folder_of_the_package_has_a_folder_of_tests():
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders - {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == set()
+
+
+def test_the_test_files_that_start_first_exist():
+    assert set(LONGEST) <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_the_search_of_hosts_is_imported_in_one_place():

@@ -175,11 +175,11 @@ class DropAndGrow(SparseTraining):
 
     @elementwise
     def get_drop_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
-        """Returns drop scores: the active weights with the highest are kept."""
+        """Returns drop scores; the active weights with the lowest scores are dropped."""
         return jax.tree.map(jnp.abs, params)
 
     def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
-        """Returns grow scores: the weights not kept with the highest grow."""
+        """Returns grow scores; of all weights not kept, those with the highest scores grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:

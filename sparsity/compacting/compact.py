@@ -58,17 +58,17 @@ Outside: TypeAlias = Literal["zero", "frozen"]
 class Compact(StoredModel, Generic[Tree]):
     """A model whose masked parameters are their kept values. Made by `compact`.
 
-    A pytree whose leaves are the positions of the values, and frozen entries: give the object to
-    compiled functions as an argument, and store it with the values. `params`, `opt_state` and
-    `update_error` are no leaves: a model that comes out of a compiled function, `jax.tree.map` or a
-    checkpoint lacks them, and reading them is an error. Keep the values and the state beside it.
+    The model is a pytree. Its leaves are the positions of the values, and frozen entries: pass the
+    model to compiled functions as an argument, and save it together with the values. `params`,
+    `opt_state` and `update_error` are not leaves. A model that a compiled function, `jax.tree.map`
+    or a checkpoint returns lacks these attributes, and reading them raises an AttributeError.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
     entries.
 
     - 'values': [*stack, k] values in the order of the parameter, padded where layers keep different
-      numbers. A product makes the slice dense, and again in the backward pass: bit-equal to the
-      masked model.
+      numbers. A product makes the slice dense, in the forward and again in the backward pass:
+      bit-equal to the masked model.
     - 'grouped': [*stack, groups, k, group] values of groups of neighbouring outputs that keep the
       same inputs. Products gather inputs, and nothing is made dense: equal up to rounding.
     - 'slices': [*stack, ...] whole slices along one axis, such as channels and heads, among frozen
@@ -81,13 +81,14 @@ class Compact(StoredModel, Generic[Tree]):
         than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
       storages: (path, storage) of each masked parameter.
-      in_turn: whether dense parameters wait for the inputs of their products, which bounds memory;
-        among several devices a product would cost a message.
-      params: the parameters to start from: kept values of masked parameters, and dense ones. A
-        step that donates them deletes them.
+      in_turn: whether each parameter is made dense only when the inputs of its product exist, so
+        that one dense parameter is stored at a time. False on several devices, where each wait
+        would send a message between devices.
+      params: the parameters to start from: kept values of masked parameters, and dense
+        parameters. A compiled step that donates its arguments deletes these arrays.
       opt_state: the optimizer's state of `params`, `None` without `opt_state`.
-      update_error: the largest difference between updates of kept values and of masked parameters,
-        as a part of the largest entry of an array; `None` without `tx`.
+      update_error: the largest difference between an update of kept values and the same update of
+        masked parameters, relative to the largest entry of the array; `None` without `tx`.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -407,20 +408,20 @@ def compact(
 ) -> Compact[Tree]:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    Returns a `Compact`. Any optimizer that works entry by entry trains its `params`, without a
-    wrapper: `tx.init(model.params)`, and `model.apply` in the loss.
+    Returns a `Compact`. Train `model.params` with any optimizer that works entry by entry, without
+    a wrapper: start with `tx.init(model.params)`, and call `model.apply` in the loss.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced.
       masks: masks of any pattern, not packed; `None` for dense parameters.
-      opt_state: state of an optimizer of `params`, to continue a run: moments of kept entries and
-        counts stay. Of a SparseState the inner state is taken, with `use_compact_state` too.
-      tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
-        four updates by random gradients are compared.
+      opt_state: state of an optimizer of `params`, to continue a run: keeps counts, and moments of
+        kept entries. A SparseState gives its inner state, also with `use_compact_state`.
+      tx: the optimizer of `opt_state`, the inner one of a SparseState. Compares four updates of
+        the kept values, or more until one is not 0, with updates of the masked parameters.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
         `params`, and are not trained. Parameters may be small integers or float8 that the model
-        casts to a wider float: values are float32, in units of the parameter, before any scale.
+        casts to a wider float: kept values are float32, as the parameter is before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.

@@ -1,4 +1,8 @@
-"""Values that kernels of XLA:CPU read at run time: computed once, no part of their code."""
+"""Controls what XLA:CPU fuses into a kernel, folds into a constant, and schedules first.
+
+The page of the design lists these functions and the barriers elsewhere: the place, the reason, and
+the test that fails without each (section "Workarounds for XLA").
+"""
 
 from collections.abc import Sequence
 
@@ -29,27 +33,28 @@ def at_runtime(number: int) -> jax.Array:
 def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
     """Computes arrays once, as results of a branch that is always taken.
 
-    XLA:CPU fuses a cheap operation into each kernel that reads its result: the norms of 100 leaves,
-    each read by one kernel, would be computed 100 times.
+    XLA:CPU fuses a cheap operation into each kernel that reads its result: norms that 100 kernels
+    read would be computed 100 times.
     """
     stored: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, _clear, x)
     return stored
 
 
 def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
-    """Computes arrays once, as results of a branch that asks for the count of steps.
+    """Computes arrays once, as results of a branch whose predicate is `count >= 0`.
 
-    The loop that spreads updates over a parameter would otherwise compute the update of a kept
+    Otherwise the loop that spreads updates over a parameter would compute the update of a kept
     entry again for each of its neighbours, ten times at 90 %. XLA:CPU removes barriers before it
-    fuses loops; operands of a branch stay arrays.
+    fuses loops, but stores the operands of a branch.
     """
     return lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
 def wait_for(number: chex.Numeric, count: jax.Array) -> jax.Array:
-    """Returns a number as a value that exists once the count of steps does.
+    """Returns `number`, by a selection that cannot run before the count of steps is computed.
 
-    XLA does not know that counts are never negative.
+    The selection always takes `number`, because counts are not negative. XLA cannot infer this, so
+    that it neither folds nor reorders the selection.
     """
     return jnp.where(count >= 0, number, 0.0)
 

@@ -1,6 +1,6 @@
 """Sites: the prunable parameters of a tree, each with its pattern and its batch axes.
 
-A site is resolved once, from the parameter: functions that a user passes as `sparsity_type` or
+A table makes each site once, from the parameter. Functions that a user passes as `sparsity_type` or
 `batch_axes` are called here and nowhere else. Scores, masks and gradients find a site by path.
 """
 
@@ -62,7 +62,7 @@ class Site(NamedTuple):
 
 
 class Sites(Mapping[trees.KeyPath, Site]):
-    """Table of the sites of a tree; a site is resolved at its first use, a dense parameter never.
+    """Table of the sites of a tree, which makes and checks a site when it is first read.
 
     Args:
       params: tree of parameters.
@@ -115,14 +115,14 @@ class Sites(Mapping[trees.KeyPath, Site]):
         return self._sites[path]
 
     def stays_dense(self, path: trees.KeyPath) -> bool:
-        """Returns whether a parameter has no pattern, and no override that asks for one."""
+        """Returns whether a parameter has neither a pattern nor an override of its sparsity."""
         return self._find_pattern(path) is None and not self._has_override(path)
 
     def _has_override(self, path: trees.KeyPath) -> bool:
         return names.best_key(self._overrides, trees.path_string(path)) is not None
 
     def _find_pattern(self, path: trees.KeyPath) -> SparsityType | None:
-        """Returns the pattern of a parameter; a function of (path, param) is called once."""
+        """Returns the pattern of a parameter; calls a function of (path, param) once."""
         if path not in self._patterns:
             param, source = self._params[path], self._pattern
             pattern: object = source

@@ -36,14 +36,16 @@ class Entrywise:
 
     Attributes:
       fold: `fold(equation, constants)` returns the constant of the output for inputs that are not
-        NaN, `None` if it is uncertain, such as `exact(fn)` or `rounded(fn)`. A copy needs none.
-      is_copy: whether the primitive returns its input, in another dtype or place at most.
-      places: whether parameters of a copy name devices, for the shape of the input.
-      tells_nan: whether NaN gives a number, as in a comparison.
-      tells_zeros: whether 0.0 and -0.0 as the last input give different numbers.
+        NaN, or `None` if the constant is uncertain. `exact(fn)` and `rounded(fn)` make folds;
+        copies need none.
+      is_copy: whether the primitive returns its input, unchanged but for dtype or device.
+      places: whether the primitive is a copy to devices, whose parameters fit the shape of the
+        input only.
+      tells_nan: whether the primitive may turn NaN into a number, as comparisons do.
+      tells_zeros: whether the output for 0.0 as the last input may differ from that for -0.0.
       keeps_any_zero: whether the output is 0 where one input is 0, unless another input is infinite
-        or NaN; stated also for complex numbers, which `fold` leaves out.
-      keeps_zeros: whether the output is 0 where all inputs are 0; stated as `keeps_any_zero`.
+        or NaN; holds for complex numbers, too, of which folds return `None`.
+      keeps_zeros: whether the output is 0 where all inputs are 0, for complex numbers, too.
       is_nonnegative: whether no output is negative.
     """
 

@@ -1,19 +1,19 @@
 """Exact search, for any platform and sharding: no sorting, nothing stored, only counts move.
 
-**The threshold.** Scores are read as integers, their keys (`keys`). The number c(t) of eligible
-keys that are at least t never rises with t; so the k-th highest key is the largest t with
-c(t) >= k, and its digits to the base 16 follow, the highest first: with the higher digits fixed,
-c(t) >= k holds for the digits 0 to d and for no other, and d is the digit. One pass over the data
-counts for 15 digits at once. All is integers: the last digit is exact. Where c(t) = k, the mask
-keeps all keys from t on, and lower digits do not matter.
+**The threshold.** Integers in the order of the scores, the keys (`keys`), stand for the scores. Let
+c(t) be the number of eligible keys that are at least t. The k-th highest key is the largest t with
+c(t) >= k, because c(t) never rises with t. The search finds this t digit by digit, to the base 16
+and the highest digit first: with the higher digits fixed, a digit is the largest d with
+c(t) >= k. One pass over the data counts c(t) for the digits 1 to 15 at once. Integers make all
+digits exact. Once c(t) = k, the mask keeps all keys from t on, and lower digits do not matter.
 
-**Ties.** Of the keys equal to the threshold, `need` = k less the keys above must stay, and at
-most all. The second search takes ~index, which falls with the index, as the key of a tie. Such keys
-are distinct: exactly `need` of them reach the `need`-th highest, the ties of the lowest indices.
-Across parameters, earlier ones take their ties first (`tie_shares`).
+**Ties.** The mask keeps `need` of the keys equal to the threshold: k less the number of keys above.
+A second search ranks the ties by the key ~index, which falls as the index rises. These keys are
+distinct, so that exactly `need` ties stay, those of the lowest indices. Across parameters, earlier
+ones keep their ties first (`tie_shares`).
 
-**Eligibility.** An entry that may not stay has the lowest key, and every count is of keys *above*
-a pivot that is no lower. So such an entry is never counted; ties are masked.
+**Eligibility.** An entry that may not stay has the lowest key. Counts are of keys *above* a pivot,
+and no pivot is below the lowest key, so that no ineligible entry is counted. Ties are masked.
 
 **Overflow.** A slice has fewer than 2**31 entries, so that its counts fit int32. Counts of fewer
 than 2**16 slices are added as two words of 32 bits (`exact.total`). Pivots stay within

@@ -37,8 +37,8 @@ class KeptState(NamedTuple):
 
     Attributes:
       positions: tree like the params of int32[*batch, k], the positions of the kept entries in each
-        slice, ascending; `None` for dense leaves. Slots that are not in use count on from the size
-        of the slice.
+        slice, ascending; `None` for dense leaves. Unused slots come last and hold n, n + 1, ...,
+        for slices of n entries.
       state: state of the inner optimizer; a masked leaf has an array [*batch, k].
     """
 

@@ -241,7 +241,7 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def placeholder(self, params: Params) -> optax.OptState:
-        """Returns the first state of the inner optimizer for the node of `tree.map_params`."""
+        """Returns the first state of the inner optimizer for the placeholder of optax."""
 
     @abc.abstractmethod
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
@@ -296,8 +296,8 @@ class MaskChange(NamedTuple):
 
     Attributes:
       is_update: whether masks were updated; may be traced.
-      grown: weights that returned: packed masks in a `MaskedStep`, bools of kept entries in a
-        `CompactStep`; `None` if none can return.
+      grown: marks the weights that returned to the mask: packed masks in a `MaskedStep`, bools of
+        kept entries in a `CompactStep`; `None` if no weight can return.
     """
 
     is_update: chex.Numeric
@@ -305,6 +305,6 @@ class MaskChange(NamedTuple):
 
 
 def is_placeholder(params: Params) -> bool:
-    """Returns whether `optax.tree.map_params` calls `init`, with a node that has no leaf."""
+    """Returns whether `params` is the placeholder that `optax.tree.map_params` passes to `init`."""
     kind = type(params)
     return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"

@@ -91,17 +91,18 @@ class Updater(DataclassBase):
         refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
         never return, which makes updates of masks a tenth faster. `None`: unknown; returning
         weights restart if pruned weights are 0, and `wrap_optax` warns instead of refusing. A
-        weight that restarts is 0, with the optimizer state of `init`. The page on algorithms of
-        your own lists the overrides that change this attribute and the next two.
+        weight that restarts is 0, with the optimizer state of `init`. Overrides of some hooks
+        change this attribute and the next two; the page on algorithms of your own lists them.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
-        If an override of a hook sets it, `wrap_optax` warns unless `is_sparse_updates` is set.
+        `wrap_optax` warns if an override of a hook sets the attribute and `is_sparse_updates` is
+        `None`.
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
         gives. `None`: at most that number. False: any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
         classes that train sparse from the start.
-      unused_hooks: class attribute: hooks that the class never calls, each with the hook to
-        override in its place. An override of such a hook is an error, unless the subclass also
-        overrides a hook that may call it, or a class of the library defines it.
+      unused_hooks: class attribute: maps each hook that the class never calls to the hook to
+        override instead. A subclass that overrides an unused hook raises a TypeError, unless it
+        also overrides a hook that may call the unused one. Classes of the library may override it.
       takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
         False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made

@@ -1,4 +1,4 @@
-"""The table of hooks in docs/howto/own_algorithm.md says when each is called and what it sets."""
+"""Tables of docs/howto/own_algorithm.md: when each hook is called, and what an override sets."""
 
 import ast
 import inspect
@@ -14,17 +14,13 @@ from sparsity.training.hooks import HookArgs
 from sparsity.training.updater import INFERRED, Updater
 from tests.documents import PAGES
 
-_ROW = re.compile(r"^\| `(\w+)\(.*?\)` \|.*?\| (.*?) \|.*\| (.*?) ?\|$", re.MULTILINE)
-ROWS = {
-    hook: (called, sets)
-    for hook, called, sets in _ROW.findall(PAGES["docs/howto/own_algorithm.md"])
-}
+_PAGE = PAGES["docs/howto/own_algorithm.md"]
+ROWS = dict(re.findall(r"^\| `(\w+)\(.*?\)` \|.*?\| (.*?) \|.*\|$", _PAGE, re.MULTILINE))
+RESETS = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)`, by (`.*`) \|$", _PAGE, re.MULTILINE)
 ARGUMENTS = {
     name: set(re.findall(r"`(\w+)`", hooks))
     for name, hooks in re.findall(
-        r"^\| `(\w+)` \| [^|]*\| ((?:`\w+`(?:, )?)+) \|",
-        PAGES["docs/howto/own_algorithm.md"],
-        re.MULTILINE,
+        r"^\| `(\w+)` \| [^|]*\| ((?:`\w+`(?:, )?)+) \|", _PAGE, re.MULTILINE
     )
 }
 PHASES = {
@@ -74,7 +70,7 @@ def test_each_hook_is_called_when_the_table_says():
         "instant_sparsify": at_once,
         "loop": before | after,
     }
-    for hook, (when, _) in ROWS.items():
+    for hook, when in ROWS.items():
         named = {phase for words, phase in PHASES.items() if words in when}
         assert named == {phase for phase, hooks in phases.items() if hook in hooks}, hook
 
@@ -83,6 +79,14 @@ def test_every_hook_has_a_row():
     methods = {name for name, x in vars(Updater).items() if callable(x) and name[0] != "_"}
     assert ROWS.keys() == methods - QUESTIONS - {"sparsity_distribution_fn"}
     assert {hook for _, hooks in INFERRED.values() for hook in hooks} <= ROWS.keys()
+
+
+def test_the_table_of_attributes_lists_all_that_an_override_changes():
+    listed = {name: (value, re.findall(r"`(\w+)`", hooks)) for name, value, hooks in RESETS}
+    assert listed.keys() == INFERRED.keys()
+    for name, (value, hooks) in INFERRED.items():
+        assert listed[name][0] == str(value)
+        assert set(listed[name][1]) == set(hooks)
 
 
 @pytest.mark.parametrize("hook", ROWS)
@@ -94,7 +98,7 @@ def test_an_override_sets_what_the_table_says_unless_the_class_states_it(hook):
     derived = type("Derived", (base,), {hook: override})
     stating = type("Stating", (base,), {hook: override} | STATED)
     mixed = type("Mixed", (type("Mixin", (), {hook: override}), base), {})
-    pairs = re.findall(r"`(\w+) = (\w+)`", ROWS[hook][1])
+    pairs = [(name, value) for name, value, hooks in RESETS if f"`{hook}`" in hooks]
     expected = STATED | {name: ast.literal_eval(value) for name, value in pairs}
     for cls in (derived, mixed, type("Child", (derived,), {})):
         assert {name: getattr(cls, name) for name in STATED} == expected

@@ -1,9 +1,9 @@
 """Runs of a model on all batches in lockstep, while its weights are pruned on the way.
 
-Each equation runs once, on every batch, after the weights that it reads have been pruned. A scan
-over layers runs one layer at a time. A weight that a loop reads in each step is reached with the
-loop: the loop runs from its start for the sums of that weight, and once more for its outputs when
-all of its weights are pruned.
+Each equation runs once on every batch, after the weights that it reads have been pruned. A scan
+over layers runs one layer at a time. Some loops read the same weight in every step. Such a loop
+runs from its start for each of these weights, to sum the inputs of the weight, and once more for
+its outputs when all of its weights have been pruned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes the parameters that a run prunes, how each is solved, and the solution."""
+"""Describes a one-shot run, and solves one parameter, or one of its layers, at a time."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class PrunedLayer(NamedTuple):
       pruned: the weights after the pruner.
       refitted: the weights after the refit.
       mask: uint8.
-      keeps_means: whether a bias takes over the means of the lost outputs.
-      sums: [2 or 3], sums of squares of the outputs of `matrices`; `None` if the Gram matrices of
-        the statistic have them.
+      keeps_means: whether a bias restores the means of the outputs, which pruning changes.
+      sums: float[2 or 3], the sum of the squared outputs of each matrix of `matrices()`; `None` if
+        the Gram matrices of the statistic give the sums.
     """
 
     statistic: Statistic
@@ -55,7 +55,7 @@ class PrunedLayer(NamedTuple):
     sums: jax.Array | None = None
 
     def report(self) -> LayerReport:
-        """Returns the report of the parameter, of 0 seconds."""
+        """Returns the report of the parameter, with 0 in place of the seconds."""
         shares = jax.device_get(_lost_shares(self))
         error, without_means, unrefitted, centred = map(float, shares)
         mask = np.asarray(jax.device_get(self.mask))
@@ -69,7 +69,10 @@ class PrunedLayer(NamedTuple):
         )
 
     def matrices(self) -> list[jax.Array]:
-        """Returns dense weights, lost ones, and lost ones before a refit, as matrices."""
+        """Returns the dense weights, and the losses after and before a refit, as matrices.
+
+        A loss is the dense weights less the kept ones; without a refit there is one loss.
+        """
         before = () if self.pruned is self.refitted else (self.pruned,)
         dense, *after = host.read((self.dense, self.refitted, *before))
         return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
@@ -77,15 +80,15 @@ class PrunedLayer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PruningTask:
-    """Says what a run prunes, and how.
+    """Describes the parameters of a run, their target sparsities, and the methods that solve them.
 
     Attributes:
       pruner: the updater.
       refit: corrects the kept weights, or biases; `None` for no correction.
       graph: the graph of the model.
-      sites: pattern and batch axes of the parameters to prune, by path.
-      targets: their sparsities.
-      needs: the statistics that pruner and refit need, and the memory.
+      sites: sites of the parameters to prune, by path.
+      targets: sparsities of these parameters, by path.
+      needs: the statistics and the memory that pruner and refit need.
       biases: the biases that a `BiasRefit` changes, by path of the parameter.
     """
 
