@@ -34,7 +34,7 @@ from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
-from sparsity.training.state import SparseState, get_sparse_state, store_first
+from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 _PACKAGE = __name__.partition(".")[0]
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -190,7 +190,7 @@ class Updater(DataclassBase):
         check_values("params", masked, remedy, may_be_traced=True)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         state = SparseState(masks, target_sparsities=targets)
-        return store_first(state, params, self.use_packed_masks)
+        return to_stored_form(state, params, self.use_packed_masks)
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two
