@@ -42,8 +42,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
-      sums: [2 or 3], sums of squares of the outputs of `matrices`; `None` if the Gram matrices of
-        the statistic have them.
+      sums: [2 or 3], sums of squares of the outputs of `matrices`, in their order; `None` if the
+        Gram matrices of the statistic have them.
     """
 
     statistic: Statistic
@@ -56,16 +56,16 @@ class PrunedLayer(NamedTuple):
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, of 0 seconds."""
-        shares = jax.device_get(_lost_shares(self))
-        error, without_means, unrefitted, centred = map(float, shares)
+        shares = jax.device_get(_compute_lost_shares(self))
+        error = shares.error_with_means_kept if self.keeps_means else shares.error
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
-            error=without_means if self.keeps_means else error,
-            unrefitted=unrefitted,
+            error=float(error),
+            unrefitted=float(shares.unrefitted),
             count=count_rows(self.statistic),
             seconds=0.0,
-            centred=centred,
+            centred=float(shares.centred),
         )
 
     def matrices(self) -> list[jax.Array]:
@@ -248,12 +248,23 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     )
 
 
-def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns lost shares of the outputs of a parameter.
+class _LostShares(NamedTuple):
+    """Lost shares of the outputs of a parameter, scalars.
 
-    They are the error, the error if a bias keeps the means of the outputs, the error before the
-    refit, and the centred error.
+    Attributes:
+      error: as in `LayerReport`, without a bias.
+      error_with_means_kept: the error if a bias keeps the means of the outputs.
+      unrefitted: the error before the refit.
+      centred: as in `LayerReport`.
     """
+
+    error: jax.Array
+    error_with_means_kept: jax.Array
+    unrefitted: jax.Array
+    centred: jax.Array
+
+
+def _compute_shares(layer: PrunedLayer) -> _LostShares:
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
     if layer.sums is None:
@@ -266,10 +277,15 @@ def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
     centred = ratio(lost_spread, spread * is_seen)
-    return ratio(lost, total), ratio(lost_spread, total), ratio(before, total), centred
+    return _LostShares(
+        error=ratio(lost, total),
+        error_with_means_kept=ratio(lost_spread, total),
+        unrefitted=ratio(before, total),
+        centred=centred,
+    )
 
 
-_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
+_compute_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
 
 
 def count_rows(statistic: Statistic) -> int:
