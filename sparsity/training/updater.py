@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 import chex
@@ -19,6 +19,7 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
     BatchAxes,
+    Draw,
     Layerwise,
     MaskBudget,
     PatternChoice,
@@ -271,21 +272,21 @@ class Updater(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
-        targets = sparse_state.target_sparsities
-        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        takes_arrays = is_overridden(self, "create_masks")
-        scores = None if takes_arrays else inputs.defer_scores(self.calculate_scores)
-        if scores is None:
-            draw = generate_random_scores if takes_arrays else make_draw(inputs.weights)
-            scores = inputs.call(
+
+        def make_scores() -> ScoreTree:
+            if not takes_stored_scores(self):
+                scores = inputs.defer_scores(self.calculate_scores)
+                if scores is not None:
+                    return scores
+            return inputs.call(
                 self.calculate_scores,
                 inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=inputs.grads,
-                named={"draw": draw},
+                named={"draw": choose_draw(self, inputs.weights)},
             )
-        named: HookArgs = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, named=named)
+
+        return call_create_masks(self, sparse_state, inputs, make_scores)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
@@ -404,6 +405,29 @@ def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) ->
     """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(base, name)
+
+
+def takes_stored_scores(updater: Updater) -> bool:
+    """Returns whether an updater overrides `create_masks`, which then gets no lazy scores."""
+    return is_overridden(updater, "create_masks")
+
+
+def choose_draw(updater: Updater, weights: PyTree) -> Draw:
+    """Returns the function that draws the random scores that an updater's `create_masks` gets."""
+    return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
+
+
+def call_create_masks(
+    updater: Updater,
+    sparse_state: SparseState,
+    inputs: StepInputs,
+    make_scores: Callable[[], ScoreTree],
+) -> Masks:
+    """Returns the masks that the hook `create_masks` makes for the sparsities of a step."""
+    targets = sparse_state.target_sparsities
+    sparsities = updater.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+    named: HookArgs = {"target_sparsities": targets}
+    return inputs.call(updater.create_masks, make_scores(), sparsities, named=named)
 
 
 def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
