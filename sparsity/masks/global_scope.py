@@ -21,7 +21,7 @@ from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
+from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
@@ -78,7 +78,7 @@ class Global(DataclassBase):
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
         _check_meshes(leaves)
-        check_sizes(leaves)
+        check_slice_sizes(leaves)
         total = _find_cost([(leaf.site, leaf.lazy_scores) for leaf in (*leaves, *fixed)])
         scores = [leaf.lazy_scores for leaf in leaves]
         sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
@@ -131,7 +131,7 @@ class Global(DataclassBase):
         self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
         _check_meshes(leaves)
-        check_sizes(leaves)
+        check_slice_sizes(leaves)
         total = _find_cost([(leaf.site, leaf.lazy_drop_scores) for leaf in leaves])
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
@@ -188,7 +188,7 @@ def _check(
 
 def _check_meshes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for parameters on several meshes, which no program ranks together."""
-    names = {find_mesh(leaf): leaf.site.name for leaf in leaves}
+    names = {find_site_mesh(leaf): leaf.site.name for leaf in leaves}
     names.pop(None, None)  # a program moves what lies on no mesh
     if len(names) > 1:
         (mesh, name), (other_mesh, other), *_ = names.items()

@@ -18,7 +18,7 @@ from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
+from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
 from sparsity.selection import LazyScores, Ranked, compute_array, topk_masks
@@ -61,7 +61,7 @@ class Layerwise(DataclassBase):
 
         if topk_fn is not None:
             return [one(leaf) for leaf in leaves]
-        check_sizes(leaves)
+        check_slice_sizes(leaves)
         return _search_by_kind(leaves, _select_ranked, one)
 
     def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
@@ -72,7 +72,7 @@ class Layerwise(DataclassBase):
             scores = leaf.drop_scores, leaf.grow_scores
             return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
 
-        check_sizes(leaves)
+        check_slice_sizes(leaves)
         return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 
@@ -98,7 +98,7 @@ def _search_by_kind(
     kinds: dict[tuple[bool, Mesh | None], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.site.pattern.ranks_units:
-            kind = leaf.site.pattern.is_elementwise, find_mesh(leaf)
+            kind = leaf.site.pattern.is_elementwise, find_site_mesh(leaf)
             kinds.setdefault(kind, []).append(i)
         else:
             masks[i] = one(leaf)

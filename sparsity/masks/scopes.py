@@ -75,7 +75,7 @@ class MovingSite(NamedTuple):
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 
 
-def check_sizes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
+def check_slice_sizes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
     for leaf in leaves:
         leaf.site.check_size(
@@ -83,7 +83,7 @@ def check_sizes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
         )
 
 
-def find_mesh(leaf: ScoredSite | MovingSite) -> Mesh | None:
+def find_site_mesh(leaf: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
     values = [vars(x) if isinstance(x, LazyScores) else x for x in leaf]
     return sharding.find_mesh(values)

@@ -43,7 +43,7 @@ from sparsity.training.step_checks import (
     check_gradients,
     check_is_tree,
     check_masked,
-    check_state,
+    check_sparse_state,
 )
 from sparsity.training.updater import Updater, is_overridden
 
@@ -134,7 +134,7 @@ class Step(abc.ABC):
                 "You are using a transformation that requires the current value of parameters, but "
                 "you are not passing `params` when calling `update`."
             )
-        check_state(state)
+        check_sparse_state(state)
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
