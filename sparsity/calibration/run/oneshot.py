@@ -152,11 +152,11 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **fla
         )
 
 
-def _check_data(batches: object, output_batches: object, metric: object, folder: object) -> None:
+def _check_data(batches: object, held: object, metric: object, folder: object) -> None:
     """Raises a ValueError for arguments of other types."""
     check_iterable("batches", batches)
-    if output_batches is not None:
-        check_iterable("held", output_batches)
+    if held is not None:
+        check_iterable("held", held)
     check_function("metric", metric, "params", optional=True)
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
 
