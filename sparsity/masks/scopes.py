@@ -85,6 +85,7 @@ def check_slice_sizes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
 
 def find_site_mesh(scored: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
+    # The contract of LazyScores: `vars` holds the arrays.
     values = [vars(x) if isinstance(x, LazyScores) else x for x in scored]
     return sharding.find_mesh(values)
 

@@ -53,7 +53,11 @@ _itself = _Itself()
 
 
 class LazyScores:
-    """Base of scores that are computed where somebody needs the array."""
+    """Base of scores that are computed where somebody needs the array.
+
+    A subclass keeps its arrays as attributes in `vars(scores)`, alone or in trees, and uses no
+    `__slots__`: a scope finds there the mesh on which the arrays lie.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
