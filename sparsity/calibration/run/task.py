@@ -42,8 +42,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias takes over the means of the lost outputs.
-      sums: [2 or 3], sums of squares of the outputs of `matrices`, in their order; `None` if the
-        Gram matrices of the statistic have them.
+      output_squares: [2 or 3], sums of squares of the outputs of `matrices`, in their order;
+        `None` if the Gram matrices of the statistic have them.
     """
 
     statistic: Statistic
@@ -52,7 +52,7 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
-    sums: jax.Array | None = None
+    output_squares: jax.Array | None = None
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, of 0 seconds."""
@@ -267,12 +267,12 @@ class _LostShares(NamedTuple):
 def _compute_shares(layer: PrunedLayer) -> _LostShares:
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
-    if layer.sums is None:
+    if layer.output_squares is None:
         lost, total = (output_error(statistic, x).sum() for x in leaves)
         before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        total, lost, *_ = layer.sums
-        before = layer.sums[-1]
+        total, lost, *_ = layer.output_squares
+        before = layer.output_squares[-1]
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
