@@ -194,13 +194,14 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    taken = fields | _config_keys(ALGORITHM_REGISTRY.values())  # some are ignored below
-    shared = taken | _config_keys(DISTRIBUTIONS.values())
-    options["scheduler"] = _take_scheduler(name, algorithm, options, shared)
-    scope = _take_scope(algorithm, options, shared)
+    # Some keys of algorithms are ignored below.
+    algorithm_keys = fields | _config_keys(ALGORITHM_REGISTRY.values())
+    other_keys = algorithm_keys | _config_keys(DISTRIBUTIONS.values())
+    options["scheduler"] = _take_scheduler(name, algorithm, options, other_keys)
+    scope = _take_scope(algorithm, options, other_keys)
     if scope is not None:
         options["scope"] = scope
-    distribution = _take_distribution(name, algorithm, options, taken)
+    distribution = _take_distribution(name, algorithm, options, algorithm_keys)
     if distribution is not None:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
@@ -244,7 +245,7 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
 
 
 def _take_scheduler(
-    name: str, algorithm: type[BaseUpdater], options: Options, taken: set[str]
+    name: str, algorithm: type[BaseUpdater], options: Options, other_keys: set[str]
 ) -> Schedule:
     """Takes the keys of schedules out of the options and makes the schedule.
 
@@ -252,10 +253,11 @@ def _take_scheduler(
       name: the name of the algorithm.
       algorithm: the class of the algorithm.
       options: keys of the configuration; those that only schedules take are removed.
-      taken: keys of algorithms and distributions; a schedule with such a field gets the value, too.
+      other_keys: keys of algorithms and distributions; a schedule with such a field gets the value,
+        too.
     """
     kind = options.pop("schedule_type", None)
-    shared = taken & options.keys()
+    shared = other_keys & options.keys()
     chosen = SCHEDULES.find("polynomial" if kind is None else kind)  # has the keys of defaults
     keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - shared)
     if "scheduler" in options:
@@ -308,13 +310,16 @@ def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
-def _take_scope(algorithm: type[BaseUpdater], options: Options, taken: set[str]) -> Scope | None:
+def _take_scope(
+    algorithm: type[BaseUpdater], options: Options, other_keys: set[str]
+) -> Scope | None:
     """Takes the keys of scopes out of the options; `None` means the default of the class.
 
     Args:
       algorithm: the class of the algorithm.
       options: keys of the configuration; those that only scopes take are removed.
-      taken: keys of algorithms and distributions; a scope with such a field gets the value, too.
+      other_keys: keys of algorithms and distributions; a scope with such a field gets the value,
+        too.
     """
     scope = options.pop("scope", None)
     if scope is not None and "scope" not in _field_names(algorithm):
@@ -323,7 +328,7 @@ def _take_scope(algorithm: type[BaseUpdater], options: Options, taken: set[str])
     chosen = _field_names(kind) if kind else set()
     listed = {key for cls in SCOPES.values() for key in _field_names(cls)}
     keys = {key: value for key, value in options.items() if key in chosen}
-    removed = _pop_keys(options, listed - taken)
+    removed = _pop_keys(options, listed - other_keys)
     for key in sorted(removed.keys() - chosen):
         names = [repr(name) for name, cls in SCOPES.items() if key in _field_names(cls)]
         raise ValueError(
@@ -333,7 +338,7 @@ def _take_scope(algorithm: type[BaseUpdater], options: Options, taken: set[str])
 
 
 def _take_distribution(
-    name: str, algorithm: type[BaseUpdater], options: Options, taken: set[str]
+    name: str, algorithm: type[BaseUpdater], options: Options, algorithm_keys: set[str]
 ) -> Distribution | None:
     """Takes the keys of distributions out of the options; `None` means the default of the class.
 
@@ -341,15 +346,16 @@ def _take_distribution(
       name: the name of the algorithm.
       algorithm: the class of the algorithm.
       options: keys of the configuration; those that only distributions take are removed.
-      taken: keys that algorithms take; a distribution with such a field gets the value, too.
+      algorithm_keys: keys that algorithms take; a distribution with such a field gets the value,
+        too.
     """
     kind = options.pop("dist_type", None)
     distribution = DISTRIBUTIONS.find("uniform" if kind is None else kind)
     missing = f"sparsity is missing in the configuration of {name!r}."
     chosen, fields = _config_keys([distribution]), _field_names(algorithm)
     listed = _config_keys(DISTRIBUTIONS.values())
-    keys = {key: options[key] for key in options if key in chosen or key in listed - taken}
-    removed = _pop_keys(options, listed - taken)
+    keys = {key: options[key] for key in options if key in chosen or key in listed - algorithm_keys}
+    removed = _pop_keys(options, listed - algorithm_keys)
     if not algorithm.takes_distribution or "sparsity_distribution_fn" not in fields:
         if "sparsity" not in fields:
             unshared = {key: value for key, value in keys.items() if key not in fields}

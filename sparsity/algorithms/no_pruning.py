@@ -15,7 +15,7 @@ from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import is_placeholder
-from sparsity.training.step_checks import check_optimizer, check_state
+from sparsity.training.step_checks import check_optimizer, check_sparse_state
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class NoPruning(BaseUpdater):
         def update(
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, SparseState]:
-            check_state(state)
+            check_sparse_state(state)
             steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
             count = optax.safe_increment(state.count)
             return steps, state._replace(inner_state=inner_state, count=count)

@@ -36,7 +36,7 @@ from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import is_overridden
+from sparsity.training.updater import choose_draw, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,7 @@ class SparseTraining(BaseUpdater):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        takes_arrays = is_overridden(self, "create_masks")
-        draw = generate_random_scores if takes_arrays else make_draw(params)
-        scores = draw(params, self.rng_seed)
+        scores = choose_draw(self, params)(params, self.rng_seed)
         inputs = StepInputs(params, None, sites or self.sites(params))
         named: HookArgs = {"target_sparsities": target_sparsities}
         return inputs.call(self.create_masks, scores, target_sparsities, named=named)

@@ -48,7 +48,7 @@ class SRSTE(StraightThrough, MagnitudePruning):
         check_number("decay", self.decay, 0)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        masks = self._make_forward_masks(params, sparse_state, is_packed=False)
+        masks = self.make_forward_masks(params, sparse_state, is_packed=False)
 
         def add(_: trees.KeyPath, grad: PyTree, param: PyTree, mask: PyTree) -> PyTree:
             if mask is None:

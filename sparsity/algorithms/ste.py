@@ -71,7 +71,7 @@ class StraightThrough(BaseUpdater):
     def pre_forward_update(self, params: Tree, opt_state: optax.OptState) -> Tree:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
         state = get_sparse_state(opt_state)
-        masks = self._make_forward_masks(params, state, self.use_packed_masks)
+        masks = self.make_forward_masks(params, state, self.use_packed_masks)
 
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
@@ -79,7 +79,7 @@ class StraightThrough(BaseUpdater):
         masked: Tree = trees.map_matched(apply, params, masks)
         return masked
 
-    def _make_forward_masks(self, params: Params, state: SparseState, is_packed: bool) -> Masks:
+    def make_forward_masks(self, params: Params, state: SparseState, is_packed: bool) -> Masks:
         """Returns the masks of a forward pass; hooks get states with masks that are not packed."""
         masks = state.masks
         if self.store_masks:

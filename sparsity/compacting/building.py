@@ -122,7 +122,7 @@ def describe_masked(
     Args:
       graph: the graph of the model.
       params: the parameters.
-      masks: masks by path, from `read_masks`.
+      masks: masks by path, from `read_masks_by_path`.
       is_frozen: whether entries outside the masks are stored.
 
     Raises:
@@ -189,7 +189,9 @@ def check_params(graph: Graph, params: Params) -> None:
             )
 
 
-def read_masks(graph: Graph, masks: Masks, is_frozen: bool = False) -> dict[Path, np.ndarray]:
+def read_masks_by_path(
+    graph: Graph, masks: Masks, is_frozen: bool = False
+) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
 
     Args:

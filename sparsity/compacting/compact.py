@@ -17,7 +17,7 @@ from sparsity.compacting.building import (
     check_params,
     describe_masked,
     read_formats,
-    read_masks,
+    read_masks_by_path,
 )
 from sparsity.compacting.formats import ANY_MASK, STORAGES
 from sparsity.compacting.formats.storage import is_kept
@@ -355,7 +355,7 @@ class Compact(StoredModel, Generic[Tree]):
                 "floating parameters only. Give formats."
             )
         masks, outside = self.masks, self._outside
-        arrays = read_masks(self.graph, masks)
+        arrays = read_masks_by_path(self.graph, masks)
         masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
         models = {}
         for name, storage in STORAGES.items():
@@ -451,7 +451,7 @@ def compact(
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
-    masked = describe_masked(graph, params, read_masks(graph, masks, is_frozen), is_frozen)
+    masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
     stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = spread_state(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)

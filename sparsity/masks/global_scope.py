@@ -21,7 +21,7 @@ from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
+from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
@@ -76,47 +76,49 @@ class Global(DataclassBase):
         return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
-        self, leaves: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
+        self, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
-        _check_meshes(leaves)
-        check_sizes(leaves)
-        total = _find_cost([(leaf.site, leaf.lazy_scores) for leaf in (*leaves, *fixed)])
-        scores = [leaf.lazy_scores for leaf in leaves]
-        sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
+        _check_meshes(scored_sites)
+        check_slice_sizes(scored_sites)
+        total = _find_cost(
+            [(scored.site, scored.lazy_scores) for scored in (*scored_sites, *fixed)]
+        )
+        scores = [scored.lazy_scores for scored in scored_sites]
+        sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
         if total is None:
             k = _count_in_total(sizes, sparsities)
             masks = None if self.use_normalization else _select_by_class(scores, k)
             if masks is not None:
                 return masks
-        elif total.slope(range(len(leaves))) is None:
-            return self._select_within(total, leaves, fixed)
+        elif total.slope(range(len(scored_sites))) is None:
+            return self._select_within(total, scored_sites, fixed)
         else:
             k = exact.total(count_units(sizes, sparsities))
         ranked = [Ranked(x) for x in self._make_comparable(scores)]
         return topk_masks(ranked, k, across_leaves=True)
 
     def _select_within(
-        self, total: Polynomial, leaves: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
+        self, total: Polynomial, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns the masks of parameters whose weights cost differently, within a budget.
 
         Args:
-          total: cost of the masks of `leaves` and `fixed` in the numbers of kept weights.
-          leaves: the parameters that compete.
+          total: cost of the masks of `scored_sites` and `fixed` in the numbers of kept weights.
+          scored_sites: the parameters that compete.
           fixed: parameters that keep their own sparsity.
         """
-        everyone = [*leaves, *fixed]
-        sizes = [leaf.lazy_scores.size for leaf in everyone]
-        kept = count_units(sizes, [leaf.sparsity for leaf in everyone]).astype(jnp.uint32)
+        everyone = [*scored_sites, *fixed]
+        sizes = [scored.lazy_scores.size for scored in everyone]
+        kept = count_units(sizes, [scored.sparsity for scored in everyone]).astype(jnp.uint32)
         cost = Cost(total, sizes)
-        limit, added = cost.at(kept), kept[len(leaves) :]
+        limit, added = cost.at(kept), kept[len(scored_sites) :]
 
         def fits(counts: jax.Array) -> jax.Array:
             return exact.at_least(limit, cost.at(jnp.concatenate([counts, added])))
 
-        scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
-        return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
+        scores = self._make_comparable([scored.lazy_scores for scored in scored_sites])
+        return within_budget(scores, [scored.site.cost for scored in scored_sites], fits)
 
     def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -130,20 +132,22 @@ class Global(DataclassBase):
         return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
-        self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
-        _check_meshes(leaves)
-        check_sizes(leaves)
-        total = _find_cost([(leaf.site, leaf.lazy_drop_scores) for leaf in leaves])
-        if total is not None and total.slope(range(len(leaves))) is None:
+        _check_meshes(moving_sites)
+        check_slice_sizes(moving_sites)
+        total = _find_cost([(moving.site, moving.lazy_drop_scores) for moving in moving_sites])
+        if total is not None and total.slope(range(len(moving_sites))) is None:
             raise ValueError(
                 "Under a global scope weights move between parameters whose weights cost "
                 "differently, so that no budget would be kept. Use scope=Layerwise() with this "
                 "budget."
             )
-        drop = self._make_comparable([leaf.lazy_drop_scores for leaf in leaves])
-        grow = self._make_comparable([leaf.lazy_grow_scores for leaf in leaves])
-        active = [Ranked(x).restrict_to(leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
+        drop = self._make_comparable([moving.lazy_drop_scores for moving in moving_sites])
+        grow = self._make_comparable([moving.lazy_grow_scores for moving in moving_sites])
+        active = [
+            Ranked(x).restrict_to(moving.mask) for x, moving in zip(drop, moving_sites, strict=True)
+        ]
         return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
@@ -188,9 +192,9 @@ def _check(
         )
 
 
-def _check_meshes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
+def _check_meshes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for parameters on several meshes, which no program ranks together."""
-    names = {find_mesh(leaf): leaf.site.name for leaf in leaves}
+    names = {find_site_mesh(scored): scored.site.name for scored in scored_sites}
     names.pop(None, None)  # a program moves what lies on no mesh
     if len(names) > 1:
         (mesh, name), (other_mesh, other), *_ = names.items()
@@ -201,22 +205,22 @@ def _check_meshes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
         )
 
 
-def _split_overrides(leaves: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
+def _split_overrides(scored_sites: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
     """Returns the parameters that compete, checked, and those with a sparsity of their own."""
-    ranked = [leaf for leaf in leaves if not leaf.site.has_override]
-    for leaf in ranked:
-        _check(leaf.site.pattern, leaf.site.batch_axes, None, f" for {leaf.site.name!r}")
-    return ranked, [leaf for leaf in leaves if leaf.site.has_override]
+    ranked = [scored for scored in scored_sites if not scored.site.has_override]
+    for scored in ranked:
+        _check(scored.site.pattern, scored.site.batch_axes, None, f" for {scored.site.name!r}")
+    return ranked, [scored for scored in scored_sites if scored.site.has_override]
 
 
 def _merge_overrides(
-    leaves: Sequence[ScoredSite] | Sequence[MovingSite],
+    scored_sites: Sequence[ScoredSite] | Sequence[MovingSite],
     together: list[jax.Array],
     fixed: list[jax.Array],
 ) -> list[jax.Array]:
     """Returns masks in the order of the parameters, from those of `_split_overrides`' parts."""
     parts = iter(together), iter(fixed)
-    return [next(parts[leaf.site.has_override]) for leaf in leaves]
+    return [next(parts[scored.site.has_override]) for scored in scored_sites]
 
 
 def _select_by_class(scores: Sequence[PyTree], k: exact.Words) -> list[jax.Array] | None:
@@ -234,7 +238,7 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
-        k = sum(num_kept_int(*leaf) for leaf in zip(sizes, shares, strict=True))
+        k = sum(num_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
         words: exact.Words = jax.device_put(exact.split(k))
         return words
     stacked = stack_sparsities(sparsities)

@@ -18,7 +18,7 @@ from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_sizes, find_mesh
+from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
 from sparsity.selection import LazyScores, Ranked, compute_array, topk_masks
@@ -50,30 +50,32 @@ class Layerwise(DataclassBase):
     def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter, by the pattern of the parameter."""
 
-        def one(leaf: ScoredSite) -> jax.Array:
-            site = leaf.site
+        def one(scored: ScoredSite) -> jax.Array:
+            site = scored.site
             return site.pattern.select(
-                leaf.scores,
-                leaf.sparsity,
-                target=leaf.target,
+                scored.scores,
+                scored.sparsity,
+                target=scored.target,
                 batch_axes=site.batch_axes,
                 topk_fn=topk_fn,
             )
 
         if topk_fn is not None:
-            return [one(leaf) for leaf in leaves]
-        check_sizes(leaves)
+            return [one(scored) for scored in leaves]
+        check_slice_sizes(leaves)
         return _search_by_kind(leaves, _select_ranked, one)
 
     def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
 
-        def one(leaf: MovingSite) -> jax.Array:
-            site = leaf.site
-            scores = leaf.drop_scores, leaf.grow_scores
-            return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
+        def one(moving: MovingSite) -> jax.Array:
+            site = moving.site
+            scores = moving.drop_scores, moving.grow_scores
+            return site.pattern.move(
+                moving.mask, *scores, drop_fraction, batch_axes=site.batch_axes
+            )
 
-        check_sizes(leaves)
+        check_slice_sizes(leaves)
         return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 
@@ -86,7 +88,7 @@ def is_layerwise(scope: object) -> bool:
 
 
 def _search_by_kind(
-    leaves: Sequence[AnySite],
+    scored_sites: Sequence[AnySite],
     search: Callable[[Sequence[AnySite]], list[jax.Array]],
     one: Callable[[AnySite], jax.Array],
 ) -> list[jax.Array]:
@@ -97,26 +99,26 @@ def _search_by_kind(
     """
     masks: dict[int, jax.Array] = {}
     kinds: dict[tuple[bool, Mesh | None], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.site.pattern.ranks_units:
-            kind = leaf.site.pattern.is_elementwise, find_mesh(leaf)
+    for i, scored in enumerate(scored_sites):
+        if scored.site.pattern.ranks_units:
+            kind = scored.site.pattern.is_elementwise, find_site_mesh(scored)
             kinds.setdefault(kind, []).append(i)
         else:
-            masks[i] = one(leaf)
+            masks[i] = one(scored)
     for members in kinds.values():
-        masks.update(zip(members, search([leaves[i] for i in members]), strict=True))
-    return [masks[i] for i in range(len(leaves))]
+        masks.update(zip(members, search([scored_sites[i] for i in members]), strict=True))
+    return [masks[i] for i in range(len(scored_sites))]
 
 
-def _select_ranked(leaves: Sequence[ScoredSite]) -> list[jax.Array]:
+def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
     """Returns the masks of the highest units of each parameter, or of each slice of a parameter."""
-    sites = [leaf.site for leaf in leaves]
+    sites = [scored.site for scored in scored_sites]
 
     def select(
         scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
     ) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
+        sizes, slices = [ranked.size for ranked in units], [ranked.slices for ranked in units]
         leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
         if any(map(is_traced, sparsities)):
             kept = count_units(sizes, sparsities)
@@ -130,13 +132,15 @@ def _select_ranked(leaves: Sequence[ScoredSite]) -> list[jax.Array]:
         masks = topk_masks(units, k)
         return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
 
-    scores = [leaf.lazy_scores for leaf in leaves]
-    return _shard(sites, select, scores, [leaf.sparsity for leaf in leaves])
+    scores = [scored.lazy_scores for scored in scored_sites]
+    return _shard(sites, select, scores, [scored.sparsity for scored in scored_sites])
 
 
-def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingSite]) -> list[jax.Array]:
+def _move_ranked(
+    drop_fraction: chex.Numeric, moving_sites: Sequence[MovingSite]
+) -> list[jax.Array]:
     """Returns masks with some active units of each parameter, or of each slice, replaced."""
-    sites = [leaf.site for leaf in leaves]
+    sites = [moving.site for moving in moving_sites]
 
     def move(
         masks: Sequence[jax.Array],
@@ -152,9 +156,9 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingSite]) -> l
         moved = move_units(active, growing, fraction)
         return [_expand_mask(*x) for x in zip(sites, moved, masks, strict=True)]
 
-    masks = [leaf.mask for leaf in leaves]
-    drop = [leaf.lazy_drop_scores for leaf in leaves]
-    grow = [leaf.lazy_grow_scores for leaf in leaves]
+    masks = [moving.mask for moving in moving_sites]
+    drop = [moving.lazy_drop_scores for moving in moving_sites]
+    grow = [moving.lazy_grow_scores for moving in moving_sites]
     return _shard(sites, move, masks, drop, grow, drop_fraction)
 
 

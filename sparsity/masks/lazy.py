@@ -30,6 +30,7 @@ from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
 from sparsity.selection import Scores
 
+_MARK = "is_marked_elementwise"  # attribute of a marked hook
 Hook = TypeVar("Hook", bound=Callable[..., object])
 Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, without absent ones
 
@@ -52,13 +53,13 @@ def elementwise(hook: Hook) -> Hook:
     """
     if not inspect.isfunction(hook):
         raise ValueError(f"elementwise marks a method of a class, got hook = {hook!r}.")
-    vars(hook)["is_elementwise"] = True
+    vars(hook)[_MARK] = True
     return hook
 
 
 def is_marked_elementwise(hook: Callable[..., object]) -> bool:
     """Returns whether a method has the mark of `elementwise`."""
-    return getattr(hook, "is_elementwise", False)
+    return getattr(hook, _MARK, False)
 
 
 def may_score_slices(hook: Callable[..., PyTree]) -> bool:

@@ -61,7 +61,7 @@ def _move_units(
 
     def unchanged() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)
-        masks = [leaf.arrays[leaf.where_position or 0] for leaf in drop]
+        masks = [_current_mask(leaf) for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else are_kept(x) for x in masks], (n, n)
 
@@ -80,3 +80,9 @@ def _move_units(
     kept, lost = lax.cond(is_moving, varying(dropped), varying(unchanged))
     masks: list[jax.Array] = lax.cond(is_moving, grown, lambda kept, _: kept, kept, lost)
     return masks
+
+
+def _current_mask(drop: Ranked) -> jax.Array:
+    """Returns the mask under drop scores."""
+    assert drop.where_position is not None  # only a mask moves
+    return drop.arrays[drop.where_position]

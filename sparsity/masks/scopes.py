@@ -75,17 +75,18 @@ class MovingSite(NamedTuple):
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 
 
-def check_sizes(leaves: Sequence[ScoredSite | MovingSite]) -> None:
+def check_slice_sizes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
-    for leaf in leaves:
-        leaf.site.check_size(
-            (leaf.mask if isinstance(leaf, MovingSite) else leaf.lazy_scores).shape
+    for scored in scored_sites:
+        scored.site.check_size(
+            (scored.mask if isinstance(scored, MovingSite) else scored.lazy_scores).shape
         )
 
 
-def find_mesh(leaf: ScoredSite | MovingSite) -> Mesh | None:
+def find_site_mesh(scored: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
-    values = [vars(x) if isinstance(x, LazyScores) else x for x in leaf]
+    # The contract of LazyScores: `vars` holds the arrays.
+    values = [vars(x) if isinstance(x, LazyScores) else x for x in scored]
     return sharding.find_mesh(values)
 
 
@@ -242,7 +243,7 @@ class AdaptedScope(TreeScope):
         return set(trees.leaves_by_path(sparsities))
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
-        leaves: list[ScoredSite] = []
+        scored_sites: list[ScoredSite] = []
 
         def collect(
             path: KeyPath,
@@ -253,15 +254,17 @@ class AdaptedScope(TreeScope):
             if sparsity is not None:
                 check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
                 target = sparsity if target is None else target
-                leaves.append(ScoredSite(self.sites[path], score, sparsity, target))
+                scored_sites.append(ScoredSite(self.sites[path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
-        return self._place("select", leaves, self.scope.select(leaves, self.topk_fn), scores)
+        return self._place(
+            "select", scored_sites, self.scope.select(scored_sites, self.topk_fn), scores
+        )
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> Masks:
-        leaves: list[MovingSite] = []
+        moving_sites: list[MovingSite] = []
 
         def collect(
             path: KeyPath,
@@ -270,27 +273,29 @@ class AdaptedScope(TreeScope):
             mask: jax.Array | None,
         ) -> None:
             if mask is not None:
-                leaves.append(MovingSite(self.sites[path], mask, drop, grow))
+                moving_sites.append(MovingSite(self.sites[path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
-        return self._place("move", leaves, self.scope.move(leaves, drop_fraction), masks)
+        return self._place(
+            "move", moving_sites, self.scope.move(moving_sites, drop_fraction), masks
+        )
 
     def _place(
         self,
         hook: str,
-        leaves: Sequence[ScoredSite] | Sequence[MovingSite],
+        scored_sites: Sequence[ScoredSite] | Sequence[MovingSite],
         masks: Iterable[jax.Array],
         like: PyTree,
     ) -> Masks:
         """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
         if isinstance(masks, Iterator):
             masks = list(masks)
-        if not isinstance(masks, Sequence) or len(masks) != len(leaves):
+        if not isinstance(masks, Sequence) or len(masks) != len(scored_sites):
             raise ValueError(
                 f"{type(self.scope).__name__}.{hook} must return a list of masks, one for each of "
-                f"{len(leaves)} parameters, got {reprlib.repr(masks)}."
+                f"{len(scored_sites)} parameters, got {reprlib.repr(masks)}."
             )
-        paths, by_path = [leaf.site.path for leaf in leaves], {}
+        paths, by_path = [scored.site.path for scored in scored_sites], {}
         for path, mask in zip(paths, masks, strict=True):
             who = f"the mask of {trees.path_string(path)!r} by {type(self.scope).__name__}.{hook}"
             check_real_array(who, mask)

@@ -141,10 +141,11 @@ class Sites(Mapping[trees.KeyPath, Site]):
 def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
     """Returns the number of leading axes of a parameter that index separate matrices."""
     axes = batch_axes(path, param) if callable(batch_axes) else batch_axes
-    check_int(f"batch_axes of {'/'.join(path)!r}", axes)
+    name = trees.join_names(path)
+    check_int(f"batch_axes of {name!r}", axes)
     if axes < 0 or (callable(batch_axes) and axes > param.ndim):
         raise ValueError(
             f"batch_axes must lie between 0 and the number of axes, got {axes} for "
-            f"{trees.join_names(path)!r} of shape {param.shape}."
+            f"{name!r} of shape {param.shape}."
         )
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes

@@ -53,7 +53,11 @@ _itself = _Itself()
 
 
 class LazyScores:
-    """Base of scores that are computed where somebody needs the array."""
+    """Base of scores that are computed where somebody needs the array.
+
+    A subclass keeps its arrays as attributes in `vars(scores)`, alone or in trees, and uses no
+    `__slots__`: a scope finds there the mesh on which the arrays lie.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,8 +188,8 @@ class Recipe(NamedTuple):
       fn: as in `Scores`.
       dtype: dtype of the scores.
       dtypes: dtypes of `Ranked.arrays`, then of the scalars.
-      arrays: the number of arrays that `fn` takes.
-      where: position of the array that says which entries are eligible; None: all are.
+      num_arrays: the number of arrays that `fn` takes.
+      where_position: position of the array that says which entries are eligible; None: all are.
       uses_index: as in `Scores`.
       eligible_is_zero: as in `Ranked`.
     """
@@ -193,16 +197,16 @@ class Recipe(NamedTuple):
     fn: Callable[..., jax.Array]
     dtype: np.dtype
     dtypes: tuple[np.dtype, ...]
-    arrays: int
-    where: int | None
+    num_arrays: int
+    where_position: int | None
     uses_index: bool
     eligible_is_zero: bool
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
         """Returns a bool mask of the eligible entries; None: all entries are eligible."""
-        if self.where is None:
+        if self.where_position is None:
             return None
-        mask = arrays[self.where].astype(bool)
+        mask = arrays[self.where_position].astype(bool)
         return ~mask if self.eligible_is_zero else mask
 
     def keys(
@@ -220,7 +224,7 @@ class Recipe(NamedTuple):
           index: flat index of the entries in their parameter; not read unless `uses_index`.
           is_entry: False at padding; None: there is no padding.
         """
-        values = (*arrays[: self.arrays], *scalars, *[index][: self.uses_index])
+        values = (*arrays[: self.num_arrays], *scalars, *[index][: self.uses_index])
         return eligible_keys(self.fn(*values), self.eligible(arrays), is_entry)
 
 
@@ -305,8 +309,8 @@ class Ranked:
             fn=scores.fn,
             dtype=scores.dtype,
             dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
-            arrays=min(len(scores.arrays), len(arrays)),
-            where=self.where_position,
+            num_arrays=min(len(scores.arrays), len(arrays)),
+            where_position=self.where_position,
             uses_index=scores.uses_index,
             eligible_is_zero=self.eligible_is_zero,
         )

@@ -35,7 +35,7 @@ from sparsity.training.kept_state import (
     Positions,
     carry,
     check_sharding,
-    find_kept,
+    find_kept_parameters,
     find_moves,
     gather,
     read_kept,
@@ -71,7 +71,7 @@ class CompactStep(Step):
         layouts = self.layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
-        kept = find_kept(params, masks, layouts)
+        kept = find_kept_parameters(params, masks, layouts)
         values = gather(params, kept)
         masks_move = has_updates(self.updater.scheduler)
         check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
@@ -99,7 +99,7 @@ class CompactStep(Step):
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
-        kept = find_kept(params, new.masks, self._stored_layouts(new, inputs))
+        kept = find_kept_parameters(params, new.masks, self._stored_layouts(new, inputs))
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)

@@ -149,7 +149,7 @@ def read_kept(params: Params, positions: Positions) -> KeptTree:
     return trees.map_matched(read, params, positions)
 
 
-def find_kept(params: Params, masks: Masks, layouts: Layouts) -> KeptTree:
+def find_kept_parameters(params: Params, masks: Masks, layouts: Layouts) -> KeptTree:
     """Returns a tree of `KeptParameter` from the parameters and their masks.
 
     Args:

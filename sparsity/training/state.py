@@ -42,7 +42,9 @@ class SparseState(NamedTuple):
     algorithm_state: PyTree = None
 
 
-def store_first(state: SparseState, params: Params, pack: bool, role: str = "masks") -> SparseState:
+def to_stored_form(
+    state: SparseState, params: Params, pack: bool, role: str = "masks"
+) -> SparseState:
     """Returns the first state of a hook or a user as training stores the state.
 
     Args:

@@ -37,13 +37,13 @@ from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
 from sparsity.training.regrow import pack_before_update
 from sparsity.training.skip import update_unless
-from sparsity.training.state import SparseState, store_first
+from sparsity.training.state import SparseState, to_stored_form
 from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
     check_is_tree,
     check_masked,
-    check_state,
+    check_sparse_state,
 )
 from sparsity.training.updater import Updater, is_overridden
 
@@ -102,7 +102,7 @@ class Step(abc.ABC):
             targets = state.target_sparsities
             check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
         # Again: an override of init_state, or a user, may pass masks of any real dtype.
-        state = store_first(state, params, updater.use_packed_masks, "initial masks")
+        state = to_stored_form(state, params, updater.use_packed_masks, "initial masks")
         masks = self.unpack_for_hooks(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.user_masks is None
         warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
@@ -134,7 +134,7 @@ class Step(abc.ABC):
                 "You are using a transformation that requires the current value of parameters, but "
                 "you are not passing `params` when calling `update`."
             )
-        check_state(state)
+        check_sparse_state(state)
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
@@ -159,10 +159,10 @@ class Step(abc.ABC):
         """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.can_restart(state, inputs)
 
-        def update_masks_now(state: SparseState) -> tuple[SparseState, MaskChange]:
-            return self.make_new_masks(state, inputs, regrows)
+        def replace(state: SparseState) -> tuple[SparseState, MaskChange]:
+            return self.replace_masks(state, inputs, regrows)
 
-        def keep_masks(state: SparseState) -> tuple[SparseState, MaskChange]:
+        def keep(state: SparseState) -> tuple[SparseState, MaskChange]:
             grown = self.no_growth(state, inputs) if regrows else None
             return state, MaskChange(False, grown)
 
@@ -171,11 +171,11 @@ class Step(abc.ABC):
             # `is_update` is returned and thereby stored: otherwise every kernel that reads it
             # would compute it again.
             result: tuple[SparseState, MaskChange]
-            result = jax.lax.cond(is_update, update_masks_now, keep_masks, state)
+            result = jax.lax.cond(is_update, replace, keep, state)
             return result
-        return update_masks_now(state) if is_update else (state, MaskChange(False))
+        return replace(state) if is_update else (state, MaskChange(False))
 
-    def make_new_masks(
+    def replace_masks(
         self, state: SparseState, inputs: StepInputs, regrows: bool
     ) -> tuple[SparseState, MaskChange]:
         """Returns the state with new masks, and the change."""
@@ -185,7 +185,7 @@ class Step(abc.ABC):
         if regrows and not updater.use_packed_masks:
             old_bits, count = pack_before_update(old.masks, params, old.count)
             old = old._replace(count=count)
-        new = update_masks(updater, old, inputs)
+        new = call_mask_hooks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
         masks = take_masks(new.masks, old.masks, params, updater.use_packed_masks)
         new = new._replace(masks=masks)
@@ -282,7 +282,7 @@ class Step(abc.ABC):
         """
 
 
-def update_masks(updater: Updater, state: SparseState, inputs: StepInputs) -> SparseState:
+def call_mask_hooks(updater: Updater, state: SparseState, inputs: StepInputs) -> SparseState:
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)

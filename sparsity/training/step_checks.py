@@ -28,7 +28,7 @@ def check_optimizer(name: str, value: object) -> None:
         )
 
 
-def check_state(state: object) -> None:
+def check_sparse_state(state: object) -> None:
     """Raises a ValueError unless a wrapped optimizer made the state."""
     if not isinstance(state, SparseState):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 import chex
@@ -19,6 +19,7 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
     BatchAxes,
+    Draw,
     Layerwise,
     MaskBudget,
     PatternChoice,
@@ -34,7 +35,7 @@ from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
-from sparsity.training.state import SparseState, get_sparse_state, store_first
+from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 _PACKAGE = __name__.partition(".")[0]
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
@@ -191,7 +192,7 @@ class Updater(DataclassBase):
         check_values("params", masked, remedy, may_be_traced=True)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         state = SparseState(masks, target_sparsities=targets)
-        return store_first(state, params, self.use_packed_masks)
+        return to_stored_form(state, params, self.use_packed_masks)
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two
@@ -272,21 +273,21 @@ class Updater(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
-        targets = sparse_state.target_sparsities
-        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        takes_arrays = is_overridden(self, "create_masks")
-        scores = None if takes_arrays else inputs.defer_scores(self.calculate_scores)
-        if scores is None:
-            draw = generate_random_scores if takes_arrays else make_draw(inputs.weights)
-            scores = inputs.call(
+
+        def make_scores() -> ScoreTree:
+            if not takes_stored_scores(self):
+                scores = inputs.defer_scores(self.calculate_scores)
+                if scores is not None:
+                    return scores
+            return inputs.call(
                 self.calculate_scores,
                 inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=inputs.grads,
-                named={"draw": draw},
+                named={"draw": choose_draw(self, inputs.weights)},
             )
-        named: HookArgs = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, named=named)
+
+        return call_create_masks(self, sparse_state, inputs, make_scores)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
@@ -405,6 +406,29 @@ def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) ->
     """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(base, name)
+
+
+def takes_stored_scores(updater: Updater) -> bool:
+    """Returns whether an updater overrides `create_masks`, which then gets no lazy scores."""
+    return is_overridden(updater, "create_masks")
+
+
+def choose_draw(updater: Updater, weights: PyTree) -> Draw:
+    """Returns the function that draws the random scores that an updater's `create_masks` gets."""
+    return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
+
+
+def call_create_masks(
+    updater: Updater,
+    sparse_state: SparseState,
+    inputs: StepInputs,
+    make_scores: Callable[[], ScoreTree],
+) -> Masks:
+    """Returns the masks that the hook `create_masks` makes for the sparsities of a step."""
+    targets = sparse_state.target_sparsities
+    sparsities = updater.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+    named: HookArgs = {"target_sparsities": targets}
+    return inputs.call(updater.create_masks, make_scores(), sparsities, named=named)
 
 
 def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:

@@ -120,6 +120,7 @@ TREE = {"up": jnp.ones((2, 1)), "bias": jnp.ones(1)}
 MASKS = {"up": jnp.ones((2, 1), jnp.uint8), "bias": None}
 SEEN = {("up",): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}
 
+BAD_BIAS = jnp.array([jnp.nan])
 BIAS = {("bias",): sparsity.Statistic(gram=jnp.eye(1), count=9, contracting=(0,), output=())}
 
 
@@ -164,6 +165,16 @@ def test_all_weights_that_a_hook_may_change_are_read_and_no_others(monkeypatch, 
     pruner = Returning(sparsity_distribution_fn=helpers.half)
     pruner.instant_sparsify(TREE, statistics=SEEN)
     assert shapes[1:] == [TREE[name].shape for name in names]  # after the statistic
+
+
+def test_an_assigned_solve_tree_may_change_all_weights_which_are_read():
+    class Assigned(StatisticsPruning):
+        """Overrides no hook in the class."""
+
+    pruner = Assigned(sparsity_distribution_fn=helpers.half)
+    pruner.solve_tree = lambda params, targets, problems: (params | {"bias": BAD_BIAS}, MASKS)
+    with pytest.raises(ValueError, match=r"Assigned\.solve_tree must return finite .*'bias'"):
+        pruner.instant_sparsify(TREE, statistics=SEEN)
 
 
 def test_a_tree_of_ones_own_gets_the_dtypes_of_the_params_and_needs_each_mask(monkeypatch):

@@ -19,9 +19,9 @@ from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import HookArgs, StepInputs
+from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import is_overridden
+from sparsity.training.updater import call_create_masks, is_overridden, takes_stored_scores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,11 +80,10 @@ class LampPruning(BaseUpdater):
         return jax.tree.map(lambda param: LampScores(param).compute(), params)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
-        takes_arrays = is_overridden(self, "create_masks")
-        if takes_arrays or is_overridden(self, "calculate_scores", LampPruning):
+        if takes_stored_scores(self) or is_overridden(self, "calculate_scores", LampPruning):
             return super().new_masks(sparse_state, inputs)
-        targets = sparse_state.target_sparsities
-        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = jax.tree.map(LampScores, inputs.masked_weights)
-        named: HookArgs = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, named=named)
+
+        def make_scores() -> ScoreTree:
+            return jax.tree.map(LampScores, inputs.masked_weights)
+
+        return call_create_masks(self, sparse_state, inputs, make_scores)

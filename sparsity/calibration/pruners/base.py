@@ -30,6 +30,7 @@ from sparsity.masks import Site, apply_masks, is_layerwise, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.updater import is_overridden
 
 
 class Problem(NamedTuple):
@@ -199,7 +200,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
             site, param = sites[key], leaves[key]
             statistic = self.statistic(statistics, site, param.shape)
             problems[key] = Problem(site, param, statistic, sparsities.get(key))
-        overrides = type(self).solve_tree is not StatisticsPruning.solve_tree
+        overrides = is_overridden(self, "solve_tree", StatisticsPruning)
         who = f"{name}.{'solve_tree' if overrides else 'solve'}"
         extra = {**extra_args, "grads": grads}
         solved = call_hook(self.solve_tree, params, targets, problems, extra=extra)

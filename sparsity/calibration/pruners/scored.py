@@ -233,23 +233,23 @@ class SplitScope(Layerwise):
 
     def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
-        masks = self.scope.select([self._moved(param) for param in leaves], topk_fn)
+        masks = self.scope.select([self._moved(scored) for scored in leaves], topk_fn)
         return [
             _move_axes(mask, tuple(range(len(axes))), axes)
             for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
         ]
 
-    def _moved(self, param: ScoredSite) -> ScoredSite:
+    def _moved(self, scored: ScoredSite) -> ScoredSite:
         """Returns the parameter with the axes in front."""
-        axes = self._axes(param)
+        axes = self._axes(scored)
         if not axes:
-            return param
-        scores = _move_axes(jnp.asarray(param.scores), axes, tuple(range(len(axes))))
-        return param._replace(lazy_scores=scores, site=param.site._replace(batch_axes=len(axes)))
+            return scored
+        scores = _move_axes(jnp.asarray(scored.scores), axes, tuple(range(len(axes))))
+        return scored._replace(lazy_scores=scores, site=scored.site._replace(batch_axes=len(axes)))
 
-    def _axes(self, param: ScoredSite) -> tuple[int, ...]:
+    def _axes(self, scored: ScoredSite) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
-        return self.split_axes[param.site.path] if param.site.pattern.is_elementwise else ()
+        return self.split_axes[scored.site.path] if scored.site.pattern.is_elementwise else ()
 
 
 @host.instead(np.moveaxis)

@@ -152,11 +152,11 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **fla
         )
 
 
-def _check_data(batches: object, output_batches: object, metric: object, folder: object) -> None:
+def _check_data(batches: object, held: object, metric: object, folder: object) -> None:
     """Raises a ValueError for arguments of other types."""
     check_iterable("batches", batches)
-    if output_batches is not None:
-        check_iterable("held", output_batches)
+    if held is not None:
+        check_iterable("held", held)
     check_function("metric", metric, "params", optional=True)
     check_kind("folder", folder, str | os.PathLike | None, "a path or None")
 
@@ -241,7 +241,7 @@ class _Run:
                 layer = task.solve(self.weights, path, index, statistic)
                 if task.needs.has_grams:
                     return layer
-                return layer._replace(sums=reached.losses(*layer.matrices()))
+                return layer._replace(output_squares=reached.losses(*layer.matrices()))
 
             self._finish(path, index, solve)
 
@@ -262,7 +262,7 @@ class _Run:
             layers = {path: solve(path) for path in paths}
             matrices = {path: layer.matrices() for path, layer in layers.items()}
             losses = sum_losses(*model, matrices)
-            return {path: layers[path]._replace(sums=losses[path]) for path in paths}
+            return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
 
         def solve(path: Path) -> PrunedLayer:
             return task.solve(self.weights, path, (), calibrate_all().get(path))

@@ -196,9 +196,9 @@ def _selection(
             )
         sparsity = share * target
         # Both the current and the final sparsity, so that N:M keeps n of m at every share.
-        param = ScoredSite(site, scores, sparsity, sparsity)
+        scored = ScoredSite(site, scores, sparsity, sparsity)
         matrices = SplitScope(pruner.scope, {site.path: statistic.batch})
-        (mask,) = matrices.select([param], pruner.topk_fn)
+        (mask,) = matrices.select([scored], pruner.topk_fn)
         return mask
 
     return select

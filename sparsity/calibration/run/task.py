@@ -42,8 +42,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias restores the means of the outputs, which pruning changes.
-      sums: float[2 or 3], the sum of the squared outputs of each matrix of `matrices()`; `None` if
-        the Gram matrices of the statistic give the sums.
+      output_squares: float[2 or 3], the sum of the squared outputs of each matrix of `matrices()`;
+        `None` if the Gram matrices of the statistic give the sums.
     """
 
     statistic: Statistic
@@ -52,20 +52,20 @@ class PrunedLayer(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
     keeps_means: bool = False
-    sums: jax.Array | None = None
+    output_squares: jax.Array | None = None
 
     def report(self) -> LayerReport:
         """Returns the report of the parameter, with 0 in place of the seconds."""
-        shares = jax.device_get(_lost_shares(self))
-        error, without_means, unrefitted, centred = map(float, shares)
+        shares = jax.device_get(_compute_lost_shares(self))
+        error = shares.error_with_means_kept if self.keeps_means else shares.error
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
-            error=without_means if self.keeps_means else error,
-            unrefitted=unrefitted,
+            error=float(error),
+            unrefitted=float(shares.unrefitted),
             count=count_rows(self.statistic),
             seconds=0.0,
-            centred=centred,
+            centred=float(shares.centred),
         )
 
     def matrices(self) -> list[jax.Array]:
@@ -251,28 +251,44 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     )
 
 
-def _compute_shares(layer: PrunedLayer) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns lost shares of the outputs of a parameter.
+class _LostShares(NamedTuple):
+    """Lost shares of the outputs of a parameter, scalars.
 
-    They are the error, the error if a bias keeps the means of the outputs, the error before the
-    refit, and the centred error.
+    Attributes:
+      error: as in `LayerReport`, without a bias.
+      error_with_means_kept: the error if a bias keeps the means of the outputs.
+      unrefitted: the error before the refit.
+      centred: as in `LayerReport`.
     """
+
+    error: jax.Array
+    error_with_means_kept: jax.Array
+    unrefitted: jax.Array
+    centred: jax.Array
+
+
+def _compute_shares(layer: PrunedLayer) -> _LostShares:
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
-    if layer.sums is None:
+    if layer.output_squares is None:
         lost, total = (output_error(statistic, x).sum() for x in leaves)
         before = output_error(statistic, dense - layer.pruned).sum()
     else:
-        total, lost, *_ = layer.sums
-        before = layer.sums[-1]
+        total, lost, *_ = layer.output_squares
+        before = layer.output_squares[-1]
     lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
     lost_spread, spread = (lost - lost_mean).clip(0), total - mean
     is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
     centred = ratio(lost_spread, spread * is_seen)
-    return ratio(lost, total), ratio(lost_spread, total), ratio(before, total), centred
+    return _LostShares(
+        error=ratio(lost, total),
+        error_with_means_kept=ratio(lost_spread, total),
+        unrefitted=ratio(before, total),
+        centred=centred,
+    )
 
 
-_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
+_compute_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
 
 
 def count_rows(statistic: Statistic) -> int:

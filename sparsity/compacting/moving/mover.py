@@ -25,7 +25,7 @@ from sparsity.patterns.base import keep_active
 from sparsity.selection import Scores, topk_mask
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.step import update_masks
+from sparsity.training.step import call_mask_hooks
 from sparsity.training.updater import Updater
 
 
@@ -166,7 +166,7 @@ class Mover:
         state = SparseState(self._tree(mask), None, self._tree(self.target), part.step, None)
         gradients = None if gradient is None else self._tree(gradient)
         inputs = StepInputs(self._tree(param), gradients, self.sites, {})
-        masks = update_masks(self.updater, state, inputs).masks
+        masks = call_mask_hooks(self.updater, state, inputs).masks
         new: jax.Array = trees.leaves_by_path(masks)[self.path]
         return new
 

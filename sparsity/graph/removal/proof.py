@@ -71,6 +71,8 @@ class Constants:
         everywhere = self.everywhere if is_same else None
         return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
 
+    # A loop ends once its facts stay equal, in which NaN equals NaN: their texts are compared, for
+    # `nan == nan` is False. Facts are values of dicts alone, and need no hash.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and repr(self._key()) == repr(other._key())
 

@@ -30,7 +30,7 @@ from sparsity.graph.scope.placed import (
     spread_masks,
     sum_importance,
 )
-from sparsity.masks import BatchAxes, PatternChoice, TopkFn
+from sparsity.masks import BatchAxes, PatternChoice, TopkFn, TreeScope
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
@@ -370,6 +370,9 @@ class Coupled(DataclassBase):
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in limited])
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
+
+
+_IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
 
 
 def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:

@@ -28,7 +28,7 @@ def select_by_rows(
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 
-    Parameters have one recipe, or compete together. None is empty.
+    Parameters have one recipe, or compete together. No parameter is empty.
     """
     if len({leaf.recipe for leaf in leaves}) > 1:
         leaves = _store(leaves)

@@ -54,7 +54,7 @@ def select_by_thresholds(
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
-    Parameters have one recipe and lie on one device. None is empty.
+    Parameters have one recipe and lie on one device. No parameter is empty.
     """
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
