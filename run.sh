@@ -107,7 +107,7 @@ check() {
 test_installed() {
   local others=(examples documents.py kill_resume.py runs/test_models.py # need pages or examples
     updaters/test_{table_of_hooks,overrides_take_effect}.py
-    test_{baselines,benchmarks,docs,language,optimizers,package,run_sh,typing}.py)
+    test_{baselines,benchmarks,docs,language,mutants,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' EXIT
   cp -r -- "$root/tests" "$root/pyproject.toml" "$folder"
