@@ -41,6 +41,7 @@ from sparsity.masks.scopes import (
     find_missing_scope_method,
     is_per_slice,
     keeps_targets,
+    moves_per_slice,
     takes_signed_scores,
 )
 from sparsity.masks.sites import (
@@ -100,6 +101,7 @@ __all__ = [
     "make_draw",
     "mask_updates",
     "may_score_slices",
+    "moves_per_slice",
     "pack",
     "pack_masks",
     "packed_shape",

@@ -150,7 +150,8 @@ class Uniform:
             raise ValueError(
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=). A scope "
-                "of your own states `keeps_targets = True` or `keeps_total = True`."
+                "of your own states the class attribute `keeps_targets = True` or "
+                "`keeps_total = True`."
             )
         self._filter_params(params, batch_axes, sites)  # raises an error for an empty selection
         sites = sites or Sites(params, Unstructured(), batch_axes)

@@ -95,14 +95,17 @@ class Scope(Protocol):
 
     A class may also state what holds for all of its masks, as class attributes that are True:
 
-    - `per_slice`: a mask depends on the scores of its slice alone, so that slices are pruned one by
-      one.
+    - `per_slice`: a mask depends on the scores of its slice alone, so that `oneshot` prunes
+      parameter by parameter, and `Compact.move` moves slice by slice.
     - `keeps_targets`: each slice keeps the number of entries that its pattern keeps at its
-      sparsity, and moves keep this number. `use_compact_state` and `Uniform(entries=)` rely on it.
-      A subclass that overrides `select` or `move` states it again.
+      sparsity, and moves keep this number. `use_compact_state`, `Compact.move` and
+      `Uniform(entries=)` rely on it.
     - `keeps_total`: all parameters of one sparsity together keep `num_kept` of their entries.
       `Uniform(entries=)` relies on it.
     - `takes_signed_scores`: scores are summed, so that those of saliency keep their signs.
+
+    A subclass that overrides `select` or `move` states the first three again where they hold;
+    `oneshot` alone takes `per_slice` from the base.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -185,22 +188,35 @@ def is_per_slice(scope: object) -> TypeGuard[Scope]:
     return getattr(scope, "per_slice", False) is True
 
 
-def keeps_targets(scope: object) -> bool:
-    """Returns whether each slice keeps the number that its target gives.
+def moves_per_slice(scope: object) -> bool:
+    """Returns whether moves, too, depend on the scores of one slice alone."""
+    return _states(scope, "per_slice")
 
-    A class that overrides `select` or `move` below the statement of a base may keep other numbers.
-    """
-    for cls in type(scope).__mro__:
-        if "keeps_targets" in vars(cls):
-            return getattr(scope, "keeps_targets", False) is True
-        if "select" in vars(cls) or "move" in vars(cls):
-            break
-    return False
+
+def keeps_targets(scope: object) -> bool:
+    """Returns whether each slice keeps the number that its target gives."""
+    return _states(scope, "keeps_targets")
 
 
 def keeps_total(scope: object) -> bool:
     """Returns whether parameters of one sparsity keep the number of one parameter of their size."""
-    return getattr(scope, "keeps_total", False) is True
+    return _states(scope, "keeps_total")
+
+
+def _states(scope: object, attribute: str) -> bool:
+    """Returns whether a class states that an attribute is True of its `select` and `move`.
+
+    The statement of a class does not hold for methods that a subclass overrides.
+    """
+
+    def find_definer(name: str) -> type | None:
+        return next((cls for cls in type(scope).__mro__ if name in vars(cls)), None)
+
+    stating = find_definer(attribute)
+    if stating is None or getattr(scope, attribute) is not True:
+        return False
+    definers = find_definer("select"), find_definer("move")
+    return all(cls is None or issubclass(stating, cls) for cls in definers)
 
 
 def takes_signed_scores(scope: Scope | TreeScope) -> bool:

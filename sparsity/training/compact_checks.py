@@ -35,7 +35,7 @@ def check_compact_fields(updater: Updater) -> None:
         raise ValueError(
             f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
             "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule(). A scope "
-            "of your own that keeps them states `keeps_targets = True`."
+            "of your own that keeps them states the class attribute `keeps_targets = True`."
         )
 
 

@@ -475,6 +475,12 @@ class All(sparsity.Layerwise):
         return [jnp.ones_like(leaf.mask) for leaf in leaves]
 
 
+class Shared(All):
+    """A scope that keeps numbers, and gives parameters one mask by their scores together."""
+
+    keeps_targets = True
+
+
 class Delegating:
     """Scope of a user, no subclass of `Layerwise`, that states what its masks keep."""
 
@@ -514,7 +520,8 @@ class Rows(sparsity.SparsityType):
     [
         (make_pruner(sparsity.RigL), {}, "grads = None: pass them."),
         (make_pruner(sparsity.GlobalRigL, batch_axes=0), {}, r"scope = Global\("),
-        (make_pruner(sparsity.SET, scope=All()), {}, r"scope = All\(\) overrides select or move"),
+        (make_pruner(sparsity.SET, scope=All()), {}, r"All\(\) the numbers .* may change"),
+        (make_pruner(sparsity.SET, scope=Shared()), {}, r"Shared\(\) .*`per_slice = True`"),
         (make_pruner(sparsity.SET, batch_axes=0), {}, r"'layers' .*batch_axes = 0.*batch_axes=1"),
         (make_pruner(sparsity.MagnitudePruning), {}, "MagnitudePruning may keep another number"),
         (make_pruner(sparsity.SET, Rows()), {}, "another number of entries"),

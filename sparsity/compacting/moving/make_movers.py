@@ -11,7 +11,7 @@ from sparsity.compacting.formats.storage import Storage
 from sparsity.compacting.moving.mover import Mover
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
-from sparsity.masks import Site, is_per_slice, keeps_targets
+from sparsity.masks import Site, keeps_targets, moves_per_slice
 from sparsity.training.hooks import SliceRule
 from sparsity.training.updater import Updater, is_overridden
 
@@ -57,15 +57,17 @@ def _fits(rule: SliceRule, storage: Storage, site: Site) -> bool:
 def _check_updater(updater: Updater) -> None:
     name = type(updater).__name__
     refused = f"{name} cannot move the masks of a compact model"
-    if not is_per_slice(updater.scope):
-        raise ValueError(
-            f"{refused}: under scope = {updater.scope!r} parameters trade entries, and the numbers "
-            "of kept values change. Use scope = Layerwise()."
-        )
     if not keeps_targets(updater.scope):
         raise ValueError(
-            f"{refused}: scope = {updater.scope!r} overrides select or move, and may keep another "
-            "number of entries. Use scope = Layerwise(), or state `keeps_targets = True`."
+            f"{refused}: under scope = {updater.scope!r} the numbers of kept values may change. "
+            "Use scope = Layerwise(). A scope of your own that keeps them states the class "
+            "attribute `keeps_targets = True`."
+        )
+    if not moves_per_slice(updater.scope):
+        raise ValueError(
+            f"{refused}: scope = {updater.scope!r} may compare slices, which move one by one here. "
+            "Use scope = Layerwise(). A scope of your own that compares none states the class "
+            "attribute `per_slice = True`."
         )
     for hook in ("accumulate", "init_algorithm_state"):
         if is_overridden(updater, hook):
