@@ -83,7 +83,7 @@ class ADMMPruning(MagnitudePruning):
             _check_penalties(self.rho, self.scheduler)
         inputs = StepInputs(params, None, sites or self.sites(params))
         targets = self.compute_targets(params, inputs.sites)
-        masked = adapt_scope(self.scope).masked(params, targets)
+        masked = adapt_scope(self.scope).masked_paths(params, targets)
         start = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
         z, _ = self._project(start, targets, inputs)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}

@@ -119,6 +119,7 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
     """Returns the equations that read masked parameters.
 
     Args:
+      model: the stored model.
       params: the dense parameters, or their shapes.
       args: inputs of the model, or their shapes.
     """

@@ -112,8 +112,8 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
 
     Args:
       host_fn: takes the arguments with arrays of numpy, and returns such arrays with the bits of
-        the decorated function; or `NotImplemented`, and the decorated function is called. The
-        result is a `HostFunction` with this body.
+        the decorated function; or `NotImplemented`, and the decorated function is called. Keyword
+        arguments hold no arrays. The result is a `HostFunction` with this body.
 
     Example:
       >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))

@@ -37,9 +37,8 @@ class Distribution(Protocol):
 
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
     (the table of patterns) and `scope`. A global scope ranks the parameters that an attribute
-    `custom_sparsity_map` names apart from the others. With a method `cost(path, param)` a global
-    scope ranks by score per cost and keeps no more than the sparsities of all parameters cost
-    together: the sum over all weights, or the result of a method `total`.
+    `custom_sparsity_map` names apart from the others. A subclass of `sparsity.masks.MaskBudget`
+    gives the cost of a weight: a global scope then ranks by score per cost, within the budget.
 
     Example:
       >>> def half(params):

@@ -165,7 +165,7 @@ class TreeScope(Protocol):
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError as `Scope.check` does."""
 
-    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
+    def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns the paths of the parameters that get masks."""
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
@@ -255,7 +255,7 @@ class AdaptedScope(TreeScope):
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         self.scope.check(pattern, batch_axes, topk_fn)
 
-    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
+    def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         return set(trees.leaves_by_path(sparsities))
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:

@@ -220,7 +220,7 @@ class Updater(DataclassBase):
           params: tree of parameters.
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
-        masked = masks_lib.adapt_scope(self.scope).masked(params, target_sparsities)
+        masked = masks_lib.adapt_scope(self.scope).masked_paths(params, target_sparsities)
 
         def start(path: trees.KeyPath, param: jax.Array) -> jax.Array | None:
             return ones_like(param) if path in masked else None

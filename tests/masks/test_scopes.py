@@ -1,7 +1,6 @@
 """Scopes: what competes with what, counted exactly, against an oracle in numpy."""
 
 import dataclasses
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from sparsity.core import trees
 from sparsity.masks import Layerwise as LayerwiseScope
 from sparsity.masks import ScoredSite, Sites
 from sparsity.selection import LazyScores, compute_array
+from tests.helpers import num_kept
 
 _SIZES = {"a": (6, 8), "b": (4, 6), "c": (10, 8)}
 _ALL = 48 + 24 + 80
@@ -25,10 +25,6 @@ def _params(seed=0, scales=(1, 1, 1), dtype=jnp.float32):
         name: jnp.asarray(rng.normal(size=shape) * scale, dtype)
         for (name, shape), scale in zip(_SIZES.items(), scales, strict=True)
     }
-
-
-def _num_kept(n, sparsity):
-    return max(1, round(n * (1 - Fraction(float(np.float32(sparsity))))))
 
 
 def _normalized(params):
@@ -82,7 +78,7 @@ def test_each_leaf_by_itself_is_the_default():
 def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     params = _params(scales=(1, 5, 0.1))
     masks = _make(sparsity.MagnitudePruning, share).instant_sparsify(params)[1]
-    _check(masks, _best(_normalized(params), _num_kept(_ALL, share)))
+    _check(masks, _best(_normalized(params), num_kept(_ALL, share)))
 
 
 @pytest.mark.parametrize("scales", [(1e30, 1e30, 1), (1e-30, 1e-30, 1e-30), (1e30, 1e-30, 1)])
@@ -95,7 +91,7 @@ def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
 def test_weights_of_bfloat16_are_ranked_in_float32():
     params = _params(dtype=jnp.bfloat16) | {"b": _params()["b"]}
     masks = _make(sparsity.MagnitudePruning, 0.6).instant_sparsify(params)[1]
-    _check(masks, _best(_normalized(params), _num_kept(_ALL, 0.6)))
+    _check(masks, _best(_normalized(params), num_kept(_ALL, 0.6)))
 
 
 def test_ties_go_to_the_lowest_index_of_the_first_leaf():
@@ -210,7 +206,7 @@ def test_equal_targets_count_all_weights_and_not_each_leaf():
 def test_erk_targets_leave_what_the_layers_would_keep():
     targets = sparsity.ERK(0.6)
     each = targets(_params())
-    expected_total = sum(_num_kept(np.prod(_SIZES[name]), each[name]) for name in _SIZES)
+    expected_total = sum(num_kept(np.prod(_SIZES[name]), each[name]) for name in _SIZES)
     assert len(set(each.values())) == 3
     for cls in (sparsity.MagnitudePruning, sparsity.RigL):
         assert sum(_counts(_make_masks(cls, targets)).values()) == expected_total
@@ -462,7 +458,7 @@ class Everything:
     def check(self, pattern, batch_axes, topk_fn):
         pass
 
-    def masked(self, params, sparsities):
+    def masked_paths(self, params, sparsities):
         return set(trees.leaves_by_path(params))
 
     def select_tree(self, scores, sparsities):

@@ -15,7 +15,7 @@ from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.exact_sums import ordered_sum
-from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Sparsities
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.core.warn import warn
 from sparsity.graph import Coupled, Graph
 
@@ -47,7 +47,7 @@ class ReaderChannels(Coupled):
             for x, place in zip(standardized, jnp.split(places, ends[:-1]), strict=True)
         ]
 
-    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+    def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         masks = super().select_tree(scores, sparsities)
         if self.across:
             self._warn_of_few(masks, sparsities)
@@ -81,7 +81,7 @@ class ReaderChannels(Coupled):
             groups, lambda leaves, arrays: choose(groups, leaves, *arrays), [tree], (numbers, extra)
         )
 
-    def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
+    def _warn_of_few(self, masks: Masks, sparsities: Sparsities) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""
         by_path = trees.leaves_by_path(masks)
         for group in self._groups(masks, sparsities):

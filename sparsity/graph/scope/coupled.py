@@ -125,7 +125,7 @@ class Coupled(DataclassBase):
                 f"got batch_axes = {batch_axes!r}, topk_fn = {topk_fn!r}."
             )
 
-    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
+    def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the parameters that get masks: all members of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
