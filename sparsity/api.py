@@ -269,30 +269,33 @@ def _take_scheduler(
         check_schedule(scheduler)
         return scheduler
     keys |= {key: options[key] for key in shared & _config_keys([chosen])}
-    start, end = keys.get("update_start_step"), keys.get("update_end_step")
     if kind is None:
-        if start is None and end is not None:
-            raise ValueError(
-                f"update_end_step = {end} needs an update_start_step: without a start, masks are "
-                "never updated."
-            )
-        if start is not None and end is None:
-            raise ValueError(f"update_start_step = {start} needs an update_end_step.")
-        if start is None or start == end:
-            kind = "none" if start is None else "one_shot"
-            for unused in ("update_freq", "update_start_step"):
-                keys.pop(unused, None)
-        else:
-            kind = algorithm.schedule_type
-            if "update_freq" not in keys:
-                raise ValueError("update_start_step and update_end_step need an update_freq.")
-            if kind != "polynomial":
-                keys = _drop_ramp(name, kind, keys)
+        kind, keys = _infer_kind(name, algorithm, keys)
         for unused in shared - _config_keys([SCHEDULES.find(kind)]):
             keys.pop(unused, None)
         if kind == "none" and not keys:
             return algorithm.scheduler
     return _make(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
+
+
+def _infer_kind(name: str, algorithm: type[BaseUpdater], keys: Options) -> tuple[str, Options]:
+    """Returns the kind of schedule that the steps of a ramp ask for, and the keys of this kind."""
+    start, end = keys.get("update_start_step"), keys.get("update_end_step")
+    if start is None and end is not None:
+        raise ValueError(
+            f"update_end_step = {end} needs an update_start_step: without a start, masks are never "
+            "updated."
+        )
+    if start is not None and end is None:
+        raise ValueError(f"update_start_step = {start} needs an update_end_step.")
+    if start is None or start == end:
+        unused = {"update_freq", "update_start_step"}
+        used = {key: value for key, value in keys.items() if key not in unused}
+        return "none" if start is None else "one_shot", used
+    kind = algorithm.schedule_type
+    if "update_freq" not in keys:
+        raise ValueError("update_start_step and update_end_step need an update_freq.")
+    return kind, keys if kind == "polynomial" else _drop_ramp(name, kind, keys)
 
 
 def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
