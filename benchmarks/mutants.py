@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import tests.environment  # noqa: F401 isort: skip (before jax)
@@ -43,6 +44,7 @@ MODULES = {
     "masks": ["masks", "algorithms/test_lamp.py", "training", "updaters/test_any_parameters.py"],
     "training": ["training", "updaters"],
     "algorithms": ["algorithms", "updaters"],
+    "calibration": ["calibration"],
     "programs": ["programs", "graph"],
     "shrinking": ["shrinking"],
     "graph": ["graph"],
@@ -110,8 +112,13 @@ class WithoutAnnotations(ast.NodeTransformer):
 
 
 def behaviour(source):
-    """Returns the syntax of a program without annotations; `None` where the text is no program."""
+    """Returns the syntax of a program without annotations; `None` for no program or a warning.
+
+    Warnings of the compiler are errors in the tests: no test runs `x is not 1`.
+    """
     try:
+        with warnings.catch_warnings(action="error"):
+            compile(source, "mutant", "exec")
         return ast.dump(WithoutAnnotations().visit(ast.parse(source)))
     except SyntaxError:
         return None

@@ -12,13 +12,19 @@ STUBS = ("coverage", "cosmic_ray", "cosmic_ray.ast", "cosmic_ray.mutating", "cos
 
 
 @pytest.fixture
-def judge(monkeypatch, tmp_path):
-    """A function from the children of `fork`, (status, log), to the verdict and their tests."""
-    for name in STUBS:  # extras of their own, which draw mutants
+def mutants(monkeypatch):
+    """The module without the extras of its own, which draw mutants."""
+    for name in STUBS:
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     monkeypatch.delitem(sys.modules, "benchmarks.mutants", raising=False)
-    mutants = importlib.import_module("benchmarks.mutants")
+    module = importlib.import_module("benchmarks.mutants")
     monkeypatch.delitem(sys.modules, "benchmarks.mutants")
+    return module
+
+
+@pytest.fixture
+def judge(mutants, monkeypatch, tmp_path):
+    """A function from the children of `fork`, (status, log), to the verdict and their tests."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source.py").write_text("a = 1")
     seconds = {"t.py::test_x[1]": 1.0, "t.py::test_x[2]": 2.0}
@@ -67,3 +73,15 @@ def test_renamed_tests_are_asked_for_by_their_function(judge, code, log, then, v
 @pytest.mark.parametrize(("code", "log"), [(4, MISSING), (5, "no tests ran")])
 def test_tests_that_pytest_does_not_find_kill_nothing(judge, code, log):
     assert judge((code, log), (code, log))[0] == "survived"
+
+
+@pytest.mark.parametrize("source", ["a = 1 +", "a = b is not 1", "return 1"])
+def test_programs_that_python_refuses_or_warns_of_are_no_mutants(mutants, source):
+    assert mutants.behaviour(source) is None
+
+
+def test_annotations_are_no_part_of_what_a_program_does(mutants):
+    assert mutants.behaviour("def f(x: int = 1) -> int: ...") == mutants.behaviour(
+        "def f(x=1): ..."
+    )
+    assert mutants.behaviour("def f(x=1): ...") != mutants.behaviour("def f(x=2): ...")

@@ -1,5 +1,7 @@
 """LAMP: scores by hand and by numpy, masks of whole networks."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +164,21 @@ def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monke
             kept = np.concatenate([x.ravel() for x in masks])
             np.testing.assert_array_equal(kept, best(scores, k), err_msg=f"{kind}, {k}")
             assert is_proved or kind == "ties"
+
+
+def test_layers_of_one_type_with_a_large_one_are_searched_on_hosts_without_a_sort(monkeypatch):
+    monkeypatch.setattr(search_module, "search", lambda arrays, k: ([*arrays], True))
+    large, small, bits16 = jnp.zeros(16_385), jnp.ones(16_384), jnp.ones(3, jnp.bfloat16)
+    with jax.enable_x64(True):
+        double = jnp.ones(3, jnp.float64)
+    k = jnp.uint32(0), jnp.uint32(5)
+    searched = search_module.search_together([large, small, bits16], k)
+    assert searched is not None
+    assert all(map(operator.is_, searched, [large, small, bits16]))
+    for layers in ([small], [large, double], [large, jnp.zeros(0)]):
+        assert search_module.search_together(layers, k) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert search_module.search_together([large, small], k) is None
 
 
 def test_scores_of_several_rows_of_ranks_are_those_of_numpy(monkeypatch):

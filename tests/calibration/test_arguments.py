@@ -41,6 +41,16 @@ def test_statistics_of_other_types_are_named(pruner, statistics, message):
         )
 
 
+@pytest.mark.parametrize("kind", [sparsity.WandaPruning, sparsity.SparseGPTPruning])
+def test_parameters_may_be_named_and_statistics_must_be(kind):
+    pruner = kind(sparsity_distribution_fn=helpers.half)
+    statistics = {("w",): seen()}
+    masks = pruner.instant_sparsify(params=PARAMS, grads=None, statistics=statistics)[1]
+    assert int(masks["w"].sum()) == 6
+    with pytest.raises(TypeError, match="takes from 2 to 3 positional arguments"):
+        pruner.instant_sparsify(PARAMS, None, statistics)
+
+
 def test_calibrate_names_arrays_without_values():
     with pytest.raises(ValueError, match=r"params\['w'\] has no values yet"):
         sparsity.calibrate(model, jax.eval_shape(lambda: PARAMS), [X])

@@ -103,6 +103,13 @@ def test_inspect_finds_patterns_and_counts_bytes(tmp_path, capsys):
     assert 0 < told["bytes"]["zstd"] < told["bytes"]["bitmask"]
 
 
+def test_inspect_tells_the_sparsity_of_arrays_of_at_most_one_entry(tmp_path, capsys):
+    arrays = {"zero": np.zeros(1), "one": np.ones(()), "empty": np.zeros((0, 2))}
+    np.savez(tmp_path / "a.npz", **arrays)
+    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["leaves"]
+    assert {name: told[name]["sparsity"] for name in told} == {"zero": 1, "one": 0, "empty": 0}
+
+
 def test_values_of_msgpack_that_are_no_arrays_are_kept(tmp_path, capsys):
     others = {
         "text": "t",

@@ -42,6 +42,14 @@ def test_a_value_of_narrow_dtypes_is_uncertain_unless_no_rounding_makes_it():
     assert fold(lax.exp, 0.0, dtype=jnp.float8_e5m2) == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_sum_that_a_narrow_dtype_rounds_is_uncertain(dtype):
+    # Compilers may compute the sum in float32, which holds it.
+    assert fold(lax.add, 1.0, 2.0**-12, dtype=dtype) is None
+    assert fold(lax.add, 1.0, 0.5, dtype=dtype) == 1.5
+    assert fold(lax.add, 1.0, 2.0**-24) == 1  # in float32
+
+
 @pytest.mark.parametrize("which", [-1, 3])
 def test_a_choice_out_of_range_is_uncertain(which):
     def choose(*cases):
