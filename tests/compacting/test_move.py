@@ -520,7 +520,7 @@ class Rows(sparsity.SparsityType):
     [
         (make_pruner(sparsity.RigL), {}, "grads = None: pass them."),
         (make_pruner(sparsity.GlobalRigL, batch_axes=0), {}, r"scope = Global\("),
-        (make_pruner(sparsity.SET, scope=All()), {}, r"All\(\) the numbers .* may change"),
+        (make_pruner(sparsity.SET, scope=All()), {}, r"All\(\) parameters may trade entries"),
         (make_pruner(sparsity.SET, scope=Shared()), {}, r"Shared\(\) .*`per_slice = True`"),
         (make_pruner(sparsity.SET, batch_axes=0), {}, r"'layers' .*batch_axes = 0.*batch_axes=1"),
         (make_pruner(sparsity.MagnitudePruning), {}, "MagnitudePruning may keep another number"),

@@ -140,7 +140,7 @@ def test_the_table_has_bytes_and_times_of_the_dense_the_compact_and_the_masked_s
     [
         ("magnitude_ste", {}, "algorithm=magnitude_ste. Pruned weights keep values.*magnitude"),
         ("srigl", {}, "algorithm=srigl. Mask updates may change the number.*rigl"),
-        ("global_rigl", {}, "algorithm=global_rigl. .*parameters trade entries.*Use rigl"),
+        ("global_rigl", {}, "algorithm=global_rigl. .*parameters may trade entries.*Use rigl"),
         ("no_prune", {}, "algorithm=no_prune. The algorithm has no masks"),
         ("set", {"sparsity_type": "block_3,3"}, "algorithm=set. .*'conv2/kernel'.*Block"),
         ("magnitude", {"update_end_step": 19}, "update_end_step must come before the end"),

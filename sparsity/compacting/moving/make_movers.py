@@ -59,9 +59,9 @@ def _check_updater(updater: Updater) -> None:
     refused = f"{name} cannot move the masks of a compact model"
     if not keeps_targets(updater.scope):
         raise ValueError(
-            f"{refused}: under scope = {updater.scope!r} the numbers of kept values may change. "
-            "Use scope = Layerwise(). A scope of your own that keeps them states the class "
-            "attribute `keeps_targets = True`."
+            f"{refused}: under scope = {updater.scope!r} parameters may trade entries, and the "
+            "numbers of kept values change. Use scope = Layerwise(). A scope of your own that "
+            "keeps them states the class attribute `keeps_targets = True`."
         )
     if not moves_per_slice(updater.scope):
         raise ValueError(
