@@ -25,7 +25,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update
-from sparsity.training.hooks import ExtraArg, HookArgs, StepInputs
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -145,8 +145,7 @@ class ADMMPruning(MagnitudePruning):
     ) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
         scores = inputs.call(self.calculate_scores, weights)
-        named: HookArgs = {"target_sparsities": targets}
-        support = inputs.call(self.create_masks, scores, targets, named=named)
+        support = inputs.create_masks(self.create_masks, scores, targets, targets)
         return trees.map_matched(_mask_weights, weights, support), support
 
 

@@ -34,7 +34,7 @@ from sparsity.masks import (
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
+from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import choose_draw, is_overridden
 
@@ -91,8 +91,8 @@ class SparseTraining(BaseUpdater):
     ) -> Masks:
         scores = choose_draw(self, params)(params, self.rng_seed)
         inputs = StepInputs(params, None, sites or self.sites(params))
-        named: HookArgs = {"target_sparsities": target_sparsities}
-        return inputs.call(self.create_masks, scores, target_sparsities, named=named)
+        targets = target_sparsities
+        return inputs.create_masks(self.create_masks, scores, targets, targets)
 
     def instant_sparsify(
         self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg

@@ -23,7 +23,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
-from sparsity.training.hooks import ExtraArg, HookArgs, StepInputs
+from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -145,8 +145,7 @@ class TopKast(StraightThrough, MagnitudePruning):
     ) -> tuple[ScoreTree, Masks]:
         """Returns the scores of the weights, and the masks of A."""
         scores = inputs.call(self.calculate_scores, params)
-        named: HookArgs = {"target_sparsities": targets}
-        return scores, inputs.call(self.create_masks, scores, targets, named=named)
+        return scores, inputs.create_masks(self.create_masks, scores, targets, targets)
 
     def _select_backward(
         self, scores: ScoreTree, masks: Masks, targets: Sparsities, inputs: StepInputs
@@ -162,8 +161,7 @@ class TopKast(StraightThrough, MagnitudePruning):
             scores,
             masks,
         )
-        named: HookArgs = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, first, sparsities, named=named)
+        return inputs.create_masks(self.create_masks, first, sparsities, targets)
 
 
 # Both are compiled, as eager calls would send their constants to the device.

@@ -86,6 +86,16 @@ class StepInputs(NamedTuple):
         with_sites: HookArgs = {"sites": self.sites, **(named or {})}
         return call_hook(hook, *args, extra=self.extra, named=with_sites, **kwargs)
 
+    def create_masks(
+        self,
+        hook: Callable[..., Masks],
+        scores: ScoreTree,
+        sparsities: Sparsities,
+        targets: Sparsities,
+    ) -> Masks:
+        """Calls a hook `create_masks`, which may name the sparsities at the end of the ramp."""
+        return self.call(hook, scores, sparsities, named={"target_sparsities": targets})
+
 
 class SliceRule(NamedTuple):
     """Rule by which the mask of each slice moves alone: the smallest weights are dropped.

@@ -34,7 +34,7 @@ from sparsity.masks import (
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, HookArgs, SliceRule, StepInputs
+from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 _PACKAGE = __name__.partition(".")[0]
@@ -51,13 +51,13 @@ INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
 # Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
 _CALLERS: Mapping[str, tuple[str, ...]] = {
     "calculate_scores": (
-        *("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
-        *("get_drop_scores", "get_grow_scores", "create_masks"),
+        "get_initial_masks", "new_masks", "update_state", "instant_sparsify", "get_drop_scores",
+        "get_grow_scores", "create_masks",
     ),
     "create_masks": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
     "new_masks": ("update_state",),
     "apply_masks": ("pre_forward_update", "post_gradient_update"),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -427,8 +427,7 @@ def call_create_masks(
     """Returns the masks that the hook `create_masks` makes for the sparsities of a step."""
     targets = sparse_state.target_sparsities
     sparsities = updater.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-    named: HookArgs = {"target_sparsities": targets}
-    return inputs.call(updater.create_masks, make_scores(), sparsities, named=named)
+    return inputs.create_masks(updater.create_masks, make_scores(), sparsities, targets)
 
 
 def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
