@@ -1,4 +1,4 @@
-"""Frees memory of processes that run many tests."""
+"""Frees compiled programs of processes that run many tests."""
 
 import os
 from pathlib import Path

@@ -510,15 +510,15 @@ def test_a_schedule_shares_keys_with_algorithms_and_distributions(registries):
     assert ignored.scheduler == sparsity.NoUpdateSchedule()
 
 
+def make_distribution(name, default):
+    """A distribution of one sparsity for all parameters, with one more field."""
+    fields = [("sparsity", float), (name, type(default), default)]
+    hooks = {"__call__": lambda self, params: dict.fromkeys(params, self.sparsity)}
+    return dataclasses.make_dataclass("Made", fields, namespace=hooks, frozen=True)
+
+
 def test_a_distribution_shares_keys_with_algorithms(registries):
-    @dataclasses.dataclass(frozen=True)
-    class Dropped:
-        sparsity: float
-        drop_fraction: float = 0.1
-
-        def __call__(self, params):
-            return dict.fromkeys(params, self.sparsity)
-
+    Dropped = make_distribution("drop_fraction", 0.1)
     sparsity.register_distribution("dropped", Dropped)
     for name in ("rigl", "magnitude"):
         options = config(algorithm=name, drop_fraction=0.2)
@@ -559,14 +559,7 @@ def test_an_algorithm_may_set_its_distribution(registry):
 
 
 def test_fields_of_a_registered_distribution_leave_those_of_algorithms(registries):
-    @dataclasses.dataclass(frozen=True)
-    class Sliced:
-        sparsity: float
-        batch_axes: int = 0
-
-        def __call__(self, params):
-            return dict.fromkeys(params, self.sparsity)
-
+    Sliced = make_distribution("batch_axes", 0)
     sparsity.register_distribution("sliced", Sliced)
     assert create(config(batch_axes=1)).batch_axes == 1
     updater = create(config(batch_axes=1, dist_type="sliced"))

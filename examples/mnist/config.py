@@ -136,7 +136,7 @@ def from_command_line() -> Options:
             config_flags.DEFINE_config_file("config", flag_values=values)
         else:
             config_flags.DEFINE_config_dict("config", get_config(), flag_values=values)
-        others = values(sys.argv)[1:]
+        positional = values(sys.argv)[1:]
         config = values["config"].value
     except flags.UnrecognizedFlagError as error:
         accepted = [*FLAGS, "config", *(f"config.{name}" for name in CONFIG)]
@@ -151,8 +151,10 @@ def from_command_line() -> Options:
         raise ValueError(message) from error
     except Exception as error:  # a configuration file is a program, which can raise anything
         raise ValueError(f"--config: {error}") from error
-    if others:
-        raise ValueError(f"{others[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE.")
+    if positional:
+        raise ValueError(
+            f"{positional[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE."
+        )
     check(config)
     names = (
         "compact" if config.compact else None,

@@ -225,8 +225,11 @@ def _merge_overrides(
 
 def _select_by_class(scores: Sequence[PyTree], k: exact.Words) -> list[jax.Array] | None:
     """Returns masks by the search of the class of all scores; `None` if there is no such search."""
-    cls, *others = {type(x) for x in scores}
-    return None if others or not issubclass(cls, LazyScores) else cls.select_together(scores, k)
+    classes = {type(x) for x in scores}
+    if len(classes) != 1:
+        return None
+    [cls] = classes
+    return cls.select_together(scores, k) if issubclass(cls, LazyScores) else None
 
 
 def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:

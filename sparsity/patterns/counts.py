@@ -35,8 +35,9 @@ def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> floa
         return None
     who = f"{pattern}.final_sparsity of {name!r}"
     check_values(who, final, "Return a number.")
-    nearest = min(max(as_float(final), 0.0), 1.0)
-    if not abs(as_float(final) - nearest) <= ROUNDING:  # NaN, too
+    number = as_float(final)
+    nearest = min(max(number, 0.0), 1.0)
+    if not abs(number - nearest) <= ROUNDING:  # NaN, too
         check_fraction(who, final)
     return nearest
 
