@@ -83,10 +83,12 @@ class Costs:
     def uncounted(self) -> dict[str, str]:
         """Primitives whose multiply-adds do not count, each with the first line that uses them."""
         sources: dict[str, str] = {}
-        for program in self._model.program.nested():
-            for equation in program.flat():
+        for program in self._model.program.nested_programs():
+            for equation in program.flat_equations():
                 tables = (*TABLES, NO_PRODUCTS)
-                if not equation.bodies and not any(equation.name in names for names in tables):
+                if not equation.inner_programs and not any(
+                    equation.name in names for names in tables
+                ):
                     sources.setdefault(equation.name, equation.source)
         return sources
 
@@ -99,13 +101,13 @@ class Costs:
 def _sum_products(program: Program, count: Callable[[Equation], Count[N]]) -> Count[N]:
     """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
     total: Count[N] = 0
-    for equation in program.flat():
+    for equation in program.flat_equations():
         if equation.name in PRODUCTS:
             total = total + count(equation)
-        elif equation.bodies:
+        elif equation.inner_programs:
             each = [
                 _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
-                for body in equation.within()
+                for body in equation.list_bodies()
             ]
             total = total + (_find_largest(each) if equation.is_choice else sum(each))
     return total

@@ -14,7 +14,14 @@ from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr, values_read
+from sparsity.programs.program import (
+    ClosedJaxpr,
+    Equation,
+    Program,
+    Value,
+    find_read_values,
+    read_jaxpr,
+)
 from sparsity.programs.walk import Flow
 
 _ON_VALUES = (
@@ -116,7 +123,7 @@ def _check_constants(
     program: Program, parameters: Sequence[Parameter], arrays: Sequence[jax.Array]
 ) -> None:
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
-    read_values = values_read(program)
+    read_values = find_read_values(program)
     constants = [value.constant for value in read_values if value.constant is not None]
     for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
         is_unread = value not in read_values and len(parameter.shape) > 1

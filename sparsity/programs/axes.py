@@ -76,12 +76,12 @@ class Axis:
             axis = axis._same
         return axis
 
-    def become(self, other: Axis) -> None:
+    def merge_into(self, other: Axis) -> None:
         """Unifies this root with another root."""
         if self is not other:
             self._same = other
 
-    def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
+    def split_variable(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, parts, None
@@ -125,9 +125,9 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
     if a is b or 1 in (a.size, b.size):
         return
     if a.size == b.size and None in (a.kind, b.kind):
-        _define(*((b, a) if a.kind else (a, b)), reason)
+        _bind_variable(*((b, a) if a.kind else (a, b)), reason)
     elif a.size == b.size and _align(a, b, reason):
-        a.root.become(b.root)
+        a.root.merge_into(b.root)
     else:
         for axis in (a, b):
             pin(axis, reason.with_detail("a ragged reshape or join"))
@@ -147,21 +147,21 @@ def label_entries(
         return np.arange(size)
     if root.kind is None:
         return np.full(size, -1)
-    below = [label_entries(part, variable, sizes) for part in root.parts]
-    if any(x is None for x in below):
+    labels = [label_entries(part, variable, sizes) for part in root.parts]
+    if any(x is None for x in labels):
         return None
-    parts = [x for x in below if x is not None]
+    parts = [x for x in labels if x is not None]
     if root.kind == "sum":
         return np.concatenate(parts)
     involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
-    at, lengths = involved[0] if involved else 0, [len(x) for x in parts]
-    before, after = math.prod(lengths[:at]), math.prod(lengths[at + 1 :])
-    return np.tile(np.repeat(parts[at], after), before)
+    number, lengths = involved[0] if involved else 0, [len(x) for x in parts]
+    outer_size, inner_size = math.prod(lengths[:number]), math.prod(lengths[number + 1 :])
+    return np.tile(np.repeat(parts[number], inner_size), outer_size)
 
 
-def find_kept(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
+def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
     """Returns the entries of an axis that stay, in order, `None` for all.
 
     [layers, entries] where the indices of a variable have a row for each layer.
@@ -169,21 +169,25 @@ def find_kept(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
     root = axis.root
     if root.kind is None:
         return kept_indices.get(root)
-    parts = [find_kept(part, kept_indices) for part in root.parts]
+    parts = [find_kept_indices(part, kept_indices) for part in root.parts]
     if all(part is None for part in parts):
         return None
     sizes = [part.root.size for part in root.parts]
-    each = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
-    layers = max((x.shape[:-1] for x in each), key=len)
-    each = [x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in each]
+    indices = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
+    layers = max((x.shape[:-1] for x in indices), key=len)
+    indices = [
+        x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in indices
+    ]
     if root.kind == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
-        moved = [x + start for x, start in zip(each, starts, strict=True)]
+        shifted = [x + start for x, start in zip(indices, starts, strict=True)]
         # The row of a layer that runs is traced.
-        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved, axis=-1)
+        joined: np.ndarray = (jnp if any(map(is_traced, indices)) else np).concatenate(
+            shifted, axis=-1
+        )
         return joined
     index = np.zeros((*layers, 1), int)
-    for x, n in zip(each, sizes, strict=True):
+    for x, n in zip(indices, sizes, strict=True):
         index = (index[..., None] * n + x[..., None, :]).reshape(*layers, -1)
     return index
 
@@ -205,15 +209,15 @@ def _parts(kind: Kind, axis: Axis) -> list[Axis]:
     return [root] if root.size != (kind == "product") else []
 
 
-def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
+def _bind_variable(variable: Axis, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
     if axis.kind and any(x is variable for x in list_variables(axis)):
         pin(axis, reason.with_detail("an axis that is a part of itself"))
         return
-    why = variable.pin
-    variable.become(axis)
-    if why is not None:
-        pin(axis, why)
+    pinned = variable.pin
+    variable.merge_into(axis)
+    if pinned is not None:
+        pin(axis, pinned)
 
 
 def _align(one: Axis, other: Axis, reason: Reason) -> bool:
@@ -236,22 +240,22 @@ def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
         else:
             queues = (parts, other_parts) if a.size > b.size else (other_parts, parts)
             large, small = (a, b) if a.size > b.size else (b, a)
-            cut = _cut(kind, large, small.size, reason)
-            if cut is None:
+            pieces = _split_off(kind, large, small.size, reason)
+            if pieces is None:
                 return False
-            queues[0].extendleft(reversed(cut))
+            queues[0].extendleft(reversed(pieces))
             queues[1].appendleft(small)
     return not parts and not other_parts
 
 
-def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
+def _split_off(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
     """Returns a first part of this size, and the remainder; `None` if there is no such cut."""
     if large.kind is None and kind == "sum":
-        return large.take_apart(kind, (size, large.size - size))
+        return large.split_variable(kind, (size, large.size - size))
     if kind == "product":
         if large.kind or not size or large.size % size:
             return None
-        return large.take_apart(kind, (size, large.size // size))
+        return large.split_variable(kind, (size, large.size // size))
     slowest, *faster = _parts("product", large)  # a product, cut along its slowest factor
     inner = join_axes("product", faster)
     if size % inner.size:

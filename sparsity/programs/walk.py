@@ -66,7 +66,7 @@ class Flow(Generic[Fact]):
         """Returns the fact of the part of an array on one device of a `shard_map`."""
         return fact
 
-    def leave(self, fact: Fact, equation: Equation) -> Fact:
+    def leave_body(self, fact: Fact, equation: Equation) -> Fact:
         """Returns the fact of an output of an equation, from the fact of the value in its body."""
         return fact
 
@@ -84,26 +84,26 @@ class Flow(Generic[Fact]):
 
     def run(self, program: Program) -> None:
         """Follows facts through a program; the equations of a call take its place."""
-        for equation in program.flat():
-            if equation.bodies and self.enters(equation):
-                self._enter(equation)
+        for equation in program.flat_equations():
+            if equation.inner_programs and self.enters(equation):
+                self._follow_bodies(equation)
             else:
                 self.visit(equation)
 
-    def _enter(self, equation: Equation) -> None:
+    def _follow_bodies(self, equation: Equation) -> None:
         results: dict[Value, Fact] = {}
-        for body in equation.within():
-            self._hand_in(equation, body)
-            self._repeat(equation, body)
+        for body in equation.list_bodies():
+            self._pass_inputs(equation, body)
+            self._follow_to_fixpoint(equation, body)
             for number, output in enumerate(body.outputs):
                 if output is not None:
-                    fact = self.leave(self._result(equation, body, number), equation)
+                    fact = self.leave_body(self._read_result(equation, body, number), equation)
                     if output in results:
                         fact = self.join(results[output], fact, equation, output)
                     results[output] = fact
         self.facts.update(results)
 
-    def _hand_in(self, equation: Equation, body: Body) -> None:
+    def _pass_inputs(self, equation: Equation, body: Body) -> None:
         for number, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
             fact = self.fact(value)
             if number in body.layers:
@@ -112,7 +112,7 @@ class Flow(Generic[Fact]):
                 fact = self.shard(fact, value, inner)
             self.facts[inner] = fact
 
-    def _repeat(self, equation: Equation, body: Body) -> None:
+    def _follow_to_fixpoint(self, equation: Equation, body: Body) -> None:
         """Follows a body until the facts of its carry hold before and after every step."""
         is_stable = False
         while not is_stable:
@@ -125,7 +125,7 @@ class Flow(Generic[Fact]):
                 is_stable = is_stable and joined == self.facts[value]
                 self.facts[value] = joined
 
-    def _result(self, equation: Equation, body: Body, number: int) -> Fact:
+    def _read_result(self, equation: Equation, body: Body, number: int) -> Fact:
         inner, carries = body.program.outputs[number], dict(body.carries)
         if number in carries:
             return self.facts[body.program.inputs[carries[number]]]
@@ -149,7 +149,7 @@ class Interpreter(Generic[Array]):
 
     def call(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a call."""
-        return self.run(equation.bodies[0], inputs)
+        return self.run(equation.inner_programs[0], inputs)
 
     def read(self, value: Value) -> Array:
         """Returns a constant of the program, or another value that no equation computes."""
@@ -184,7 +184,7 @@ class Interpreter(Generic[Array]):
 
     def scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a scan whose steps are entered."""
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         constants, carry, stacks = body.split(inputs)
 
         def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
@@ -199,7 +199,7 @@ class Interpreter(Generic[Array]):
 
     def while_loop(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a `while` loop whose bodies are entered."""
-        body, condition = equation.within()
+        body, condition = equation.list_bodies()
         first = len(condition.program.inputs) - len(body.carries)
         second = len(inputs) - len(body.carries)
         return lax.while_loop(
@@ -211,7 +211,7 @@ class Interpreter(Generic[Array]):
     def cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a conditional whose branches are entered."""
         index, *operands = inputs
-        branches = [lambda *x, body=body: self.run(body, x) for body in equation.bodies]
+        branches = [lambda *x, body=body: self.run(body, x) for body in equation.inner_programs]
         outputs: list[Array] = switch(index, branches, operands)
         return outputs
 
@@ -236,7 +236,7 @@ class Interpreter(Generic[Array]):
         """Returns the outputs of an equation."""
         if equation.name in CALLS:
             return self.call(equation, inputs)
-        if not equation.bodies or not self.enters(equation):
+        if not equation.inner_programs or not self.enters(equation):
             return self.bind(equation, inputs)
         match equation.name:
             case "scan":

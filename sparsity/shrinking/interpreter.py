@@ -18,7 +18,7 @@ from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.removal.shared_entries import SharedEntry
-from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
+from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept_indices
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
@@ -52,7 +52,7 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the remaining entries among the first `end` along an axis."""
-        index = find_kept(self._coupling.axes(value)[axis], self._kept_indices)
+        index = find_kept_indices(self._coupling.axes(value)[axis], self._kept_indices)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
@@ -61,7 +61,7 @@ class CutInterpreter(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
-            index = find_kept(axis, {**self._kept_indices, **self._layer})  # type: ignore[dict-item]
+            index = find_kept_indices(axis, {**self._kept_indices, **self._layer})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
         return array
@@ -129,8 +129,8 @@ class CutInterpreter(Interpreter[jax.Array]):
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         if equation.is_inline:
-            return super().run(equation.bodies[0], inputs)
-        function: Function = functools.partial(self._apply, equation.bodies[0])
+            return super().run(equation.inner_programs[0], inputs)
+        function: Function = functools.partial(self._apply, equation.inner_programs[0])
         if equation.is_remat:
             function = equation.checkpoint(function)
         elif isinstance(equation.rule, Exception):

@@ -94,7 +94,7 @@ class Meter:
         for value in program.inputs:
             if self._graph.is_data(value) and value not in shared:
                 live[value] = self._batches * _bytes(value)
-        for equation in program.flat():
+        for equation in program.flat_equations():
             dead = {x for x in equation.inputs if last.get(x) is equation}
             if any(map(self._graph.is_data, equation.inputs)):
                 ends = sum(live.get(value, 0) for value in dead) // self._batches
@@ -116,7 +116,7 @@ class Meter:
         for number in self._uses.at(equation):
             self._follow_weight(self._uses[number], live_bytes)
         if self._uses.takes_apart(equation):
-            (body,) = equation.within()
+            (body,) = equation.list_bodies()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
             fixed = body.layers.start - len(body.carries)
             shared = {inner for i, (_, inner) in pairs if i < fixed}
@@ -126,7 +126,12 @@ class Meter:
             return
         for number in self._uses.within(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        inside = sum(_bytes(v) for body in equation.bodies for e in body.flat() for v in e.outputs)
+        inside = sum(
+            _bytes(v)
+            for body in equation.inner_programs
+            for e in body.flat_equations()
+            for v in e.outputs
+        )
         made = sum(map(_bytes, equation.outputs))
         later = (self._batches - 1) * max(made - ends, 0)  # what batch after batch adds
         self._note(live_bytes + made + later + inside, live_bytes + later, "")

@@ -63,10 +63,10 @@ def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[s
 
     for value in program.inputs:
         yield f"input {described(value)} {value.dtype}{value.shape}"
-    for equation in program.flat():
+    for equation in program.flat_equations():
         yield f"{equation.name} {[described(value) for value in equation.inputs]}"
         yield from _describe_parameters(equation)
-        for body in equation.bodies:
+        for body in equation.inner_programs:
             yield from _describe_program(body, numbers)
         for value in equation.outputs:
             yield f"output {described(value)} {value.dtype}{value.shape}"
@@ -75,7 +75,7 @@ def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[s
 
 def _describe_parameters(equation: Equation) -> Iterator[str]:
     for name, value in sorted(equation.params.items()):
-        if equation.bodies and _is_program(value):
+        if equation.inner_programs and _is_program(value):
             continue
         try:
             yield f"{name} {fingerprint(value)}"

@@ -88,7 +88,7 @@ class Frame:
 def last_uses(program: Program) -> dict[Value, Equation | None]:
     """Returns the last equation that needs each value, `None` for outputs."""
     last: dict[Value, Equation | None] = {}
-    for equation in program.flat():
+    for equation in program.flat_equations():
         last.update(dict.fromkeys(equation.inputs, equation))
     last.update(dict.fromkeys(program.outputs))
     return last

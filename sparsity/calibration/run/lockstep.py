@@ -89,12 +89,12 @@ class Lockstep:
     def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
         """Yields the equations that read data: entrywise ones and layouts in a row together."""
         from_data, stretch = {*frame.data[0]}, list[Equation]()
-        for equation in frame.program.flat():
+        for equation in frame.program.flat_equations():
             if from_data.isdisjoint(equation.inputs):
                 continue
             from_data.update(equation.outputs)
             is_plain = equation.name in ENTRYWISE or equation.name in LAYOUTS
-            if is_plain and not equation.bodies and not self._uses.at(equation):
+            if is_plain and not equation.inner_programs and not self._uses.at(equation):
                 stretch.append(equation)
                 continue
             yield from [stretch] if stretch else []
@@ -131,23 +131,23 @@ class Lockstep:
         if self._must_take_apart(equation, frame.layers):
             self._scan(frame, equation)
             return
-        for number, layers in self._walk_uses(equation.bodies, frame.layers):
+        for number, layers in self._walk_uses(equation.inner_programs, frame.layers):
             self._reach(frame, equation, number, layers)
         # Of loops, JAX would keep a program for each trace.
-        run = compile_at_call(equation.bind) if equation.bodies else equation.bind
+        run = compile_at_call(equation.bind) if equation.inner_programs else equation.bind
         for batch in range(len(frame.data)):
             frame.write(batch, equation, run(frame.inputs(batch, equation)))
 
     def _walk_uses(
-        self, bodies: Sequence[Program], layers: ScanLayers
+        self, inner_programs: Sequence[Program], layers: ScanLayers
     ) -> Iterator[tuple[int, ScanLayers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
-        for equation in (equation for body in bodies for equation in body.flat()):
+        for equation in (equation for body in inner_programs for equation in body.flat_equations()):
             for number in self._uses.at(equation):
                 yield number, layers
             for layer in _list_layers(equation) if self._uses.takes_apart(equation) else [None]:
                 inside = layers if layer is None else {**layers, equation: layer}
-                yield from self._walk_uses(equation.bodies, inside)
+                yield from self._walk_uses(equation.inner_programs, inside)
 
     def _must_take_apart(self, equation: Equation, layers: ScanLayers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
@@ -155,12 +155,14 @@ class Lockstep:
             equation in (use := self._uses[number]).view.scans
             and not self._is_done(use.path, _layer_index(use, inside))
             for layer in _list_layers(equation)
-            for number, inside in self._walk_uses(equation.bodies, {**layers, equation: layer})
+            for number, inside in self._walk_uses(
+                equation.inner_programs, {**layers, equation: layer}
+            )
         )
 
     def _scan(self, frame: Frame, equation: Equation) -> None:
         """Runs a scan layer by layer."""
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         end = body.layers.start
         fixed = end - len(body.carries)
         batches = range(len(frame.data))
@@ -202,7 +204,7 @@ class Lockstep:
             if loop not in use.view.scans:
                 frame, equation = outer, loop
                 break
-        numbers = self._uses.within(equation) if equation.bodies else [number]
+        numbers = self._uses.within(equation) if equation.inner_programs else [number]
         reached = ReachedWeight(
             self._calibration, frame, equation, self._find_alike(numbers, use, index, frame)
         )

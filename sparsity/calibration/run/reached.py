@@ -73,7 +73,7 @@ class ReachedWeight:
 
     def _rerun(self, matrices: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the losses by programs that the run needs anyway; `None` if there are none."""
-        if self.equation.bodies:
+        if self.equation.inner_programs:
             return None
         xs = {number: self._operands(number) for number in self.layers}
         place = host.find_place(xs, matrices)
@@ -98,7 +98,7 @@ class ReachedWeight:
     def _sums(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
         """Yields the sums of each batch, by number of the use."""
         batches = range(len(self.frame.data))
-        if not self.equation.bodies:
+        if not self.equation.inner_programs:
             xs = {number: self._operands(number) for number in self.layers}
             compiled = {
                 number: compile_at_call(lambda x, more, number=number: sum_up(number, x, {}, more))

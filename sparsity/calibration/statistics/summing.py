@@ -52,8 +52,8 @@ class Uses(dict[int, Use]):
         """Returns the uses in the body of a loop or in a branch, in program order."""
         return [
             number
-            for body in equation.bodies
-            for inner in body.flat()
+            for body in equation.inner_programs
+            for inner in body.flat_equations()
             for number in (*self.at(inner), *self.within(inner))
         ]
 
@@ -100,7 +100,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
         Sums of a weight that all steps read add up. A weight that the scan takes apart, so that
         each step reads a layer, has sums of each step: outputs of the scan, stacked like others.
         """
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         constants, carry, stacks = body.split(inputs)
         layers = stacks, jnp.arange(equation.length, dtype=jnp.int32)
 
@@ -135,7 +135,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
             outputs = inside.run(program, operands)
             return outputs, _zeros(zeros) | inside.sums
 
-        branches = [functools.partial(branch, body) for body in equation.bodies]
+        branches = [functools.partial(branch, body) for body in equation.inner_programs]
         for each in branches:
             zeros |= jax.eval_shape(each, *operands)[1]
         outputs: list[jax.Array]

@@ -13,7 +13,7 @@ from sparsity.programs.axes import Axis, Kind, Reason, join_axes, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import CONTROL, Equation, Program, Value, values_read
+from sparsity.programs.program import CONTROL, Equation, Program, Value, find_read_values
 from sparsity.programs.walk import Flow
 
 _STEPS = "the layers, or steps, of a scan"
@@ -44,7 +44,7 @@ class Coupling(Flow[list[Axis]]):
                 self._same(value, program.inputs[carried[number]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
-        for value in model.parameter_inputs.keys() - values_read(program):
+        for value in model.parameter_inputs.keys() - find_read_values(program):
             self.pin(value, Reason(None, "no operation reads it", "unread"))
 
     def axes(self, value: Value) -> list[Axis]:
@@ -61,7 +61,7 @@ class Coupling(Flow[list[Axis]]):
 
     def run(self, program: Program) -> None:
         super().run(program)
-        for equation, rule in program.rules():
+        for equation, rule in program.calls_with_rules():
             self._couple_rule(equation, rule)
 
     def enters(self, equation: Equation) -> bool:

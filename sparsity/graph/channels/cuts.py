@@ -16,7 +16,7 @@ from sparsity.programs.axes import (
     Axis,
     KeptIndices,
     count_entries,
-    find_kept,
+    find_kept_indices,
     label_entries,
     list_variables,
 )
@@ -48,7 +48,7 @@ def spread_kept(
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
-            index = find_kept(axis, kept_indices)
+            index = find_kept_indices(axis, kept_indices)
             if index is not None:
                 kept.setdefault(parameter.path, {})[number] = index
     return kept

@@ -105,8 +105,8 @@ class _Search:
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
         self._plain = set(model.parameter_inputs)  # and moved or cast copies of them
         self._reads: Counter[Path] = Counter()  # of parameters, where they meet data
-        for body in model.program.nested():
-            for equation in body.flat():
+        for body in model.program.nested_programs():
+            for equation in body.flat_equations():
                 self._read(equation)
             for value in body.outputs:
                 self._readers.setdefault(value, []).append(None)
@@ -150,7 +150,7 @@ class _Search:
         """Notes what an equation reads."""
         for value in equation.inputs:
             self._readers.setdefault(value, []).append(equation)
-        if equation.bodies:
+        if equation.inner_programs:
             self._plain |= _plain_inputs(equation, self._plain)
             return
         if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._plain:
@@ -215,7 +215,7 @@ def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
     """Returns the inputs of a scan's body that are parameters, or layers of one."""
     if equation.name != "scan":
         return set()
-    (body,) = equation.within()
+    (body,) = equation.list_bodies()
     carries = {number for _, number in body.carries}
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
@@ -225,7 +225,7 @@ def _view_output(use: Use) -> View:
     """Returns where the output axes of the parameter lie in the result of the product."""
     (result,), view = use.equation.outputs, use.view
     by_axis: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
-    for place, axis in read_product(use.equation).places(use.operand).items():
+    for place, axis in read_product(use.equation).map_result_axes(use.operand).items():
         by_axis[place] = view.factors[axis]
     return view.with_factors(by_axis)
 

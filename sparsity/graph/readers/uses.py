@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from sparsity.core.trees import Path
 from sparsity.graph.readers.views import Factor, View, Views, follow, merge_shares, resize_axis
 from sparsity.graph.traced_model import Model
-from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
+from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
 from sparsity.programs.program import Equation, Program, Value
@@ -125,7 +125,7 @@ class Tracker(Flow[Views]):
     # Hooks of the walk.
 
     def start(self, value: Value) -> Views:
-        return Views(constant=constant_in(value.constant))
+        return Views(constant=find_uniform_value(value.constant))
 
     def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
         views = one.views
@@ -148,7 +148,7 @@ class Tracker(Flow[Views]):
             views.append(view.with_factors(resize_axis(*each) for each in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
-    def leave(self, fact: Views, equation: Equation) -> Views:
+    def leave_body(self, fact: Views, equation: Equation) -> Views:
         is_chosen = equation.is_choice and self.fact(equation.inputs[0]).is_data
         return Views(is_data=fact.is_data or is_chosen)
 
@@ -222,7 +222,7 @@ class Tracker(Flow[Views]):
     # Uses, once all facts are final.
 
     def _find_uses(self, program: Program, trips: int | None) -> Iterator[Use]:
-        for equation in program.flat():
+        for equation in program.flat_equations():
             inputs = [self.fact(value) for value in equation.inputs]
             if equation.name in PRODUCTS:
                 for operand, x in enumerate(inputs[:2]):
@@ -231,7 +231,7 @@ class Tracker(Flow[Views]):
             elif is_lookup(equation) and any(x.is_data for x in inputs):
                 for view in inputs[0].views:
                     yield self._make_use(equation, 0, view, trips)
-            for body in equation.within():
+            for body in equation.list_bodies():
                 runs = None if trips is None or body.trips is None else trips * body.trips
                 yield from self._find_uses(body.program, runs)
 

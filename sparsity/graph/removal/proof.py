@@ -123,11 +123,11 @@ class Proof(Flow[Constants]):
         return [(i, v) for i, free in enumerate(self._variables(value)) for v in free]
 
     def start(self, value: Value) -> Constants:
-        return Constants(everywhere=entrywise.constant_in(value.constant))
+        return Constants(everywhere=entrywise.find_uniform_value(value.constant))
 
     def run(self, program: Program) -> None:
         self._follow(program)
-        for equation, rule in program.rules():
+        for equation, rule in program.calls_with_rules():
             constants = [self.fact(value) for value in equation.inputs]
             self.facts.update(zip(rule.inputs, constants, strict=False))
             if equation.maps_tangents:  # constants have no tangents
@@ -178,7 +178,7 @@ class Proof(Flow[Constants]):
             self.facts.update(zip(equation.outputs, inputs, strict=True))
             return
         (output,) = equation.outputs
-        if any(x.may_be_nan for x in inputs) and entrywise.tells_nan(equation):
+        if any(x.may_be_nan for x in inputs) and entrywise.may_remove_nan(equation):
             self.facts[output] = Constants()
             return
         at: dict[RemovedEntry, float | None] = {}
@@ -232,7 +232,7 @@ class Proof(Flow[Constants]):
         return True
 
     def _layout(self, equation: Equation, rule: AxisRule) -> None:
-        relations, reduction = rule.relate(equation), rule.joins(equation)
+        relations, reduction = rule.relate(equation), rule.find_reduction(equation)
         sources: dict[Place, list[Place]] = {}
         for relation in relations:
             for place in relation.targets if relation.may_lose_entries else ():
@@ -273,7 +273,7 @@ class Proof(Flow[Constants]):
         def factors(operand: int, axis: int, variable: Axis) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
             constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
-            partner = product.partners(operand).get(axis)
+            partner = product.map_paired_axes(operand).get(axis)
             other = None if partner is None else constants[1][partner, variable]
             return constants[0][axis, variable], other
 
@@ -286,7 +286,7 @@ class Proof(Flow[Constants]):
         at = {
             (place, variable): entrywise.sum_constant_products(*factors(operand, axis, variable))
             for operand in range(2)
-            for place, axis in product.places(operand).items()
+            for place, axis in product.map_result_axes(operand).items()
             for variable in self._variables(result)[place]
         }
         self.facts[result] = Constants(at)

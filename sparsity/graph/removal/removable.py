@@ -114,10 +114,10 @@ def _find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
     layer, as hidden units do, may differ between layers; channels of the carry may not.
     """
     layers: dict[Axis, int] = {}
-    for scan in program.flat():
+    for scan in program.flat_equations():
         if scan.name != "scan":
             continue
-        (body,) = scan.within()
+        (body,) = scan.list_bodies()
         for value in (scan.inputs[number] for number in body.layers):
             steps, *axes = coupling.axes(value)
             for variable in (v for axis in axes for v in list_variables(axis)):
@@ -148,16 +148,18 @@ def _is_within_layers(program: Program, coupling: Coupling, variable: Axis, step
         return first.root is steps and variable not in list_variables(first)
 
     values = {*program.inputs, *program.outputs}
-    for equation in program.flat():
+    for equation in program.flat_equations():
         values.update(equation.inputs, equation.outputs)
-    calls = (value for equation, _ in program.rules() for value in equation.inputs)
+    calls = (value for equation, _ in program.calls_with_rules() for value in equation.inputs)
     if not all(map(is_stack, filter(has_variable, values))) or any(map(has_variable, calls)):
         return False
-    for equation in program.flat():
+    for equation in program.flat_equations():
         if equation.name == "scan":
-            (body,) = equation.within()
+            (body,) = equation.list_bodies()
             if not any(map(has_variable, body.program.inputs[: body.layers.start])):
                 continue  # each step reads a layer of the stacks
-        if not all(_is_within_layers(body, coupling, variable, steps) for body in equation.bodies):
+        if not all(
+            _is_within_layers(body, coupling, variable, steps) for body in equation.inner_programs
+        ):
             return False
     return True

@@ -87,14 +87,14 @@ def find_shared_entry(
             (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
             places = [(source, axes.index(axis) if axis in axes else -1)]
         elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
-            if any(map(may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
+            if any(map(may_be_nan, maker.inputs)) and entrywise.may_remove_nan(maker):
                 return None
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:
             return None
         inputs = [entry for place in places if (entry := find(*place)) is not None]
         # The sign of a 0 is not followed.
-        by_zero = entrywise.tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
+        by_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not by_zero
         return SharedEntry(value, axis, maker=maker, inputs=inputs) if is_complete else None
 
@@ -112,9 +112,9 @@ def find_values_at_hand(program: Program) -> dict[Equation, AtHand]:
         for equation in program.equations:
             by_equation[equation] = at_hand
             if equation.is_inline:
-                enter(equation.bodies[0], at_hand)
+                enter(equation.inner_programs[0], at_hand)
             elif equation.name in CALLS:
-                enter(equation.bodies[0], dict.fromkeys(equation.bodies[0].inputs))
+                enter(equation.inner_programs[0], dict.fromkeys(equation.inner_programs[0].inputs))
                 at_hand.update(dict.fromkeys(equation.outputs))
             else:
                 at_hand.update(dict.fromkeys(equation.outputs, equation))
