@@ -12,7 +12,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, check_sizes
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
+from sparsity.graph.channels.cuts import AxisArrays, list_kept_indices, solve_kept_indices
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
@@ -109,7 +109,7 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         retraced = graph.retrace(example, *args)
-        kept_indices = solve_kept(retraced.removal.list_axes(), self)
+        kept_indices = solve_kept_indices(retraced.removal.list_parameter_axes(), self)
         check_proven(retraced, kept_indices, self)
         return retraced.model.run(
             CutInterpreter(retraced.removal, kept_indices), [*arrays, *inputs]
@@ -280,7 +280,7 @@ def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Pla
       kept_indices: {variable: channels that stay}.
       evidence: as in `Plan`; axes at which masks remove all removed indices need not be left out.
     """
-    kept = spread_kept(graph.removal.list_axes(), kept_indices)
+    kept = list_kept_indices(graph.removal.list_parameter_axes(), kept_indices)
     shapes = {x.path: x.shape for x in graph.parameters if x.path in kept}
 
     def is_partial(path: Path, axis: int, rows: Sequence[np.ndarray]) -> bool:
@@ -297,7 +297,7 @@ def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Pla
 def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for parameter, axes in graph.removal.list_axes():
+    for parameter, axes in graph.removal.list_parameter_axes():
         for number, axis in enumerate(axes):
             if any(v in kept_indices and v not in removable for v in list_variables(axis)):
                 why = _reason(graph, parameter.path, number)

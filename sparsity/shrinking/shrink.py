@@ -12,7 +12,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, Tree
 from sparsity.graph import Graph
-from sparsity.graph.channels.cuts import solve_kept
+from sparsity.graph.channels.cuts import solve_kept_indices
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.shrinking import cutting
@@ -86,7 +86,7 @@ def shrink(
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
     """Returns a checked plan that removes what masks remove, and the masks by path."""
     if isinstance(masks, Plan):
-        check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
+        check_proven(graph, solve_kept_indices(graph.removal.list_parameter_axes(), masks), masks)
         return masks, {}
     by_path = {x.path: mask for x, mask in graph.parameters.match_masks(masks)}
     for path, mask in by_path.items():

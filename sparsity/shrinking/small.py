@@ -16,7 +16,7 @@ from sparsity.core.checks import check_kind
 from sparsity.core.pictures import bars, pick_pair
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph, Parameter
-from sparsity.graph.channels.cuts import solve_kept
+from sparsity.graph.channels.cuts import solve_kept_indices
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking.plan import Plan
@@ -139,7 +139,7 @@ class Small(Generic[Tree]):
         """
         seconds = seconds or {}
         check_kind("seconds", seconds, Mapping, "a dict {name: (before, after)}")
-        densities = self._densities()
+        densities = self._compute_densities()
         columns = ("entries", "left", "bytes", "left", "MACs", "left")
         last_columns = ("density",) if densities else ()
         table = extras.make_table(("parameter", "shape", "smaller"), (*columns, *last_columns))
@@ -195,7 +195,7 @@ class Small(Generic[Tree]):
             rows.append(_Row(parameter, shape, (parameter.size, math.prod(shape)), macs))
         return rows
 
-    def _densities(self) -> dict[Path, float]:
+    def _compute_densities(self) -> dict[Path, float]:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
         for key, mask in trees.leaves_by_path(self.masks).items():
@@ -228,5 +228,5 @@ class Small(Generic[Tree]):
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        kept_indices = solve_kept(self.before.removal.list_axes(), self.plan)
+        kept_indices = solve_kept_indices(self.before.removal.list_parameter_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in kept_indices.items()}

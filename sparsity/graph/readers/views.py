@@ -60,7 +60,7 @@ class View:
         return bool(self.changed_at)
 
     @property
-    def covered(self) -> int:
+    def num_covered(self) -> int:
         """Number of entries along axes of the parameter; all others repeat these entries."""
         return math.prod(
             factor.size for factors in self.factors for factor in factors if factor.axis is not None
@@ -93,7 +93,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True)
-class Views:
+class ArrayFacts:
     """Facts about an array.
 
     Attributes:
@@ -107,7 +107,7 @@ class Views:
     constant: float | None = None
 
 
-def follow(
+def follow_layout(
     view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, number: int = 0
 ) -> View | None:
     """Returns an output of a layout primitive as a view, `None` if it is not a view.
@@ -126,49 +126,49 @@ def follow(
     for relation in relations:
         sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
         targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
-        kind, is_here = relation.kind, bool(sources and targets)
+        kind, connects = relation.kind, bool(sources and targets)
         if kind == "mixed" and (targets or sources):
             return None
         if kind == "index" and sources:
             indexed += [place.axis for place in sources]
         elif kind == "stack" and targets:
             share, is_changed = share / output.shape[targets[0].axis], True
-        elif relation.pair and is_here:
+        elif relation.pair and connects:
             by_axis[targets[0].axis] = view.factors[sources[0].axis]
-        elif kind == "product" and is_here:
-            factors = _factors(view, relation)
-            cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
-            if cut is None:
+        elif kind == "product" and connects:
+            factors = _list_source_factors(view, relation)
+            split_axes = _split_factors(factors, [output.shape[place.axis] for place in targets])
+            if split_axes is None:
                 return None
-            for place, split in zip(targets, cut, strict=True):
-                by_axis[place.axis] = split
-        elif kind == "reversed" and is_here:
+            for place, axis_factors in zip(targets, split_axes, strict=True):
+                by_axis[place.axis] = axis_factors
+        elif kind == "reversed" and connects:
             source = view.factors[sources[0].axis]
             by_axis[targets[0].axis] = [factor._replace(step=-factor.step) for factor in source]
-        elif is_here:  # a sum, or a cut
-            ((_, axis),), ((_, to),), is_changed = sources, targets, True
-            size, new = value.shape[axis], output.shape[to]
-            by_axis[to] = resize_axis(view.factors[axis], size, new)
+        elif connects:  # a sum, or a cut
+            ((_, axis),), ((_, target_axis),), is_changed = sources, targets, True
+            size, new_size = value.shape[axis], output.shape[target_axis]
+            by_axis[target_axis] = resize_axis(view.factors[axis], size, new_size)
             if len(relation.sources) > 1:
-                share *= Fraction(size, new)
-            elif new == 1 < size:
+                share *= Fraction(size, new_size)
+            elif new_size == 1 < size:
                 layers += view.factors[axis]
-    read = view.select_entry(indexed)
+    selected = view.select_entry(indexed)
     return dataclasses.replace(
-        read,
+        selected,
         factors=tuple(map(tuple, by_axis)),
         share=view.share * share,
         changed_at=(*view.changed_at, output) if is_changed or indexed else view.changed_at,
-        layers=(*read.layers, *layers),
+        layers=(*selected.layers, *layers),
     )
 
 
-def _factors(view: View, relation: Relation) -> list[Factor]:
+def _list_source_factors(view: View, relation: Relation) -> list[Factor]:
     """Returns the factors of the sources of a product, without factors of one entry."""
     factors: list[Factor] = []
     for place in relation.sources:
-        each = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
-        factors += [factor for factor in each if factor.size != 1]
+        part = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+        factors += [factor for factor in part if factor.size != 1]
     return factors
 
 
@@ -192,18 +192,20 @@ def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list
     return by_axis
 
 
-def resize_axis(factors: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+def resize_axis(factors: Sequence[Factor], size: int, new_size: int) -> Sequence[Factor]:
     """Returns an axis with fewer or more entries."""
-    if size == new:
+    if size == new_size:
         return factors
     axes = [factor.axis for factor in factors if factor.axis is not None]
-    return (Factor(axes[0] if axes else None, new, factors[0].step if len(factors) == 1 else 1),)
+    return (
+        Factor(axes[0] if axes else None, new_size, factors[0].step if len(factors) == 1 else 1),
+    )
 
 
 def merge_shares(views: Iterable[View]) -> list[View]:
     """Merges the views of an operand that differ only in shares, which add up."""
     shares: dict[View, Fraction] = {}
     for view in views:
-        kind = dataclasses.replace(view, share=Fraction(1))
-        shares[kind] = min(shares.get(kind, Fraction(0)) + view.share, Fraction(1))
-    return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]
+        unshared = dataclasses.replace(view, share=Fraction(1))
+        shares[unshared] = min(shares.get(unshared, Fraction(0)) + view.share, Fraction(1))
+    return [dataclasses.replace(unshared, share=share) for unshared, share in shares.items()]

@@ -15,8 +15,8 @@ from sparsity.programs import entrywise
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
-# {value that is at hand where an equation runs: the equation that makes the value, if one does}
-AtHand = Mapping[Value, Equation | None]
+# {value that is available where an equation runs: the equation that makes the value, if one does}
+AvailableValues = Mapping[Value, Equation | None]
 _MOST = 64  # equations that a smaller program evaluates for one sum
 
 
@@ -51,7 +51,7 @@ class SharedEntry:
 def find_shared_entry(
     value: Value,
     axis: int,
-    at_hand: AtHand,
+    available: AvailableValues,
     find_constant: Callable[[Value, int], float | None],
     may_be_nan: Callable[[Value], bool],
 ) -> SharedEntry | None:
@@ -60,7 +60,7 @@ def find_shared_entry(
     Args:
       value: the value.
       axis: the axis.
-      at_hand: the values from which an entry may be computed.
+      available: the values from which an entry may be computed.
       find_constant: returns the constant of a value at removed entries along an axis, or everywhere
         for the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
@@ -78,9 +78,9 @@ def find_shared_entry(
         if constant is not None:
             return None if math.isnan(constant) else SharedEntry(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
-            is_at_hand = value in at_hand or value.constant is not None
-            return SharedEntry(value, axis) if is_at_hand else None
-        maker = at_hand.get(value)
+            is_available = value in available or value.constant is not None
+            return SharedEntry(value, axis) if is_available else None
+        maker = available.get(value)
         if maker is None:
             return None
         if maker.name == "broadcast_in_dim":
@@ -94,30 +94,30 @@ def find_shared_entry(
             return None
         inputs = [entry for place in places if (entry := find(*place)) is not None]
         # The sign of a 0 is not followed.
-        by_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
-        is_complete = len(inputs) == len(places) and not by_zero
+        reads_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
+        is_complete = len(inputs) == len(places) and not reads_zero
         return SharedEntry(value, axis, maker=maker, inputs=inputs) if is_complete else None
 
     return find(value, axis)
 
 
-def find_values_at_hand(program: Program) -> dict[Equation, AtHand]:
-    """Returns the values that are at hand for each equation of a program, and of its calls.
+def find_available_values(program: Program) -> dict[Equation, AvailableValues]:
+    """Returns the values that are available to each equation of a program, and of its calls.
 
     Only inputs and outputs enter and leave a call that is not inline: jax traces it by itself.
     """
-    by_equation: dict[Equation, AtHand] = {}
+    by_equation: dict[Equation, AvailableValues] = {}
 
-    def enter(program: Program, at_hand: dict[Value, Equation | None]) -> None:
+    def enter(program: Program, available: dict[Value, Equation | None]) -> None:
         for equation in program.equations:
-            by_equation[equation] = at_hand
+            by_equation[equation] = available
             if equation.is_inline:
-                enter(equation.inner_programs[0], at_hand)
+                enter(equation.inner_programs[0], available)
             elif equation.name in CALLS:
                 enter(equation.inner_programs[0], dict.fromkeys(equation.inner_programs[0].inputs))
-                at_hand.update(dict.fromkeys(equation.outputs))
+                available.update(dict.fromkeys(equation.outputs))
             else:
-                at_hand.update(dict.fromkeys(equation.outputs, equation))
+                available.update(dict.fromkeys(equation.outputs, equation))
 
     enter(program, dict.fromkeys(program.inputs))
     return by_equation

@@ -64,14 +64,14 @@ def sum_importance(
     return importance if host.namespace(powers) is np else compute_once(importance)
 
 
-def keep_best(
-    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[chex.Numeric]
+def mask_best(
+    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], num_kept: Sequence[chex.Numeric]
 ) -> list[jax.Array]:
     """Returns masks of the most important channels of each group, and of each layer."""
-    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *kept])
-    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(kept, sizes, strict=True)]
-    times = [group.channels.layers or 1 for group in groups]
-    low = xp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
+    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *num_kept])
+    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(num_kept, sizes, strict=True)]
+    repeats = [group.channels.layers or 1 for group in groups]
+    low = xp.stack([k for k, n in zip(counts, repeats, strict=True) for _ in range(n)])
     importance = jax.device_put(list(importance)) if xp is np else importance
     return topk_masks([rank_channels(x) for x in importance], (low & 0, low))
 
@@ -82,19 +82,21 @@ def spread_masks(
     """Returns the masks of parameters from masks of channels."""
     xp = host.namespace(leaves.values())
     ones: PyTree = host.ones if xp is np else xp.ones
-    spread = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    by_path = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
         for path, axis, positions in group.members:
             shape = leaves[path].shape
-            label = np.full(shape[axis], -1)
-            label[positions] = np.arange(size)[:, None]
+            channel_numbers = np.full(shape[axis], -1)
+            channel_numbers[positions] = np.arange(size)[:, None]
             # Reads by index: XLA would otherwise shard one mask like another.
-            chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
-            along = xp.where(label < 0, np.uint8(1), chosen)
-            wide = [n if i == axis else 1 for i, n in enumerate(shape)]
-            spread[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
-    return list(spread.values())
+            chosen = xp.asarray(mask)[..., np.maximum(channel_numbers, 0)]
+            axis_mask = xp.where(channel_numbers < 0, np.uint8(1), chosen)
+            shape_along_axis = [n if i == axis else 1 for i, n in enumerate(shape)]
+            by_path[path] *= axis_mask.reshape(
+                [layers, *shape_along_axis[1:]] if layers else shape_along_axis
+            )
+    return list(by_path.values())
 
 
 def find_active(group: PlacedGroup, masks: Leaves) -> jax.Array:
