@@ -48,9 +48,11 @@ def nearest(key: object, names: Iterable[str], role: str) -> str:
       "The nearest is 'dense'; the layers are ['conv', 'dense']."
     """
     names = list(names)
-    near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
+    closest = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
     return (
-        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+        f"The nearest is {closest[0]!r}; the {role} are {names}."
+        if closest
+        else f"There are no {role}."
     )
 
 
@@ -78,8 +80,8 @@ def suggest(name: object, names: Iterable[str]) -> str:
       "Did you mean 'rigl'? Known: magnitude, rigl."
     """
     names = list(names)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}."
+    closest = difflib.get_close_matches(str(name).lower(), names, n=1)
+    return (f"Did you mean {closest[0]!r}? " if closest else "") + f"Known: {', '.join(names)}."
 
 
 class Registry(dict[str, T]):
@@ -107,8 +109,8 @@ class Registry(dict[str, T]):
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be text for the key {self.role}, got name = {name!r}.")
         if name in self and self[name] is not entry:
-            other = getattr(self[name], "__name__", repr(self[name]))
-            raise ValueError(f"The name {name!r} is taken by {other}.")
+            registered = getattr(self[name], "__name__", repr(self[name]))
+            raise ValueError(f"The name {name!r} is taken by {registered}.")
         self[name] = entry
 
 

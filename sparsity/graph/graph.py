@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
-from sparsity.core.pictures import bars, pick_axes
+from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
@@ -220,7 +220,7 @@ class Graph:
         axes = pick_axes(ax, len(rows))
         names, dense = [parameter.name for parameter, _, _ in rows], [dense for _, dense, _ in rows]
         masked = None if masks is None else [sparse for _, _, sparse in rows]
-        bars(axes, "multiply-adds", names, dense, masked, self.macs())
+        draw_bars(axes, "multiply-adds", names, dense, masked, self.macs())
         return axes
 
     def _list_macs(self, masks: Masks | None) -> list[tuple[Parameter, int, int]]:

@@ -33,12 +33,12 @@ def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> floa
         final: object = pattern.final_sparsity(target)
     if final is None:
         return None
-    who = f"{pattern}.final_sparsity of {name!r}"
-    check_values(who, final, "Return a number.")
+    label = f"{pattern}.final_sparsity of {name!r}"
+    check_values(label, final, "Return a number.")
     number = as_float(final)
     nearest = min(max(number, 0.0), 1.0)
     if not abs(number - nearest) <= ROUNDING:  # NaN, too
-        check_fraction(who, final)
+        check_fraction(label, final)
     return nearest
 
 
@@ -53,10 +53,12 @@ def read_count(
     count: object = pattern.count_kept(shape, sparsity, batch_axes)
     if count is None:
         return None
-    who = f"{pattern}.count_kept of {name!r}"
-    check_values(who, count, "Return a number.")
+    label = f"{pattern}.count_kept of {name!r}"
+    check_values(label, count, "Return a number.")
     number = as_float(count)
-    check_int(who, int(number) if number.is_integer() else count, 0, math.prod(shape[batch_axes:]))
+    check_int(
+        label, int(number) if number.is_integer() else count, 0, math.prod(shape[batch_axes:])
+    )
     return int(number)
 
 

@@ -91,8 +91,8 @@ class FanIn(SparsityType):
         if group == 1:  # in the dtype of the scores: a cast could make ties
             return rows
         rows = rows.astype(pooled_dtype(rows))
-        if spare := -outputs % group:
-            rows = jnp.pad(rows, [(0, spare * (i == batch_axes)) for i in range(rows.ndim)])
+        if padding := -outputs % group:
+            rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
         total: jax.Array = ordered_sum(groups, (batch_axes + 1,))
         return total

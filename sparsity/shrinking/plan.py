@@ -107,7 +107,7 @@ class Plan:
             "lambda row: small.apply(params, row[None]).",
         )
         structs = zip(sharding.abstract(arrays), full, strict=True)
-        example = rebuild([sharding.resized(*pair) for pair in structs])
+        example = rebuild([sharding.resize_struct(*pair) for pair in structs])
         retraced = graph.retrace(example, *args)
         kept_indices = solve_kept_indices(retraced.removal.list_parameter_axes(), self)
         check_proven(retraced, kept_indices, self)
@@ -125,7 +125,7 @@ class Plan:
         params, args = graph.model.example
         arrays, rebuild = trees.split_arrays(params)
         structs = [
-            sharding.resized(array, self.shrink_shape(parameter.path, parameter.shape))
+            sharding.resize_struct(array, self.shrink_shape(parameter.path, parameter.shape))
             for array, parameter in zip(arrays, graph.parameters, strict=True)
         ]
         return graph.trace(functools.partial(self.apply, graph), rebuild(structs), *args)

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.pictures import bars, pick_pair
+from sparsity.core.pictures import draw_bars, pick_pair
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph, Parameter
 from sparsity.graph.channels.cuts import solve_kept_indices
@@ -183,7 +183,7 @@ class Small(Generic[Tree]):
             ("parameters", [row.sizes for row in shown], sum(row.sizes[0] for row in rows)),
         )
         for ax, (quantity, pairs, total) in zip(axes, columns, strict=True):
-            bars(ax, quantity, names, [n for n, _ in pairs], [n for _, n in pairs], total)
+            draw_bars(ax, quantity, names, [n for n, _ in pairs], [n for _, n in pairs], total)
         return axes
 
     def _rows(self) -> list[_Row]:

@@ -362,7 +362,7 @@ class Coupled(DataclassBase):
         least: Numbers,
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
-        ranks = self.rank_across(importance, cost.each)
+        ranks = self.rank_across(importance, cost.savings)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def limit_counts(numbers: Sequence[jax.Array]) -> jax.Array:
