@@ -20,12 +20,12 @@ from sparsity.finetuning.entries import (
     BaseParameter,
     Entries,
     Term,
+    arrays_by_name,
     describe,
-    entry_text,
     find_changed,
     find_difference,
+    format_index,
     make_entries,
-    named_arrays,
     put_entries,
     to_host,
 )
@@ -81,9 +81,9 @@ class Delta:
           ValueError: paths, shapes or dtypes differ; an entry differs outside the masks; a
             difference is not finite in `dtype`. The parameter is named.
         """
-        number = _floating(dtype)
+        difference_dtype = _read_difference_dtype(dtype)
         _check_leaves(base, params)
-        before, after = named_arrays(base), named_arrays(params)
+        before, after = arrays_by_name(base), arrays_by_name(params)
         kept = None
         if masks is not None:
             check_masks(params, masks, are_packed=False)
@@ -102,7 +102,7 @@ class Delta:
                 _check_covered(name, old, new, positions, kept.get(name))
             parameters[name] = describe(old)
             if positions.size:
-                changes[name] = make_entries(name, old, new, positions, number)
+                changes[name] = make_entries(name, old, new, positions, difference_dtype)
         return cls(parameters, (Term(1.0, changes),))
 
     @classmethod
@@ -188,7 +188,7 @@ class Delta:
     @property
     def nbytes(self) -> int:
         """Bytes of all positions and values; the file has a header besides."""
-        return sum(part.nbytes for term in self.terms for part in term.entries.values())
+        return sum(entries.nbytes for term in self.terms for entries in term.entries.values())
 
     def apply(self, base: Tree) -> Tree:
         """Returns the fine-tuned model.
@@ -205,7 +205,7 @@ class Delta:
           ValueError: `base` is another model. The message names the first parameter that differs,
             and says whether it is missing or has another shape, dtype or other values.
         """
-        arrays = named_arrays(base)
+        arrays = arrays_by_name(base)
         new = {
             name: _copy(arrays[name]) if array is None else _place_like(arrays[name], array)
             for name, array in self.patches(arrays)
@@ -231,10 +231,10 @@ class Delta:
             if name not in arrays:
                 _refuse_base(name, "is missing")
             leaf = arrays[name]
-            kind = BaseParameter(
+            described = BaseParameter(
                 tuple(leaf.shape), np.dtype(leaf.dtype).name, parameter.fingerprint
             )
-            _refuse_base(name, find_difference(parameter, kind))
+            _refuse_base(name, find_difference(parameter, described))
         for name, parameter in self.base.items():
             array = to_host(name, arrays[name])
             _refuse_base(name, find_difference(parameter, describe(array)))
@@ -245,7 +245,7 @@ class Delta:
 
     def __repr__(self) -> str:
         changed = {name for term in self.terms for name in term.entries}
-        count = sum(part.count for term in self.terms for part in term.entries.values())
+        count = sum(entries.count for term in self.terms for entries in term.entries.values())
         weights = [term.weight for term in self.terms]
         return (
             f"Delta({count:,} {'entry' if count == 1 else 'entries'} in {len(changed)} of "
@@ -254,19 +254,19 @@ class Delta:
         )
 
 
-def _floating(dtype: DTypeLike | None) -> np.dtype | None:
+def _read_difference_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     """Returns the dtype of differences; raises unless it is `None` or real and floating."""
     if dtype is None:
         return None
     try:
-        number = np.dtype(dtype)
+        difference_dtype = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"dtype must be a floating dtype, got dtype = {dtype!r}.") from error
-    if not jnp.issubdtype(number, np.floating) or number.type is np.longdouble:
+    if not jnp.issubdtype(difference_dtype, np.floating) or difference_dtype.type is np.longdouble:
         raise ValueError(
             f"dtype must be None (exact values) or a floating dtype, got dtype = {dtype!r}."
         )
-    return number
+    return difference_dtype
 
 
 def _check_leaves(base: Params, params: Params) -> None:
@@ -299,7 +299,7 @@ def _check_covered(
     if mask is not None:
         outside = positions[to_host(name, mask).reshape(-1)[positions] == 0]
     if outside.size:
-        index, first = entry_text(old.shape, outside[0]), outside[0]
+        index, first = format_index(old.shape, outside[0]), outside[0]
         raise ValueError(
             f"params differ from base outside the masks, first at {name!r}{index}: "
             f"{new.reshape(-1)[first]}, not {old.reshape(-1)[first]}; {outside.size:,} entries of "

@@ -133,9 +133,9 @@ def make_entries(
         is_difference = dtype is not None and bool(jnp.issubdtype(old.dtype, np.floating))
         if is_difference:
             values = change.astype(dtype)
-            is_odd = ~np.isfinite(values.astype(wide))
-            if is_odd.any():
-                index = entry_text(old.shape, positions[is_odd.argmax()])
+            is_not_finite = ~np.isfinite(values.astype(wide))
+            if is_not_finite.any():
+                index = format_index(old.shape, positions[is_not_finite.argmax()])
                 raise ValueError(
                     f"The difference at {name!r}{index} is not finite in dtype = {dtype}. "
                     "dtype=None stores new values."
@@ -153,29 +153,33 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
       ValueError: a sum is not finite.
     """
     new = array.reshape(-1).copy()
-    at = [gaps.decode(entries.gaps) for _, entries in terms]
+    positions_by_term = [gaps.decode(entries.gaps) for _, entries in terms]
     if len(terms) == 1 and _is_exact(*terms[0]):
-        new[at[0]] = terms[0][1].values
+        new[positions_by_term[0]] = terms[0][1].values
         return new.reshape(array.shape)
     wide = _wide_dtype(array.dtype)
-    positions, places = np.unique(np.concatenate(at), return_inverse=True)
-    slots = np.split(places, np.cumsum([len(part) for part in at])[:-1])
+    positions, inverse = np.unique(np.concatenate(positions_by_term), return_inverse=True)
+    indices_by_term = np.split(
+        inverse, np.cumsum([len(term_positions) for term_positions in positions_by_term])[:-1]
+    )
     before = new[positions].astype(wide)
     change, count = np.zeros_like(before), np.zeros(before.size, int)
     with np.errstate(all="ignore"):
-        for slot, (weight, entries) in zip(slots, terms, strict=True):
+        for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
             values = entries.values.astype(wide)
-            change[slot] += weight * (values if entries.is_difference else values - before[slot])
-            count[slot] += 1
+            change[indices] += weight * (
+                values if entries.is_difference else values - before[indices]
+            )
+            count[indices] += 1
         sums = (before + change).astype(array.dtype)
-        is_odd = ~np.isfinite(sums.astype(wide))
-    for slot, (weight, entries) in zip(slots, terms, strict=True):
+        is_not_finite = ~np.isfinite(sums.astype(wide))
+    for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
         if _is_exact(weight, entries):
-            is_single = count[slot] == 1
-            sums[slot[is_single]] = entries.values[is_single]
-            is_odd[slot[is_single]] = False
-    if is_odd.any():
-        index = entry_text(array.shape, positions[is_odd.argmax()])
+            is_single = count[indices] == 1
+            sums[indices[is_single]] = entries.values[is_single]
+            is_not_finite[indices[is_single]] = False
+    if is_not_finite.any():
+        index = format_index(array.shape, positions[is_not_finite.argmax()])
         raise ValueError(
             f"The merged value at {name!r}{index} is not finite in {array.dtype}. Merge with "
             "smaller weights, or leave out the delta that is not finite there."
@@ -184,17 +188,17 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
     return new.reshape(array.shape)
 
 
-def entry_text(shape: tuple[int, ...], position: int) -> str:
+def format_index(shape: tuple[int, ...], position: int) -> str:
     """Returns the index of an entry as text.
 
     Example:
-      >>> entry_text((3, 4), 6)
+      >>> format_index((3, 4), 6)
       '[1, 2]'
     """
     return str([int(i) for i in np.unravel_index(position, shape)])
 
 
-def named_arrays(tree: PyTree) -> dict[str, PyTree]:
+def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     """Returns the numeric arrays of a tree by their paths, joined by '/'.
 
     Raises:

@@ -100,10 +100,10 @@ def _find_replicated(
     """Returns the attribute `replicated` of a `Small`."""
     parameters, small = graph.parameters.match(params), trees.leaves_by_path(small_params)
     replicated = {}
-    for key, leaf in trees.leaves_by_path(params).items():
-        placed = getattr(leaf, "sharding", None)
-        if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
-            for axis, count in enumerate(sharding.num_devices(placed, leaf.ndim)):
-                if small[key].shape[axis] % count:
-                    replicated[parameters[key].path, axis] = count
+    for key_path, leaf in trees.leaves_by_path(params).items():
+        old_sharding = getattr(leaf, "sharding", None)
+        if isinstance(old_sharding, NamedSharding) and leaf.shape != small[key_path].shape:
+            for axis, count in enumerate(sharding.num_devices(old_sharding, leaf.ndim)):
+                if small[key_path].shape[axis] % count:
+                    replicated[parameters[key_path].path, axis] = count
     return replicated
