@@ -61,7 +61,7 @@ class Folder:
     is_database: bool
     has_zeros: bool
 
-    def store(self, name: str = "") -> dict[str, Any]:
+    def describe_store(self, name: str = "") -> dict[str, Any]:
         """Returns the specification of the files of an array, or of all arrays."""
         inner = f"{name}/" if name else ""
         if self.is_database:
@@ -77,7 +77,7 @@ class Folder:
             ends the process when it allocates memory for a wrong size.
         """
         zeros = {"fill_missing_data_reads": not self.has_zeros}
-        spec = {"driver": self.driver, "kvstore": self.store(name)} | zeros
+        spec = {"driver": self.driver, "kvstore": self.describe_store(name)} | zeros
         spec["store_data_equal_to_fill_value"] = True
         array = _tensorstore().open(spec, open=True, **options).result()
         chunk = array.chunk_layout.write_chunk.shape or ()  # None for a scalar
@@ -89,7 +89,7 @@ class Folder:
         """Raises a ValueError if chunks are missing: memory is not taken for a shape that lies."""
         if not self.has_zeros:
             return
-        files = _tensorstore().KvStore.open(self.store(name)).result().list().result()
+        files = _tensorstore().KvStore.open(self.describe_store(name)).result().list().result()
         stored = sum(file not in (b".zarray", b".zattrs", b"zarr.json") for file in files)
         chunks = math.prod(-(-size // n) for size, n in zip(shape, chunk, strict=True))
         if stored < chunks:
@@ -107,7 +107,7 @@ def read(path: Path) -> PyTree:
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
-            pieces = functools.partial(_pieces, array)
+            pieces = functools.partial(_read_pieces, array)
             dtype = array.dtype.numpy_dtype
             node[keys[-1]] = StoredArray(folder.path, name, tuple(array.shape), dtype, pieces)
     return tree
@@ -117,14 +117,14 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
     """Copies the checkpoint in a folder, with other values for some of its arrays."""
     folder, entries = _describe(source)
     copy = dataclasses.replace(folder, path=target.absolute())
-    for file in _files(folder.path):
+    for file in _list_files(folder.path):
         if re.fullmatch(DESCRIPTIONS, file):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder.path / file, target / file)
     tensorstore = _tensorstore()
     context = tensorstore.Context()  # shared, so that writes are seen before they are committed
-    old = tensorstore.KvStore.open(folder.store()).result()
-    new = tensorstore.KvStore.open(copy.store(), context=context).result()
+    old = tensorstore.KvStore.open(folder.describe_store()).result()
+    new = tensorstore.KvStore.open(copy.describe_store(), context=context).result()
     with tensorstore.Transaction() as transaction:
         for entry in entries:
             # '0' comes after '/'.
@@ -141,15 +141,17 @@ def find_foreign_files(path: Path) -> list[str]:
     folder, entries = _describe(path)
     arrays = "|".join(re.escape(entry.name) for entry in entries)
     arrays = DATABASE if folder.is_database else f"({arrays})/{ZARR}"
-    return [file for file in _files(path) if not re.fullmatch(f"{DESCRIPTIONS}|{arrays}", file)]
+    return [
+        file for file in _list_files(path) if not re.fullmatch(f"{DESCRIPTIONS}|{arrays}", file)
+    ]
 
 
-def _pieces(array: Any) -> Iterator[np.ndarray]:
+def _read_pieces(array: Any) -> Iterator[np.ndarray]:
     np.empty((2, *array.shape), array.dtype.numpy_dtype)  # raises; TensorStore ends the process
     yield from split(np.asarray(array.read().result()))
 
 
-def _files(path: Path) -> list[str]:
+def _list_files(path: Path) -> list[str]:
     """Returns the files of a folder and of its subfolders, relative to the folder."""
     files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
     return sorted(file.relative_to(path).as_posix() for file in files)

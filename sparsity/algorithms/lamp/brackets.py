@@ -107,8 +107,8 @@ def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> ja
     falling, ordered = lax.sort(
         (-scores.reshape(-1), jnp.asarray(weights.astype(np.float32).reshape(-1))), num_keys=1
     )
-    at = jnp.sum(jnp.cumsum(ordered) < k, dtype=jnp.int32)
-    return -falling[jnp.minimum(at, len(falling) - 1)]
+    rank = jnp.sum(jnp.cumsum(ordered) < k, dtype=jnp.int32)
+    return -falling[jnp.minimum(rank, len(falling) - 1)]
 
 
 def _narrow_brackets(layers: Sequence[ScaledLayer], pivots: jax.Array, k: jax.Array) -> _Brackets:
@@ -117,7 +117,7 @@ def _narrow_brackets(layers: Sequence[ScaledLayer], pivots: jax.Array, k: jax.Ar
     At a pivot the score is about the pivot over the sum of the squares above: the score of the last
     weight above, and of the first below.
     """
-    squares = (in_rows(layer.squares().astype(jnp.float32)) for layer in layers)
+    squares = (split_into_rows(layer.squares().astype(jnp.float32)) for layer in layers)
     tables = [_count_above(x, row) for x, row in zip(squares, pivots, strict=True)]
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
     scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
@@ -147,12 +147,12 @@ def _bound_last_score(
       sizes: numbers of weights, [layers, 1].
       k: number of weights to keep, of all layers.
     """
-    t = scores.reshape(-1)
-    exceeds = scores > t[:, None, None]
+    thresholds = scores.reshape(-1)
+    exceeds = scores > thresholds[:, None, None]
     fewest = jnp.sum(jnp.max(jnp.where(exceeds, counts, 0), axis=2), axis=1)
     most = jnp.sum(jnp.min(jnp.where(exceeds, sizes, counts), axis=2), axis=1)
-    floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
-    ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
+    floor = jnp.max(jnp.where(fewest >= k, thresholds, -1)) * (1 - _SLACK)
+    ceiling = jnp.min(jnp.where(most < k, thresholds, np.inf)) * (1 + _SLACK)
     return floor, ceiling
 
 
@@ -176,7 +176,7 @@ def count_weights(layers: Sequence[ScaledLayer]) -> np.ndarray:
     return np.array([layer.weights.size for layer in layers], np.int32)
 
 
-def in_rows(x: jax.Array) -> jax.Array:
+def split_into_rows(x: jax.Array) -> jax.Array:
     """Returns x[n] as rows, for threads to share."""
     most = min(_ROWS, len(x))
     return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)
