@@ -26,7 +26,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.polynomials import Polynomial
 from sparsity.programs.program import Equation
 
-Kind: TypeAlias = Literal["product", "sum"]
+JoinKind: TypeAlias = Literal["product", "sum"]
 N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
@@ -61,7 +61,7 @@ class Axis:
     """
 
     size: int
-    kind: Kind | None = None
+    kind: JoinKind | None = None
     parts: Sequence[Axis] = ()
     pin: Reason | None = None
     _same: Axis | None = dataclasses.field(default=None, init=False)
@@ -81,7 +81,7 @@ class Axis:
         if self is not other:
             self._same = other
 
-    def split_variable(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
+    def split_variable(self, kind: JoinKind, sizes: Iterable[int]) -> list[Axis]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, parts, None
@@ -107,7 +107,7 @@ def pin(axis: Axis, reason: Reason) -> None:
             variable.pin = reason
 
 
-def join_axes(kind: Kind, axes: Iterable[Axis]) -> Axis:
+def join_axes(kind: JoinKind, axes: Iterable[Axis]) -> Axis:
     """Returns the product of axes, all combinations of their entries, or the sum, one by one."""
     parts = [part for axis in axes for part in _parts(kind, axis)]
     if len(parts) == 1:
@@ -201,7 +201,7 @@ def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     return functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
 
 
-def _parts(kind: Kind, axis: Axis) -> list[Axis]:
+def _parts(kind: JoinKind, axis: Axis) -> list[Axis]:
     """Returns the factors of an axis that are longer than 1, or the terms that are not empty."""
     root = axis.root
     if root.kind == kind:
@@ -227,7 +227,7 @@ def _align(one: Axis, other: Axis, reason: Reason) -> bool:
     return _align_mixed(*((one, other) if one.kind == "sum" else (other, one)), reason)
 
 
-def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
+def _align_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
     parts, other_parts = (deque(_parts(kind, axis)) for axis in (one, other))
     while parts and other_parts:
@@ -248,7 +248,7 @@ def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
     return not parts and not other_parts
 
 
-def _split_off(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
+def _split_off(kind: JoinKind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
     """Returns a first part of this size, and the remainder; `None` if there is no such cut."""
     if large.kind is None and kind == "sum":
         return large.split_variable(kind, (size, large.size - size))

@@ -49,15 +49,15 @@ class ModelWeights:
         )
         return pack_masks(masks, self.dense) if pack else masks
 
-    def by_path(self) -> Mapping[Path, jax.Array]:
+    def list_current(self) -> Mapping[Path, jax.Array]:
         """Returns the current parameters by path."""
         return dict(zip(self._numbers, self._arrays, strict=True))
 
-    def before(self, path: Path, index: LayerIndex) -> jax.Array:
+    def read_dense(self, path: Path, index: LayerIndex) -> jax.Array:
         """Returns a parameter before pruning, or one of its layers."""
         return _read_layer(self._before[self._numbers[path]], index)
 
-    def now(self, path: Path, index: LayerIndex) -> jax.Array:
+    def read_current(self, path: Path, index: LayerIndex) -> jax.Array:
         """Returns a current parameter, or one of its layers."""
         return _read_layer(self._arrays[self._numbers[path]], index)
 
@@ -74,7 +74,7 @@ class ModelWeights:
         if index and number not in self._copied:
             self._arrays[number] = jnp.array(self._arrays[number], copy=True)
             self._copied.add(number)
-        self._arrays[number] = _put(self._arrays[number], part, index)
+        self._arrays[number] = _put_layer(self._arrays[number], part, index)
 
     def replace_mask(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
         """Puts the mask of a layer into the mask of a parameter."""
@@ -82,7 +82,7 @@ class ModelWeights:
         if index and mask is None:
             like = self._arrays[self._numbers[path]]
             mask = sharding.place_like(like, sharding.ones_like(like))
-        self._masks[path] = _put(mask, part, index)
+        self._masks[path] = _put_layer(mask, part, index)
 
 
 def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
@@ -91,17 +91,17 @@ def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
     return layer
 
 
-def _put(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
+def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
     """Returns an array with a layer replaced in the same memory; no index replaces all of it."""
     if array is None or not index:
         return part
     axes, places = zip(*sorted(index), strict=True)
-    replaced: jax.Array = _update(array, part, axes, places)
+    replaced: jax.Array = _update_layer(array, part, axes, places)
     return replaced
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _update(
+def _update_layer(
     array: jax.Array, part: jax.Array, axes: tuple[int, ...], places: Sequence[int]
 ) -> jax.Array:
     """Replaces a part, which lacks some ascending axes, at a place along each of these."""

@@ -13,7 +13,12 @@ import numpy as np
 from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.row_sums import KINDS, Kind, sum_inputs, sum_outputs
+from sparsity.calibration.statistics.row_sums import (
+    STATISTICS_KINDS,
+    StatisticsKind,
+    sum_inputs,
+    sum_outputs,
+)
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import (
     Steps,
@@ -36,7 +41,7 @@ def calibrate(
     fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    kind: Kind = "squares",
+    kind: StatisticsKind = "squares",
     filter_fn: Callable[[Path, Parameter], bool] | None = None,
     progress: bool = False,
 ) -> dict[Path, Statistic]:
@@ -72,8 +77,8 @@ def calibrate(
       >>> statistic.squares, int(statistic.count)
       (Array([2., 8.], dtype=float32), 2)
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
+    if kind not in STATISTICS_KINDS:
+        raise ValueError(f"kind must be one of {STATISTICS_KINDS}, got kind = {kind!r}.")
     check_iterable("batches", batches)
     check_function("filter_fn", filter_fn, "(path, parameter)", optional=True)
     check_bool("progress", progress)
@@ -84,10 +89,10 @@ def calibrate(
         calibration = Calibration(graph, kind, filter_fn)
         if kind == "gram":
             # The sums so far, the sums of a batch, and the latter in the order of the operand.
-            check_memory(calibration.gram_shapes(), copies=3)
+            check_memory(calibration.list_gram_shapes(), copies=3)
         return calibration
 
-    calibration, total = collect(fn, params, batches, make)
+    calibration, total = collect_sums(fn, params, batches, make)
     return calibration.statistics(total)
 
 
@@ -105,11 +110,14 @@ class Calibration:
     """
 
     def __init__(
-        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
+        self,
+        graph: Graph,
+        kind: StatisticsKind,
+        filter_fn: Callable[[Path, Parameter], bool] | None = None,
     ) -> None:
         leaves = {param.path: param for param in graph.parameters}
         self.graph: Graph = graph
-        self.kind: Kind = kind
+        self.kind: StatisticsKind = kind
         self.alignments: dict[int, Alignment] = {}
         self._axes: dict[int, Statistic] = {}  # of all layers
         for number, use in enumerate(graph.uses):
@@ -119,7 +127,7 @@ class Calibration:
                     self.alignments[number], self._axes[number] = layer, stack.axes
         self.uses: Uses = Uses({number: graph.uses[number] for number in self.alignments})
 
-    def gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
         for number, use in self.uses.items():
@@ -164,12 +172,12 @@ class Calibration:
                 )
             statistics[use.path] = statistic if before is None else add(before, statistic)
         return {
-            path: _counted(statistic, self.graph.parameters.find_shape(path))
+            path: _merge_counts(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
 
 
-def collect(
+def collect_sums(
     fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
@@ -206,7 +214,7 @@ def collect(
             )
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
-            return sums, {number: _are_finite(each) for number, each in sums.items()}
+            return sums, {number: _are_finite(sums_of_use) for number, sums_of_use in sums.items()}
 
         return calibration, compile_at_call(jax.jit(run))
 
@@ -248,30 +256,30 @@ def sum_losses(
     ) -> jax.Array:
         use = calibration.uses[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
-        each = [matrix[layer] for matrix in matrices[use.path]]
-        return calibration.sum_outputs(number, x, steps, each)
+        layer_matrices = [matrix[layer] for matrix in matrices[use.path]]
+        return calibration.sum_outputs(number, x, steps, layer_matrices)
 
     def make(graph: Graph) -> Calibration:
         return Calibration(graph, "squares", lambda path, _: path in matrices)
 
-    calibration, sums = collect(fn, params, batches, make, sum_rows, matrices, stacks=False)
+    calibration, sums = collect_sums(fn, params, batches, make, sum_rows, matrices, stacks=False)
     losses = dict.fromkeys(matrices, jnp.zeros(()))
-    for number, each in sums.items():
-        losses[calibration.uses[number].path] += each
+    for number, loss in sums.items():
+        losses[calibration.uses[number].path] += loss
     return losses
 
 
 def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
     """Raises a ValueError for a batch that differs from the first one in more than arrays."""
-    if _without_arrays(batch) != _without_arrays(first):
+    if _describe_structure(batch) != _describe_structure(first):
         raise ValueError(
-            f"Batch {number} differs from batch 0 in more than arrays: {_without_arrays(batch)}, "
-            f"{_without_arrays(first)}. All must be of one structure; numbers that differ must be "
-            "arrays."
+            f"Batch {number} differs from batch 0 in more than arrays: "
+            f"{_describe_structure(batch)}, {_describe_structure(first)}. All must be of one "
+            "structure; numbers that differ must be arrays."
         )
 
 
-def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
+def _describe_structure(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
     """Returns the structure of a tree, and its leaves, with a word in place of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, ["array" if trees.is_array(x) else x for x in leaves]
@@ -283,7 +291,7 @@ def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in axes)
 
 
-def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
+def _merge_counts(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
     if (rows == rows.flat[0]).all():
