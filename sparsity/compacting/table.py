@@ -11,7 +11,7 @@ from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
 from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Path
-from sparsity.graph.traced_model import Parameter
+from sparsity.graph import Parameter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

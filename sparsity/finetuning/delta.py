@@ -29,7 +29,7 @@ from sparsity.finetuning.entries import (
     put_entries,
     to_host,
 )
-from sparsity.masks.bits import check_masks
+from sparsity.masks import check_masks
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
