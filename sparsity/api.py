@@ -190,7 +190,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     options = {key: value for key, value in _as_dict(config).items() if value is not None}
     name = _take_name(options)
     algorithm = ALGORITHM_REGISTRY[name]
-    fields = _field_names(algorithm)
+    fields = _list_field_names(algorithm)
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
@@ -239,7 +239,7 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
     )
     allowed |= _list_config_keys(DISTRIBUTIONS.values()) | _list_config_keys(SCHEDULES.values())
     for scope in SCOPES.values():
-        allowed |= _field_names(scope)
+        allowed |= _list_field_names(scope)
     for key in options:
         if key not in allowed:
             raise ValueError(
@@ -328,15 +328,15 @@ def _take_scope(
         too.
     """
     scope = options.pop("scope", None)
-    if scope is not None and "scope" not in _field_names(algorithm):
+    if scope is not None and "scope" not in _list_field_names(algorithm):
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     scope_class = SCOPES.find(scope) if isinstance(scope, str) else None
-    chosen_keys = _field_names(scope_class) if scope_class else set()
-    scope_keys = {key for cls in SCOPES.values() for key in _field_names(cls)}
+    chosen_keys = _list_field_names(scope_class) if scope_class else set()
+    scope_keys = {key for cls in SCOPES.values() for key in _list_field_names(cls)}
     keys = {key: value for key, value in options.items() if key in chosen_keys}
     removed = _pop_keys(options, scope_keys - other_keys)
     for key in sorted(removed.keys() - chosen_keys):
-        names = [repr(name) for name, cls in SCOPES.items() if key in _field_names(cls)]
+        names = [repr(name) for name, cls in SCOPES.items() if key in _list_field_names(cls)]
         raise ValueError(
             f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
         )
@@ -358,7 +358,7 @@ def _take_distribution(
     kind = options.pop("dist_type", None)
     distribution = DISTRIBUTIONS.find("uniform" if kind is None else kind)
     missing = f"sparsity is missing in the configuration of {name!r}."
-    chosen_keys, fields = _list_config_keys([distribution]), _field_names(algorithm)
+    chosen_keys, fields = _list_config_keys([distribution]), _list_field_names(algorithm)
     distribution_keys = _list_config_keys(DISTRIBUTIONS.values())
     keys = {
         key: options[key]
@@ -438,10 +438,13 @@ def _read_config_keys(factory: object) -> Mapping[str, str]:
     if not isinstance(factory, type) or issubclass(factory, BaseUpdater):
         return keys
     base = next((x for x in factory.__mro__ if "config_keys" in vars(x)), object)
-    return {**keys, **{name: name for name in sorted(_field_names(factory) - _field_names(base))}}
+    return {
+        **keys,
+        **{name: name for name in sorted(_list_field_names(factory) - _list_field_names(base))},
+    }
 
 
-def _field_names(cls: type) -> set[str]:
+def _list_field_names(cls: type) -> set[str]:
     """Returns the names of the arguments of a dataclass."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     return {field.name for field in fields if field.init}

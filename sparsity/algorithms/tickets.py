@@ -143,11 +143,11 @@ def _check_done(r: int, ticket: Ticket[Tree], params: Tree, ones: Masks, rate: f
         _check_like(f"done[{r}]: {role} must have the leaves", tree, like)
     if any(map(is_traced, jax.tree.leaves(masks))):
         return
-    kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
+    num_kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
     expected = _count_kept(ones, rate, r)
-    if kept != expected:
+    if num_kept != expected:
         raise ValueError(
-            f"done[{r}] keeps {kept} weights, and rate = {rate} keeps {expected} in round {r}. "
+            f"done[{r}] keeps {num_kept} weights, and rate = {rate} keeps {expected} in round {r}. "
             "Give the rate of the earlier call."
         )
 
@@ -173,5 +173,5 @@ def _count_kept(masks: Masks, rate: float, r: int) -> int:
     """Returns the number of weights that round r keeps."""
     n = sum(mask.size for mask in jax.tree.leaves(masks))
     # In float64: n * (1 - rate) of a float32 may round up to a half.
-    kept: int = round(n * (1 - float(rate)) ** r)
-    return max(1, kept)
+    num_kept: int = round(n * (1 - float(rate)) ** r)
+    return max(1, num_kept)

@@ -190,8 +190,8 @@ def _explore(
 ) -> jax.Array:
     """Returns the gradient of B with its decay, and zeros elsewhere."""
     # A leaf may have a mask without a sparsity: a bias of pruned channels, or a mask of the user.
-    kept = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
-    density = jnp.maximum(kept, 1 / max(param.size, 1))  # one weight always stays
+    kept_share = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
+    density = jnp.maximum(kept_share, 1 / max(param.size, 1))  # one weight always stays
     decay_rate = decay * jnp.where(mask > 0, 1, 1 / density)
     return apply_mask(grad + (decay_rate.astype(param.dtype) * param).astype(grad.dtype), backward)
 

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         Delta.between(base, params).save(arguments.save)
     reports = {name: compare(old.get(name), new.get(name)) for name in selected}
     total = {key: sum(report.get(key, 0) for report in reports.values()) for key in COUNTS}
-    differing = {name: x for name, x in reports.items() if _differs(x)}
+    differing = {name: x for name, x in reports.items() if _has_differences(x)}
     if arguments.json:
         print_json({"leaves": reports, "total": total})
     elif differing:
@@ -142,7 +142,7 @@ def _describe_type(array: StoredArray | None) -> JsonObject | None:
     return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
-def _differs(report: JsonObject) -> bool:
+def _has_differences(report: JsonObject) -> bool:
     return report["old"] != report["new"] or any(report[key] for key in COUNTS[1:])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sparsity.cli.stored import StoredArray, split
+from sparsity.cli.stored import StoredArray, split_into_pieces
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import KeyPath, PyTree
@@ -24,7 +24,7 @@ def read(path: Path) -> PyTree:
     def read_leaf(key: KeyPath, value: object) -> StoredArray | None:
         if not isinstance(value, np.ndarray | np.generic):
             return None
-        pieces = functools.partial(split, np.asarray(value))
+        pieces = functools.partial(split_into_pieces, np.asarray(value))
         return StoredArray(path, key, value.shape, value.dtype, pieces)
 
     return _map_leaves(read_leaf, _restore(path))

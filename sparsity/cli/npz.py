@@ -15,11 +15,11 @@ from typing import IO
 
 import numpy as np
 
-from sparsity.cli.stored import PIECE, StoredArray, split
+from sparsity.cli.stored import PIECE, StoredArray, split_into_pieces
 from sparsity.core.checks import unique_keys
 
 MAX_RATIO = 1032  # the most bytes that deflate expands one byte to
-MANY = 0xFFFF  # stands for this number of files and any larger one
+MAX_FILE_COUNT = 0xFFFF  # stands for this number of files and any larger one
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -31,7 +31,7 @@ def read(path: Path) -> dict[str, StoredArray]:
         if sum(sizes.values()) > MAX_RATIO * path.stat().st_size:
             raise ValueError("its files cannot be as large as it says")
         count = _read_file_count(path, archive)
-        if count not in (len(sizes), MANY):
+        if count not in (len(sizes), MAX_FILE_COUNT):
             raise ValueError(f"its directory has {len(sizes)} files, not {count}")
         for member, size in sizes.items():
             if not member.endswith(".npy"):
@@ -65,7 +65,7 @@ def _read_pieces(path: Path, member: str) -> Iterator[np.ndarray]:
         shape, fortran_order, dtype = _read_header(file)
         if fortran_order:
             file.seek(0)
-            yield from split(np.lib.format.read_array(file, allow_pickle=False))
+            yield from split_into_pieces(np.lib.format.read_array(file, allow_pickle=False))
             return
         size = math.prod(shape)
         for start in range(0, size, PIECE):

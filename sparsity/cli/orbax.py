@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsity.cli.stored import StoredArray, split
+from sparsity.cli.stored import StoredArray, split_into_pieces
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
@@ -37,7 +37,7 @@ DATABASE = r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32})"
 ZARR = r"(\.zarray|zarr\.json|[c\d./]+)"
 
 
-class _Entry(NamedTuple):
+class _TreeValue(NamedTuple):
     """A value of the tree: its keys, the name under which it is stored, and its type."""
 
     keys: tuple[str | int, ...]
@@ -46,7 +46,7 @@ class _Entry(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
+class ArrayFolder:
     """The place of the arrays of a checkpoint.
 
     Attributes:
@@ -148,7 +148,7 @@ def find_foreign_files(path: Path) -> list[str]:
 
 def _read_pieces(array: Any) -> Iterator[np.ndarray]:
     np.empty((2, *array.shape), array.dtype.numpy_dtype)  # raises; TensorStore ends the process
-    yield from split(np.asarray(array.read().result()))
+    yield from split_into_pieces(np.asarray(array.read().result()))
 
 
 def _list_files(path: Path) -> list[str]:
@@ -157,7 +157,7 @@ def _list_files(path: Path) -> list[str]:
     return sorted(file.relative_to(path).as_posix() for file in files)
 
 
-def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
+def _describe(path: Path) -> tuple[ArrayFolder, list[_TreeValue]]:
     """Returns the place of the arrays of a folder, and the entries of its tree."""
     path = path.absolute()
     if not (path / "_METADATA").is_file():
@@ -171,8 +171,8 @@ def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
         if ".." in name.split("/"):
             raise ValueError(f"the name {name!r} leads out of the folder")
         keys = tuple(int(key) if kind == SEQUENCE else key for key, kind in parts)
-        entries.append(_Entry(keys, name, value["value_metadata"]["value_type"]))
-    folder = Folder(
+        entries.append(_TreeValue(keys, name, value["value_metadata"]["value_type"]))
+    folder = ArrayFolder(
         path,
         driver="zarr3" if described.get("use_zarr3") else "zarr",
         is_database=(path / "manifest.ocdbt").exists(),

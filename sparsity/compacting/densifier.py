@@ -100,12 +100,12 @@ class Densifier(Interpreter[Operand]):
         self._record(equation, inputs, True)
         return equation.bind([densify(x) for x in inputs])
 
-    def rows(self, scan: Equation) -> PyTree:
+    def list_step_inputs(self, scan: Equation) -> PyTree:
         return jnp.arange(scan.length) if self._in_turn else None
 
-    def read_layer(self, array: Operand, stack: Operand, rows: PyTree) -> Operand:
+    def read_layer(self, array: Operand, stack: Operand, step_inputs: PyTree) -> Operand:
         if isinstance(array, Kept) and isinstance(stack, Kept):
-            return array.layer(stack, rows)
+            return array.layer(stack, step_inputs)
         return array
 
     def scan(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:

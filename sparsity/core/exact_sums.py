@@ -122,7 +122,7 @@ def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     return counts
 
 
-def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
     maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
     largest = functools.reduce(jnp.maximum, maxima)

@@ -23,7 +23,9 @@ def best_key(keys: Iterable[Key], name: str) -> Key | None:
       'conv1/kernel'
     """
     matching = [key for key in keys if matches(key, name)]
-    exact = (key for key in matching if not isinstance(key, re.Pattern) and _text(key) == name)
+    exact = (
+        key for key in matching if not isinstance(key, re.Pattern) and _format_key(key) == name
+    )
     return next(exact, matching[0] if matching else None)
 
 
@@ -37,7 +39,7 @@ def matches(key: Key, name: str) -> bool:
     """
     if isinstance(key, re.Pattern):
         return isinstance(key.pattern, str) and key.search(name) is not None
-    return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
+    return _format_key(key) == name or (isinstance(key, str) and _fullmatch(key, name))
 
 
 def nearest(key: object, names: Iterable[str], role: str) -> str:
@@ -48,7 +50,7 @@ def nearest(key: object, names: Iterable[str], role: str) -> str:
       "The nearest is 'dense'; the layers are ['conv', 'dense']."
     """
     names = list(names)
-    closest = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
+    closest = difflib.get_close_matches(_format_key(key), names, n=1, cutoff=0.0)
     return (
         f"The nearest is {closest[0]!r}; the {role} are {names}."
         if closest
@@ -114,7 +116,7 @@ class Registry(dict[str, T]):
         self[name] = entry
 
 
-def _text(key: object) -> str:
+def _format_key(key: object) -> str:
     """Returns the joined path, or the text of a pattern."""
     if isinstance(key, tuple):
         return "/".join(map(str, key)) or "params"

@@ -24,7 +24,7 @@ CombineFn: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
 
 # A float32 times this factor is no more than the number that was rounded to it.
 _MARGIN = 1 - 2.0**-18
-_MOST = 2**62  # fits two words, with room for a sum
+_MAX_TOTAL = 2**62  # fits two words, with room for a sum
 
 
 class Polynomial:
@@ -118,7 +118,7 @@ class Cost:
         terms = {monomial: a for monomial, a in polynomial.terms.items() if monomial}
         variable_part = Polynomial(terms, polynomial.largest)
         self.steps_per_unit: int = math.lcm(*variable_part.denominators())
-        if variable_part.value(sizes, sum) * self.steps_per_unit >= _MOST:
+        if variable_part.value(sizes, sum) * self.steps_per_unit >= _MAX_TOTAL:
             raise ValueError(
                 f"The model costs {float(full):.3g}, more than can be counted exactly. Trace it "
                 "with smaller inputs, or let no groups or leaves compete."

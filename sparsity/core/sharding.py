@@ -162,7 +162,7 @@ def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStr
     return changed
 
 
-def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
+def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
     explicit = next(filter(None, (explicit_sharding(jax.typeof(x)) for x in arrays)), None)
     if explicit is None:

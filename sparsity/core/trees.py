@@ -287,7 +287,7 @@ def _flatten(
 ) -> tuple[list[tuple[KeyPath, PyTree]], PyTree]:
     """Returns paths with leaves, without the entries of variables, and the treedef."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    if _variable_class() is None:
+    if _find_variable_class() is None:
         return pairs, treedef
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
     variables = {path for path, node in nodes if _is_variable(node)}
@@ -300,13 +300,13 @@ def _flatten(
     ], treedef
 
 
-def _variable_class() -> type | None:
+def _find_variable_class() -> type | None:
     """Returns the class of nnx's variables, `None` if nnx is not imported."""
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
 
 
 def _is_variable(node: object) -> bool:
-    kind = _variable_class()
+    kind = _find_variable_class()
     return kind is not None and isinstance(node, kind)
 
 

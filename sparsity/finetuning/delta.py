@@ -83,23 +83,25 @@ class Delta:
         """
         difference_dtype = _read_difference_dtype(dtype)
         _check_leaves(base, params)
-        before, after = arrays_by_name(base), arrays_by_name(params)
-        kept = None
+        base_arrays, arrays = arrays_by_name(base), arrays_by_name(params)
+        masks_by_name = None
         if masks is not None:
             check_masks(params, masks, are_packed=False)
-            kept = {trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()}
+            masks_by_name = {
+                trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()
+            }
         parameters: dict[str, BaseParameter] = {}
         changes: dict[str, Entries] = {}
-        for name in before:
-            old, new = to_host(name, before[name]), to_host(name, after[name])
+        for name in base_arrays:
+            old, new = to_host(name, base_arrays[name]), to_host(name, arrays[name])
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(
                     f"{name!r} has shape {old.shape} and dtype {old.dtype} in base, but "
                     f"{new.shape} and {new.dtype} in params. Cast params to the dtypes of base."
                 )
             positions = find_changed(old, new)
-            if kept is not None:
-                _check_covered(name, old, new, positions, kept.get(name))
+            if masks_by_name is not None:
+                _check_covered(name, old, new, positions, masks_by_name.get(name))
             parameters[name] = describe(old)
             if positions.size:
                 changes[name] = make_entries(name, old, new, positions, difference_dtype)

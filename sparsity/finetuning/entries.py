@@ -125,10 +125,10 @@ def make_entries(
     Raises:
       ValueError: a difference is not finite in `dtype`.
     """
-    before, values = (array.reshape(-1)[positions] for array in (old, new))
+    old_values, values = (array.reshape(-1)[positions] for array in (old, new))
     with np.errstate(all="ignore"):
         wide = _wide_dtype(old.dtype)
-        change = values.astype(wide) - before.astype(wide)
+        change = values.astype(wide) - old_values.astype(wide)
         largest = float(np.max(np.abs(change[np.isfinite(change)]), initial=0.0))
         is_difference = dtype is not None and bool(jnp.issubdtype(old.dtype, np.floating))
         if is_difference:
@@ -162,16 +162,16 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
     indices_by_term = np.split(
         inverse, np.cumsum([len(term_positions) for term_positions in positions_by_term])[:-1]
     )
-    before = new[positions].astype(wide)
-    change, count = np.zeros_like(before), np.zeros(before.size, int)
+    old_values = new[positions].astype(wide)
+    change, count = np.zeros_like(old_values), np.zeros(old_values.size, int)
     with np.errstate(all="ignore"):
         for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
             values = entries.values.astype(wide)
             change[indices] += weight * (
-                values if entries.is_difference else values - before[indices]
+                values if entries.is_difference else values - old_values[indices]
             )
             count[indices] += 1
-        sums = (before + change).astype(array.dtype)
+        sums = (old_values + change).astype(array.dtype)
         is_not_finite = ~np.isfinite(sums.astype(wide))
     for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
         if _is_exact(weight, entries):

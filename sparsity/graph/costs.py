@@ -50,8 +50,8 @@ class Costs:
             lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
             return (
                 read_product(product).macs
-                * _operand_density(lhs, density)
-                * _operand_density(rhs, density)
+                * _compute_operand_density(lhs, density)
+                * _compute_operand_density(rhs, density)
             )
 
         return _sum_products(self._model.program, count)
@@ -128,7 +128,7 @@ def _find_largest(counts: Sequence[Quantity[N]]) -> Quantity[N]:
     return largest
 
 
-def _operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> N | Fraction:
+def _compute_operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> N | Fraction:
     """Returns the part of the entries of an operand that may differ from 0.
 
     Parameters that were joined add up. Parameters that were multiplied bound each other: a

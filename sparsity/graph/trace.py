@@ -232,7 +232,7 @@ class _ParameterFlow(Flow[frozenset[int]]):
         self.multiplied: frozenset[int] = frozenset()
         self.run(program)
 
-    def start(self, value: Value) -> frozenset[int]:
+    def initial_fact(self, value: Value) -> frozenset[int]:
         return frozenset()
 
     def visit(self, equation: Equation) -> None:

@@ -75,7 +75,7 @@ class Model:
         """
         return jax.tree.unflatten(self.output_tree, interpreter.run(self.program, inputs))
 
-    def reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
+    def make_reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
         """Returns a function that computes values of the program from parameters alone.
 
         Args:

@@ -87,7 +87,7 @@ class FanIn(SparsityType):
         """Returns the scores of the units, [*batch, groups, *inputs]."""
         order, batch, outputs, inputs = self._split_axes(scores.shape, batch_axes)
         rows = scores.transpose(order).reshape(*batch, outputs, *inputs)
-        group = self._group_size(outputs)
+        group = self._limit_group_size(outputs)
         if group == 1:  # in the dtype of the scores: a cast could make ties
             return rows
         rows = rows.astype(pooled_dtype(rows))
@@ -99,7 +99,7 @@ class FanIn(SparsityType):
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)
-        rows = jnp.repeat(units, self._group_size(outputs), axis=batch_axes)
+        rows = jnp.repeat(units, self._limit_group_size(outputs), axis=batch_axes)
         rows = jax.lax.slice_in_dim(rows, 0, outputs, axis=batch_axes)
         return rows.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
@@ -107,7 +107,7 @@ class FanIn(SparsityType):
         _, _, outputs, inputs = self._split_axes(shape, batch_axes)
         return outputs * num_kept_int(math.prod(inputs), sparsity)
 
-    def _group_size(self, outputs: int) -> int:
+    def _limit_group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""
         return max(1, min(self.group, outputs))
 

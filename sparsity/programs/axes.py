@@ -109,7 +109,7 @@ def pin(axis: Axis, reason: Reason) -> None:
 
 def join_axes(kind: JoinKind, axes: Iterable[Axis]) -> Axis:
     """Returns the product of axes, all combinations of their entries, or the sum, one by one."""
-    parts = [part for axis in axes for part in _parts(kind, axis)]
+    parts = [part for axis in axes for part in _list_parts(kind, axis)]
     if len(parts) == 1:
         return parts[0]
     size = (math.prod if kind == "product" else sum)(part.size for part in parts)
@@ -201,11 +201,11 @@ def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     return functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
 
 
-def _parts(kind: JoinKind, axis: Axis) -> list[Axis]:
+def _list_parts(kind: JoinKind, axis: Axis) -> list[Axis]:
     """Returns the factors of an axis that are longer than 1, or the terms that are not empty."""
     root = axis.root
     if root.kind == kind:
-        return [x for part in root.parts for x in _parts(kind, part)]
+        return [x for part in root.parts for x in _list_parts(kind, part)]
     return [root] if root.size != (kind == "product") else []
 
 
@@ -229,12 +229,12 @@ def _align(one: Axis, other: Axis, reason: Reason) -> bool:
 
 def _align_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
-    parts, other_parts = (deque(_parts(kind, axis)) for axis in (one, other))
+    parts, other_parts = (deque(_list_parts(kind, axis)) for axis in (one, other))
     while parts and other_parts:
         a, b = parts.popleft().root, other_parts.popleft().root
         if kind in (a.kind, b.kind):  # taken apart meanwhile
-            parts.extendleft(reversed(_parts(kind, a)))
-            other_parts.extendleft(reversed(_parts(kind, b)))
+            parts.extendleft(reversed(_list_parts(kind, a)))
+            other_parts.extendleft(reversed(_list_parts(kind, b)))
         elif a.size == b.size:
             unify(a, b, reason)
         else:
@@ -256,7 +256,7 @@ def _split_off(kind: JoinKind, large: Axis, size: int, reason: Reason) -> list[A
         if large.kind or not size or large.size % size:
             return None
         return large.split_variable(kind, (size, large.size // size))
-    slowest, *faster = _parts("product", large)  # a product, cut along its slowest factor
+    slowest, *faster = _list_parts("product", large)  # a product, cut along its slowest factor
     inner = join_axes("product", faster)
     if size % inner.size:
         return None
@@ -266,9 +266,9 @@ def _split_off(kind: JoinKind, large: Axis, size: int, reason: Reason) -> list[A
 
 def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
-    slowest, *faster = _parts("product", factors)
+    slowest, *faster = _list_parts("product", factors)
     inner = join_axes("product", faster)
-    rows = _parts("sum", terms)
+    rows = _list_parts("sum", terms)
     if any(row.size % inner.size for row in rows):
         return False
     pin(slowest, reason.with_detail("parts that follow one another"))

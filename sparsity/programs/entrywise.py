@@ -28,7 +28,7 @@ InputConstants: TypeAlias = Sequence[
 ]  # the constants of the inputs, `None` where unknown
 Fold: TypeAlias = Callable[[Equation, InputConstants], float | None]
 
-_LARGEST = 1 << 16  # entries of a constant that are compared
+_MAX_COMPARED_SIZE = 1 << 16  # entries of a constant that are compared
 _TINY = 2.0**-126  # XLA:CPU flushes smaller numbers to 0
 
 
@@ -166,7 +166,7 @@ _ROUNDED: dict[str, NumpyFunction] = {
 }  # fmt: skip
 _COPIES = ("copy", "copy_p", "name", "optimization_barrier", "pvary", "stop_gradient")
 _PLACEMENTS = ("device_put", "mesh_cast", "reshard", "sharding_constraint")
-_OTHERS = (
+_WITHOUT_FOLD = (
     "bessel_i0e", "bitcast_convert_type", "clz", "digamma", "igamma", "igammac", "lgamma",
     "regularized_incomplete_beta", "zeta",
 )  # fmt: skip
@@ -184,7 +184,7 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(fold_rounded(compute)) for name, compute in _ROUNDED.items()},
     **{name: Entrywise(is_copy=True) for name in _COPIES},
     **{name: Entrywise(is_copy=True, is_placement=True) for name in _PLACEMENTS},
-    **{name: Entrywise() for name in _OTHERS},
+    **{name: Entrywise() for name in _WITHOUT_FOLD},
     **{name: Entrywise(_keep_zero) for name in _KEEP_ZERO},
     "abs": Entrywise(fold_exactly(np.abs), keeps_any_zero=True, is_nonnegative=True),
     "add": Entrywise(fold_exactly(np.add), keeps_zeros=True),
@@ -230,7 +230,7 @@ def find_uniform_value(array: ArrayLike | None) -> float | None:
     if array is None or is_traced(array):
         return None
     dtype = getattr(array, "dtype", np.result_type(type(array)))
-    if not isinstance(dtype, np.dtype) or np.size(array) > _LARGEST:
+    if not isinstance(dtype, np.dtype) or np.size(array) > _MAX_COMPARED_SIZE:
         return None
     entries = np.asarray(array).reshape(-1)
     if not entries.size or np.iscomplexobj(entries) or (entries != entries[0]).any():
@@ -337,7 +337,7 @@ class Reduction:
     repeat: Callable[[float], float | None] = _repeat_only()
 
 
-def _limits(dtype: DTypeLike) -> tuple[float, float]:
+def _find_limits(dtype: DTypeLike) -> tuple[float, float]:
     """Returns the smallest and the largest value of a dtype."""
     if dtype == jnp.bool_:
         return 0.0, 1.0
@@ -347,15 +347,15 @@ def _limits(dtype: DTypeLike) -> tuple[float, float]:
 
 
 def _all_bits(dtype: DTypeLike) -> float:
-    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _limits(dtype)[1]
+    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _find_limits(dtype)[1]
 
 
 REDUCTIONS: dict[str, Reduction] = {
     "argmax": Reduction("an argmax"),
     "argmin": Reduction("an argmin"),
     "reduce_and": Reduction("", _all_bits, _repeat_unchanged),
-    "reduce_max": Reduction("a maximum", lambda dtype: _limits(dtype)[0], _repeat_unchanged),
-    "reduce_min": Reduction("a minimum", lambda dtype: _limits(dtype)[1], _repeat_unchanged),
+    "reduce_max": Reduction("a maximum", lambda dtype: _find_limits(dtype)[0], _repeat_unchanged),
+    "reduce_min": Reduction("a minimum", lambda dtype: _find_limits(dtype)[1], _repeat_unchanged),
     "reduce_or": Reduction("", lambda dtype: 0.0, _repeat_unchanged),
     "reduce_prod": Reduction("a product", lambda dtype: 1.0, _repeat_only(0, 1)),
     "reduce_sum": Reduction("a sum", lambda dtype: 0.0, _repeat_only(0)),
@@ -377,5 +377,5 @@ def read_gather_fill(equation: Equation) -> float | None:
         return float(abs(value) if jnp.issubdtype(dtype, jnp.complexfloating) else value)
     if is_differentiable(equation.outputs[0]):
         return math.nan
-    smallest, largest = _limits(dtype)
+    smallest, largest = _find_limits(dtype)
     return smallest if jnp.issubdtype(dtype, jnp.signedinteger) else largest

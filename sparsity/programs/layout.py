@@ -350,18 +350,20 @@ def _may_be_empty(equation: Equation) -> bool:
     )
 
 
-def _window_reduction(equation: Equation) -> str:
+def _name_window_reduction(equation: Equation) -> str:
     return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
 
 
-def _cumulative_reduction(equation: Equation) -> str:
+def _name_cumulative_reduction(equation: Equation) -> str:
     return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
 _relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
-_CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_cumulative_reduction)
-_WINDOWED = AxisRule(_relate_along_windows, find_reduction=_window_reduction, moves_window=True)
+_CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
+_WINDOWED = AxisRule(
+    _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
+)
 
 LAYOUTS: dict[str, AxisRule] = {
     "transpose": AxisRule(_transpose, reads_quantized=True),

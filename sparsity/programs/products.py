@@ -141,7 +141,7 @@ def _dot(
     for value, contracted, batch, indices in zip(
         equation.inputs, *numbers, ((), experts), strict=False
     ):
-        contracted, batch = _ints(contracted), _ints(batch)
+        contracted, batch = _to_ints(contracted), _to_ints(batch)
         placed = {*contracted, *batch, *indices}
         free = tuple(axis for axis in range(len(value.shape)) if axis not in placed)
         operands.append(Operand(contracted, free, batch, indices))
@@ -197,12 +197,12 @@ def _ragged_dot(equation: Equation) -> Product:
     return _dot(
         equation,
         numbers.dot_dimension_numbers,
-        _ints(numbers.lhs_ragged_dimensions),
-        _ints(numbers.rhs_group_dimensions),
+        _to_ints(numbers.lhs_ragged_dimensions),
+        _to_ints(numbers.rhs_group_dimensions),
     )
 
 
-def _ints(axes: tuple[int, ...]) -> tuple[int, ...]:
+def _to_ints(axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(axis) for axis in axes)  # jax.vmap leaves numpy's
 
 

@@ -164,7 +164,9 @@ class Equation:
             case "cond":
                 return [Body(body, inputs[1:], [*outputs]) for body in self.inner_programs]
             case "shard_map":
-                return [Body(self.inner_programs[0], inputs, [*outputs], trips=_shards(params))]
+                return [
+                    Body(self.inner_programs[0], inputs, [*outputs], trips=_count_shards(params))
+                ]
         return [Body(body, inputs, [*outputs]) for body in self.inner_programs]
 
     @property
@@ -275,7 +277,7 @@ _LIBRARIES = re.compile(
 )
 
 
-def _shards(params: dict[str, Any]) -> int:
+def _count_shards(params: dict[str, Any]) -> int:
     """Counts the parts into which a `shard_map` cuts its inputs."""
     entries = [entry for spec in params["in_specs"] for entry in spec if entry]
     names = {n for entry in entries for n in ([entry] if isinstance(entry, str) else entry)}

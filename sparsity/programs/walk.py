@@ -33,7 +33,7 @@ class Flow(Generic[Fact]):
 
     # Hooks of subclasses.
 
-    def start(self, value: Value) -> Fact:
+    def initial_fact(self, value: Value) -> Fact:
         """Returns the fact of a value that no equation has made."""
         raise NotImplementedError
 
@@ -54,15 +54,15 @@ class Flow(Generic[Fact]):
         """
         raise NotImplementedError
 
-    def layer(self, fact: Fact, scan: Equation) -> Fact:
+    def take_layer(self, fact: Fact, scan: Equation) -> Fact:
         """Returns the fact of the layer that a step of a scan reads of an array."""
         return fact
 
-    def stack(self, fact: Fact, scan: Equation) -> Fact:
+    def stack_layers(self, fact: Fact, scan: Equation) -> Fact:
         """Returns the fact of the array that stacks the outputs of all steps of a scan."""
         return fact
 
-    def shard(self, fact: Fact, value: Value, local: Value) -> Fact:
+    def take_shard(self, fact: Fact, value: Value, local: Value) -> Fact:
         """Returns the fact of the part of an array on one device of a `shard_map`."""
         return fact
 
@@ -79,7 +79,7 @@ class Flow(Generic[Fact]):
     def fact(self, value: Value) -> Fact:
         """Returns the fact of a value."""
         if value not in self.facts:
-            self.facts[value] = self.start(value)
+            self.facts[value] = self.initial_fact(value)
         return self.facts[value]
 
     def run(self, program: Program) -> None:
@@ -107,9 +107,9 @@ class Flow(Generic[Fact]):
         for number, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
             fact = self.fact(value)
             if number in body.layers:
-                fact = self.layer(fact, equation)
+                fact = self.take_layer(fact, equation)
             elif equation.name == "shard_map":
-                fact = self.shard(fact, value, inner)
+                fact = self.take_shard(fact, value, inner)
             self.facts[inner] = fact
 
     def _follow_to_fixpoint(self, equation: Equation, body: Body) -> None:
@@ -130,7 +130,7 @@ class Flow(Generic[Fact]):
         if number in carries:
             return self.facts[body.program.inputs[carries[number]]]
         if equation.name == "scan":
-            return self.stack(self.fact(inner), equation)
+            return self.stack_layers(self.fact(inner), equation)
         return self.fact(inner)
 
 
@@ -164,21 +164,21 @@ class Interpreter(Generic[Array]):
         """Returns whether to run the bodies of a loop or of branches equation by equation."""
         return equation.name in CONTROL
 
-    def rows(self, scan: Equation) -> PyTree:
-        """Returns arrays [length, ...]; step i passes layer i to `at_step` and `read_layer`."""
+    def list_step_inputs(self, scan: Equation) -> PyTree:
+        """Returns arrays [length, ...]; step i passes layer i to `enter_step` and `read_layer`."""
         return ()
 
-    def at_step(self, scan: Equation, rows: PyTree) -> Self:
+    def enter_step(self, scan: Equation, step_inputs: PyTree) -> Self:
         """Returns the interpreter of a step of a scan."""
         return self
 
-    def read_layer(self, array: Array, stack: Array, rows: PyTree) -> Array:
+    def read_layer(self, array: Array, stack: Array, step_inputs: PyTree) -> Array:
         """Returns the layer that a step of a scan reads.
 
         Args:
           array: the layer, as an array whose axis 0 is gone.
           stack: the array of all layers.
-          rows: layer of `rows`.
+          step_inputs: the arrays of the step, from those of `list_step_inputs`.
         """
         return array
 
@@ -188,13 +188,15 @@ class Interpreter(Generic[Array]):
         constants, carry, stacks = body.split(inputs)
 
         def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
-            arrays, rows = layers
-            inside = self.at_step(equation, rows)
-            read = map(functools.partial(inside.read_layer, rows=rows), arrays, stacks)
-            outputs = inside.run(body.program, [*constants, *carry, *read])
+            arrays, step_inputs = layers
+            inner = self.enter_step(equation, step_inputs)
+            read_layers = map(
+                functools.partial(inner.read_layer, step_inputs=step_inputs), arrays, stacks
+            )
+            outputs = inner.run(body.program, [*constants, *carry, *read_layers])
             return outputs[: len(carry)], outputs[len(carry) :]
 
-        carry, stacked = scan_like(equation, step, carry, (stacks, self.rows(equation)))
+        carry, stacked = scan_like(equation, step, carry, (stacks, self.list_step_inputs(equation)))
         return [*carry, *stacked]
 
     def while_loop(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:

@@ -145,23 +145,23 @@ class CutInterpreter(Interpreter[jax.Array]):
             function = self._add_rule(equation, equation.rule, function)
         return list(function(*inputs))
 
-    def rows(self, scan: Equation) -> list[jax.Array]:
+    def list_step_inputs(self, scan: Equation) -> list[jax.Array]:
         return [
             jnp.asarray(self._kept_indices[variable])
             for variable in self._list_layered_variables(scan)
         ]
 
-    def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> CutInterpreter:
+    def enter_step(self, scan: Equation, step_inputs: Sequence[jax.Array]) -> CutInterpreter:
         step = copy.copy(self)
         step._layer_indices = self._layer_indices | dict(
-            zip(self._list_layered_variables(scan), rows, strict=True)
+            zip(self._list_layered_variables(scan), step_inputs, strict=True)
         )
         return step
 
     def _list_layered_variables(self, scan: Equation) -> list[Axis]:
         """Returns the variables whose kept entries differ between layers of a scan."""
-        rows = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
-        return [v for v, length in rows.items() if length == scan.length]
+        lengths = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
+        return [v for v, length in lengths.items() if length == scan.length]
 
     def _run_unpacked(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))

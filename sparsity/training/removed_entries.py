@@ -60,7 +60,7 @@ class RemovedEntries(Flow[Fact]):
         self.run(program)
         return [self.fact(output) for output in program.outputs]
 
-    def start(self, value: Value) -> Fact:
+    def initial_fact(self, value: Value) -> Fact:
         array = value.constant
         if jnp.issubdtype(value.dtype, jnp.complexfloating) and not is_traced(array):
             return Fact(removed=None if array is None or np.any(array) else 0.0)

@@ -194,7 +194,7 @@ def test_programs_of_functions_that_hold_arrays_or_call_back_are_not_mixed_up():
 def test_the_oldest_program_makes_room(monkeypatch):
     compiled = {}
     monkeypatch.setattr(reuse, "_COMPILED", compiled)
-    monkeypatch.setattr(reuse, "_MOST", 2)
+    monkeypatch.setattr(reuse, "_MAX_PROGRAMS", 2)
     keys = []
     for factor in (2.0, 3.0, 4.0):
         reuse.compile_or_reuse(functools.partial(jnp.multiply, factor), jnp.float32(1))

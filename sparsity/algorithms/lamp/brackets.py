@@ -17,7 +17,8 @@ from jax import lax
 from sparsity.algorithms.lamp.scores import ScaledLayer
 
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
-_TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
+# Pivots, in deviations of a sampled rank.
+_PIVOT_DEVIATIONS = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)
 _PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
 _FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are float32
 _PASSES = 8  # at most: then layers are sorted
@@ -97,7 +98,7 @@ def _sample_pivots(layers: Sequence[ScaledLayer], k: jax.Array, room: int) -> ja
     rank = jnp.sum(scores >= last, axis=1, keepdims=True, dtype=jnp.int32)
     rank = jnp.minimum(rank, count).astype(jnp.float32)
     deviation = jnp.sqrt(rank * (1 - rank / count.astype(np.float32)) + 1)
-    places = jnp.round(rank + deviation * _TEETH).astype(jnp.int32)
+    places = jnp.round(rank + deviation * _PIVOT_DEVIATIONS).astype(jnp.int32)
     pivots = jnp.take_along_axis(squares, jnp.clip(places, 0, count - 1), axis=1)
     return jnp.where(places < 0, np.inf, jnp.where(places >= count, -1, pivots))
 

@@ -62,19 +62,22 @@ class _ExchangeSearch(NamedTuple):
 
 @jax.jit
 def choose_channels(
-    readers: Sequence[ReaderMatrices], kept: chex.Numeric, swap: chex.Numeric, damping: chex.Numeric
+    readers: Sequence[ReaderMatrices],
+    num_kept: chex.Numeric,
+    swap: chex.Numeric,
+    damping: chex.Numeric,
 ) -> jax.Array:
     """Returns the mask of the kept channels of each layer, bool[layers, channels].
 
     Args:
       readers: all matrices that read the channels.
-      kept: the number of channels that stay.
+      num_kept: the number of channels that stay.
       swap: the number of channels that are exchanged at once at first.
       damping: added to the diagonals of the Grams, in units of their mean over live inputs.
     """
     input_indices = [reader.input_indices for reader in readers]
     channels = len(input_indices[0])
-    num_exchanged = jnp.minimum(swap, jnp.minimum(kept, channels - kept))
+    num_exchanged = jnp.minimum(swap, jnp.minimum(num_kept, channels - num_kept))
 
     def switch_channel(state: _State, is_out: chex.Numeric) -> _State:
         """Takes out the channel that costs least, or brings in the channel that gains most."""
@@ -110,7 +113,7 @@ def choose_channels(
         error = jnp.zeros((), jnp.result_type(*tables))
         complete = _State(jnp.ones(channels, bool), tables, error)
         search = _ExchangeSearch(
-            complete, jnp.asarray(channels - kept), jnp.zeros_like(num_exchanged)
+            complete, jnp.asarray(channels - num_kept), jnp.zeros_like(num_exchanged)
         )
         return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
 

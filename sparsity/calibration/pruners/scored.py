@@ -99,13 +99,13 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
             check_real_array(label, scores, weights.shape)
             return statistic.parameter(scores, param.shape)
 
-        def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
+        def score_on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
             score = type(self).score
             if np.iscomplexobj(param) or host.find_body(score) is None:
                 return NotImplemented
             return score_by(functools.partial(host.call, score, self), param, squares)
 
-        @host.instead(on_host)
+        @host.instead(score_on_host)
         def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
             compiled = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
             scores: jax.Array = sharding.shard_like(param, compiled, param, squares)

@@ -199,7 +199,7 @@ def inverse_factors(
       permutation: int[inputs], the places of the inputs of U among those of the Gram matrices.
     """
     factor = functools.partial(_factor_damped_inverse, dtype, multiple, permutation, damping)
-    factors: jax.Array = sharding.replicated(factor, grams)
+    factors: jax.Array = sharding.call_replicated(factor, grams)
     return factors
 
 

@@ -170,9 +170,9 @@ def _unscale_weights(
     _, inverse_norms = _compute_input_norms(statistic)
     scale = inverse_norms[..., None, :]
     kept = statistic.matrices(pruned).astype(weights.dtype)  # jax promotes no float8
-    live = xp.where(scale > 0, statistic.matrices(weights) * scale, kept)
-    new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0)
-    return new.astype(pruned.dtype)
+    unscaled = xp.where(scale > 0, statistic.matrices(weights) * scale, kept)
+    solution: jax.Array = xp.where(mask > 0, statistic.parameter(unscaled, mask.shape), 0)
+    return solution.astype(pruned.dtype)
 
 
 def _compute_input_norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:

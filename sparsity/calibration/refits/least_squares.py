@@ -23,7 +23,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 
 _PROGRAMS = 4  # at most, for supports of any size of parameters of one shape
-_AT_ONCE = 2**22  # bytes of the matrices that are factored together
+_MAX_BYTES_AT_ONCE = 2**22  # bytes of the matrices that are factored together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LeastSquares:
 
     def count_bytes(self, outputs: int, inputs: int) -> int:
         """Returns the bytes of the systems that are factored together."""
-        return max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
+        return max(min(_MAX_BYTES_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
 
 
 def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
@@ -126,10 +126,10 @@ def _read_supports(masks: jax.Array) -> tuple[int, bool]:
     Args:
       masks: [..., outputs, inputs].
     """
-    kept = (masks > 0).sum(axis=-1)
+    num_kept = (masks > 0).sum(axis=-1)
     union = (masks > 0).any(axis=-2, keepdims=True)
-    is_shared = (((masks > 0) == union) | (kept == 0)[..., None]).all()
-    return max(int(kept.max(initial=1)), 1), bool(is_shared)
+    is_shared = (((masks > 0) == union) | (num_kept == 0)[..., None]).all()
+    return max(int(num_kept.max(initial=1)), 1), bool(is_shared)
 
 
 def _refit_matrix(
@@ -150,16 +150,16 @@ def _refit_matrix(
       mask: its mask.
       gram: [inputs, inputs].
     """
-    xp, lost = host.namespace([gram]), dense - pruned
-    outputs = dot(lost, gram)
+    xp, lost_weights = host.namespace([gram]), dense - pruned
+    outputs = dot(lost_weights, gram)
     gain = solve(xp.where(mask > 0, outputs, 0), mask > 0, gram)
-    new = (pruned + gain).astype(dtype).astype(gram.dtype)
-    difference = dense - new
+    corrected = (pruned + gain).astype(dtype).astype(gram.dtype)
+    difference = dense - corrected
     error_before, error_after = (
-        (outputs * lost).sum(axis=-1),
+        (outputs * lost_weights).sum(axis=-1),
         (dot(difference, gram) * difference).sum(axis=-1),
     )
-    refitted: jax.Array = xp.where((error_after <= error_before)[:, None], new, pruned)
+    refitted: jax.Array = xp.where((error_after <= error_before)[:, None], corrected, pruned)
     return refitted
 
 
@@ -178,7 +178,7 @@ def _solve_on_host(max_kept: int, gradient: PyTree, kept: PyTree, gram: PyTree) 
     counts = kept.sum(axis=-1)
     rows = np.flatnonzero(~is_solved)
     rows = rows[np.argsort(counts[rows], kind="stable")]
-    num_at_once = max(_AT_ONCE // (max_kept**2 * gram.itemsize), 1)
+    num_at_once = max(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.itemsize), 1)
     for start in range(0, len(rows), num_at_once):
         batch = rows[start : start + num_at_once]
         gains[batch] = _solve_by_factor(
@@ -193,7 +193,9 @@ def _solve_by_xla(
     """Does what `_solve_on_host` does, for so many matrices at once."""
     gains, is_solved = _solve_by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     outputs = len(gradient)
-    num_at_once = max(1, min(_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs))
+    num_at_once = max(
+        1, min(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs)
+    )
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
     order = jnp.pad(order, (0, -outputs % num_at_once), constant_values=outputs)
 

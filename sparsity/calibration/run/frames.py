@@ -71,7 +71,7 @@ class Frame:
         values = self.data[batch]
         return values[value] if value in values else self.read_from_params(value)
 
-    def inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
+    def read_inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
         """Returns the inputs of an equation, for a batch."""
         return [self.read(batch, value) for value in equation.inputs]
 

@@ -138,7 +138,7 @@ class Lockstep:
         # Of loops, JAX would keep a program for each trace.
         run = compile_at_call(equation.bind) if equation.inner_programs else equation.bind
         for batch in range(len(frame.data)):
-            frame.write(batch, equation, run(frame.inputs(batch, equation)))
+            frame.write(batch, equation, run(frame.read_inputs(batch, equation)))
 
     def _walk_uses(
         self, inner_programs: Sequence[Program], layers: ScanLayers

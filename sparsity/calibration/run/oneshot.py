@@ -131,9 +131,9 @@ def oneshot(
     store = None if folder is None else LayerStore(folder, identity())
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.run(fn, sequential)
-    pruned, report = run.weights.tree(), run.report
+    pruned, report = run.weights.make_tree(), run.report
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
-    return pruned, run.weights.masks(pruner.use_packed_masks), report
+    return pruned, run.weights.make_masks(pruner.use_packed_masks), report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **flags: object) -> None:
@@ -237,11 +237,11 @@ class _Run:
 
         def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
             def solve() -> PrunedLayer:
-                statistic = reached.statistic(task.name(path, index))
+                statistic = reached.sum_statistic(task.name_layer(path, index))
                 layer = task.solve(self.weights, path, index, statistic)
                 if task.needs.has_grams:
                     return layer
-                return layer._replace(output_squares=reached.losses(*layer.matrices()))
+                return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
 
             self._finish(path, index, solve)
 
@@ -250,7 +250,7 @@ class _Run:
     def _finish_others(self, fn: Callable[[PyTree, PyTree], PyTree]) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model."""
         task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
-        model = fn, self.weights.tree(), self._batches
+        model = fn, self.weights.make_tree(), self._batches
 
         # Computed lazily: a folder may already hold every layer.
         @functools.cache
@@ -260,7 +260,7 @@ class _Run:
         @functools.cache
         def solve_all() -> Mapping[Path, PrunedLayer]:
             layers = {path: solve(path) for path in paths}
-            matrices = {path: layer.matrices() for path, layer in layers.items()}
+            matrices = {path: layer.list_matrices() for path, layer in layers.items()}
             losses = sum_losses(*model, matrices)
             return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
 
@@ -303,7 +303,7 @@ class _Run:
         """Solves a parameter, or one layer of it, and shifts the bias that takes over its means."""
         started = time.perf_counter()
         layer = solve()
-        report = dataclasses.replace(layer.report(), seconds=time.perf_counter() - started)
+        report = dataclasses.replace(layer.make_report(), seconds=time.perf_counter() - started)
         weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
         shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
         return StoredLayer(weights, mask, report, shifted)

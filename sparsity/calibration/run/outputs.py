@@ -67,13 +67,13 @@ def compare_outputs(
       The report, or `None` without batches and metric.
     """
     lost = total = 0.0
-    count, first, run = 0, None, None
+    count, first_batch, run = 0, None, None
     sums: dict[tuple[int, int], np.ndarray] = {}  # of outputs along their last axis, by output
     rows: dict[tuple[int, int], int] = {}
     for batch in batches:
         if run is None:
-            first, run = batch, make_output_fn(fn, dense, batch)
-        check_structure(batch, first, count)
+            first_batch, run = batch, make_output_fn(fn, dense, batch)
+        check_structure(batch, first_batch, count)
         count += 1
         expected, returned = run(dense, batch), run(pruned, batch)
         *squares, axis_sums = jax.device_get(_sum_outputs(expected, returned))

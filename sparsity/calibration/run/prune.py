@@ -139,30 +139,35 @@ def apply_refit(
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
     for key_path, mask in trees.leaves_by_path(masks).items():
-        dense, before = leaves[key_path], (pruned_leaves[key_path], mask)
+        dense, pruned_layer = leaves[key_path], (pruned_leaves[key_path], mask)
         needs_no_refit = key_path not in targets and trees.path_names(key_path) not in statistics
         if needs_no_refit or not dense.size:  # a bias of coupled channels, or nothing
-            refitted[key_path] = before
+            refitted[key_path] = pruned_layer
             continue
         site = table[key_path]
         statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
         if needs.has_grams:
             check_solvable(statistic, dense, site.name, needs.damping)
         select = _make_select(pruner, site, statistic, targets.get(key_path, 0.0))
-        new = refit(dense, *before, statistic, select)
-        check_solution(new, label, site.name, dense)
+        solution = refit(dense, *pruned_layer, statistic, select)
+        check_solution(solution, label, site.name, dense)
         like = (dense, dense)
         choose_better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
-        new = host.instead(_choose_better)(choose_better)(dense, new, before, statistic)
-        refitted[key_path] = sharding.place_like(dense, new[0]), sharding.place_like(dense, new[1])
+        solution = host.instead(_choose_better)(choose_better)(
+            dense, solution, pruned_layer, statistic
+        )
+        refitted[key_path] = (
+            sharding.place_like(dense, solution[0]),
+            sharding.place_like(dense, solution[1]),
+        )
     pruned = trees.map_matched(lambda key_path, param: refitted.get(key_path, (param,))[0], pruned)
     return pruned, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
 
 
 def _choose_better(
     dense: jax.Array,
-    new: tuple[jax.Array, jax.Array],
-    before: tuple[jax.Array, jax.Array],
+    solution: tuple[jax.Array, jax.Array],
+    pruned_layer: tuple[jax.Array, jax.Array],
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights and the mask that change the outputs of a parameter less.
@@ -171,15 +176,16 @@ def _choose_better(
     are not finite change outputs more.
     """
     xp = host.namespace([dense])
-    new = xp.where(new[1] != 0, new[0], 0).astype(dense.dtype), are_kept(new[1])
+    solution = xp.where(solution[1] != 0, solution[0], 0).astype(dense.dtype), are_kept(solution[1])
     if statistic.gram is None:
-        new_error, before_error = (xp.sum(~xp.isfinite(x)) for x, _ in (new, before))
+        new_error, before_error = (xp.sum(~xp.isfinite(x)) for x, _ in (solution, pruned_layer))
     else:
         new_error, before_error = (
-            output_error(statistic, dense - x).sum() for x, _ in (new, before)
+            output_error(statistic, dense - x).sum() for x, _ in (solution, pruned_layer)
         )
     weights, mask = (
-        xp.where(new_error <= before_error, a, b) for a, b in zip(new, before, strict=True)
+        xp.where(new_error <= before_error, a, b)
+        for a, b in zip(solution, pruned_layer, strict=True)
     )
     return weights, mask
 

@@ -51,7 +51,7 @@ class ReachedWeight:
     equation: Equation
     layers: Mapping[int, ScanLayers]
 
-    def statistic(self, name: str) -> Statistic:
+    def sum_statistic(self, name: str) -> Statistic:
         """Returns the statistic of the inputs in all batches, and in all steps of a loop.
 
         Raises:
@@ -61,7 +61,7 @@ class ReachedWeight:
         statistic: Statistic = functools.reduce(add, [total[number] for number in sorted(total)])
         return statistic
 
-    def losses(self, *matrices: jax.Array) -> jax.Array:
+    def sum_losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each matrix."""
         rerun_losses = self._rerun_losses(matrices)
         if rerun_losses is not None:
@@ -129,7 +129,7 @@ class ReachedWeight:
 
         program = compile_at_call(jax.jit(run))
         for batch in batches:
-            yield program(self.frame.inputs(batch, self.equation), indices, arguments)
+            yield program(self.frame.read_inputs(batch, self.equation), indices, arguments)
 
 
 def _make_rerun(
@@ -152,7 +152,9 @@ def _make_rerun(
     roles = read_product(use.equation).operands[use.operand]
     axes = (*roles.batch, *roles.free, *roles.contracted)
     sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
-    weights = [np.asarray(alignment.operand(matrix)) for matrix in host.to_numpy(list(matrices))]
+    weights = [
+        np.asarray(alignment.to_operand_order(matrix)) for matrix in host.to_numpy(list(matrices))
+    ]
     operands = [matrix.astype(value.dtype).reshape(sizes).transpose(order) for matrix in weights]
     operands = place.put([host.copy(matrix) for matrix in operands])
 

@@ -60,11 +60,11 @@ class LayerStore:
                 self._new_identity_file.write_text(json.dumps(identity, indent=2), encoding="utf-8")
             return
         with reading(self._identity_file, "delete the folder to start afresh"):
-            before: dict[str, str] = dict(
+            old_identity: dict[str, str] = dict(
                 json.loads(self._identity_file.read_text(encoding="utf-8"))
             )
-        names = {**before, **identity}
-        if differing := [name for name in names if before.get(name) != identity.get(name)]:
+        names = {**old_identity, **identity}
+        if differing := [name for name in names if old_identity.get(name) != identity.get(name)]:
             raise ValueError(
                 f"folder = {folder} holds another run: its {trees.listed(differing)} differ. Give "
                 "another folder, or delete this one to start afresh."

@@ -54,7 +54,7 @@ class PrunedLayer(NamedTuple):
     keeps_means: bool = False
     output_squares: jax.Array | None = None
 
-    def report(self) -> LayerReport:
+    def make_report(self) -> LayerReport:
         """Returns the report of the parameter, with 0 in place of the seconds."""
         shares = jax.device_get(_compute_lost_shares(self))
         error = shares.error_with_means_kept if self.keeps_means else shares.error
@@ -68,7 +68,7 @@ class PrunedLayer(NamedTuple):
             centred=float(shares.centred),
         )
 
-    def matrices(self) -> list[jax.Array]:
+    def list_matrices(self) -> list[jax.Array]:
         """Returns the dense weights, and the losses after and before a refit, as matrices.
 
         A loss is the dense weights less the kept ones; without a refit there is one loss.
@@ -105,7 +105,7 @@ class PruningTask:
         kind = self.needs.statistics_kind
         return Calibration(self.graph, kind, lambda path, _: path in self.sites)
 
-    def name(self, path: Path, index: LayerIndex) -> str:
+    def name_layer(self, path: Path, index: LayerIndex) -> str:
         """Returns the name of a parameter, or of one of its layers."""
         return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
 
@@ -122,9 +122,9 @@ class PruningTask:
             raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
         if not find_max_rows(statistic):
             raise ValueError(
-                f"No row of the batches reaches {self.name(path, index)!r}: they are empty, or the "
-                "model takes other branches. Give batches that reach it, or keep it dense with "
-                "filter_fn."
+                f"No row of the batches reaches {self.name_layer(path, index)!r}: they are empty, "
+                "or the model takes other branches. Give batches that reach it, or keep it dense "
+                "with filter_fn."
             )
         site, dense = self.sites[path], weights.read_dense(path, index)
         warn_of_zeros(statistic, site.name)
@@ -158,7 +158,7 @@ class PruningTask:
     ) -> jax.Array:
         """Returns the bias of a parameter after the refit."""
         assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
-        read = self.graph.model.reader(weights.list_current())
+        read = self.graph.model.make_reader(weights.list_current())
         leaves = layer.dense, layer.refitted, layer.statistic
         return self.refit.shift(self.biases[path], bias, *leaves, read)
 

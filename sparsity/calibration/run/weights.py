@@ -38,11 +38,11 @@ class ModelWeights:
         self._masks: dict[Path, jax.Array] = {}
         self._copied: set[int] = set()  # arrays that change in place: copies of the user's
 
-    def tree(self) -> Params:
+    def make_tree(self) -> Params:
         """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
         return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in self._arrays])
 
-    def masks(self, pack: bool) -> Masks:
+    def make_masks(self, pack: bool) -> Masks:
         """Returns the tree of masks, `None` for parameters that stay dense."""
         masks = trees.map_matched(
             lambda path, _: self._masks.get(trees.path_names(path)), self.dense
@@ -86,8 +86,8 @@ class ModelWeights:
 
 
 def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
-    places = dict(index)
-    layer: jax.Array = array[tuple(places.get(axis, slice(None)) for axis in range(array.ndim))]
+    layers = dict(index)
+    layer: jax.Array = array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
     return layer
 
 
@@ -95,17 +95,17 @@ def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> j
     """Returns an array with a layer replaced in the same memory; no index replaces all of it."""
     if array is None or not index:
         return part
-    axes, places = zip(*sorted(index), strict=True)
-    replaced: jax.Array = _update_layer(array, part, axes, places)
+    axes, layers = zip(*sorted(index), strict=True)
+    replaced: jax.Array = _update_layer(array, part, axes, layers)
     return replaced
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def _update_layer(
-    array: jax.Array, part: jax.Array, axes: tuple[int, ...], places: Sequence[int]
+    array: jax.Array, part: jax.Array, axes: tuple[int, ...], layers: Sequence[int]
 ) -> jax.Array:
     """Replaces a part, which lacks some ascending axes, at a place along each of these."""
     starts = [0] * array.ndim
-    for axis, place in zip(axes, places, strict=True):
-        starts[axis] = place
+    for axis, layer in zip(axes, layers, strict=True):
+        starts[axis] = layer
     return lax.dynamic_update_slice(array, jnp.expand_dims(part, axes).astype(array.dtype), starts)

@@ -42,7 +42,7 @@ class Alignment:
         """Number of slices and outputs of the operand for each one of the parameter."""
         return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
 
-    def sums(self, sums: jax.Array, ndim: int) -> jax.Array:
+    def to_parameter_order(self, sums: jax.Array, ndim: int) -> jax.Array:
         """Returns sums [*batch, ...] in the order of the parameter.
 
         Args:
@@ -62,7 +62,7 @@ class Alignment:
         flat = flat.reshape(*lead, *input_shape)
         return flat * self.copies if self.copies > 1 else flat
 
-    def operand(self, matrices: jax.Array) -> jax.Array:
+    def to_operand_order(self, matrices: jax.Array) -> jax.Array:
         """Returns matrices in the order of the operand, [slices, outputs, inputs]."""
         lead = math.prod(matrices.shape[:-2])
         flat = matrices.reshape(lead, *matrices.shape[-2:])
@@ -100,7 +100,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
         sorted((*use.contracting, *output, *batch, *removed_axes)) == [*range(len(shape))]
         and _covers(contracted, use.contracting, shape)
         and _covers(slice_factors, batch, shape)
-        and (groups == 1 or _begin_with_groups(outputs, groups, output, shape))
+        and (groups == 1 or _are_groups_first(outputs, groups, output, shape))
     )
     if not fits or any(factor.axis is None for factor in contracted):
         return None
@@ -174,7 +174,7 @@ def _split_groups(
     return group_factors, groups, remaining
 
 
-def _begin_with_groups(
+def _are_groups_first(
     outputs: Sequence[Factor], groups: int, output: Sequence[int], shape: tuple[int, ...]
 ) -> bool:
     """Returns whether groups are equal parts of the first output axis, one after the other."""

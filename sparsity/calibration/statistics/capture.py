@@ -93,7 +93,7 @@ def calibrate(
         return calibration
 
     calibration, total = collect_sums(fn, params, batches, make)
-    return calibration.statistics(total)
+    return calibration.pop_statistics(total)
 
 
 class Calibration:
@@ -145,16 +145,16 @@ class Calibration:
         sum_rows = functools.partial(
             sum_inputs, self.uses[number], self.alignments[number], self.kind
         )
-        return sharding.replicated(sum_rows, x)
+        return sharding.call_replicated(sum_rows, x)
 
     def sum_outputs(
         self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
     ) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
         sum_rows = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
-        return sharding.replicated(sum_rows, x, *matrices)
+        return sharding.call_replicated(sum_rows, x, *matrices)
 
-    def statistics(self, total: Sums) -> dict[Path, Statistic]:
+    def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
@@ -162,15 +162,15 @@ class Calibration:
             statistic = dataclasses.replace(
                 self._axes[number], squares=x.squares, sums=x.sums, gram=x.gram, count=x.count
             )
-            before = statistics.get(use.path)
-            if before is not None and not have_equal_axes(before, statistic):
+            sums_before = statistics.get(use.path)
+            if sums_before is not None and not have_equal_axes(sums_before, statistic):
                 raise ValueError(
                     f"{trees.join_names(use.path)!r} is read along other axes by the "
                     f"{use.primitive} at {use.source} than by a product before it, so that their "
                     "inputs cannot be added up. Give each a parameter of its own, or leave it out: "
                     "filter_fn."
                 )
-            statistics[use.path] = statistic if before is None else add(before, statistic)
+            statistics[use.path] = statistic if sums_before is None else add(sums_before, statistic)
         return {
             path: _merge_counts(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()

@@ -52,14 +52,17 @@ def sum_inputs(use: Use, alignment: Alignment, kind: StatisticsKind, x: jax.Arra
         rows = _list_dot_rows(use, x) if is_dot else _extract_patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
         rows_sum = jnp.sum(rows, axis=-2)
-        gram, sums = alignment.sums(grams, 2), alignment.sums(rows_sum, 1)
+        gram, sums = (
+            alignment.to_parameter_order(grams, 2),
+            alignment.to_parameter_order(rows_sum, 1),
+        )
         return dataclasses.replace(statistic, gram=gram, sums=sums)
     sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
     statistic = dataclasses.replace(
-        statistic, squares=alignment.sums(sum_rows(_square_magnitudes(x)), 1)
+        statistic, squares=alignment.to_parameter_order(sum_rows(_square_magnitudes(x)), 1)
     )
     if kind == "moments":
-        return dataclasses.replace(statistic, sums=alignment.sums(sum_rows(x), 1))
+        return dataclasses.replace(statistic, sums=alignment.to_parameter_order(sum_rows(x), 1))
     return statistic
 
 
@@ -75,7 +78,7 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
     x = _widen(x)
 
     def sum_squares(matrices: jax.Array) -> jax.Array:
-        weights = alignment.operand(matrices.astype(promote(matrices.dtype, x.dtype)))
+        weights = alignment.to_operand_order(matrices.astype(promote(matrices.dtype, x.dtype)))
         if use.kind == "dot":
             rows = _list_dot_rows(use, x)
             rows = rows.reshape(len(weights), *rows.shape[-2:])

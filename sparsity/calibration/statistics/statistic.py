@@ -186,16 +186,16 @@ class Statistic:
           (the copy, int[inputs] with the places of its inputs here, `None` if none has moved).
         """
         order = (*(axis for axis in self.contracting if axis != innermost), innermost)
-        squares, places = self.sums_of_squares(), None
+        squares, permutation = self.sums_of_squares(), None
         if order != self.contracting:
             sizes = [shape[axis] for axis in self.contracting]
             axes = [self.contracting.index(axis) for axis in order]
-            places = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
-            squares = squares[..., places]
+            permutation = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
+            squares = squares[..., permutation]
         squares_only = dataclasses.replace(
             self, squares=squares, sums=None, gram=None, contracting=order
         )
-        return squares_only, places
+        return squares_only, permutation
 
 
 @host.instead(lambda grams: np.real(np.diagonal(grams, axis1=-2, axis2=-1)))

@@ -90,9 +90,9 @@ class SummingInterpreter(Interpreter[jax.Array]):
 
     def _copy_without_sums(self) -> SummingInterpreter:
         """Returns the interpreter of the body of a loop or of a branch."""
-        inside = copy.copy(self)
-        inside.sums = {}
-        return inside
+        inner = copy.copy(self)
+        inner.sums = {}
+        return inner
 
     def scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Runs a scan.
@@ -107,12 +107,12 @@ class SummingInterpreter(Interpreter[jax.Array]):
         def run(carry: PyTree, layer: PyTree) -> tuple[PyTree, PyTree, Sums, Sums]:
             """Returns the carry, the outputs, and the sums of one step: to add up, to stack."""
             arrays, number = layer
-            inside = self._copy_without_sums()
-            inside._steps = {**self._steps, equation: number}
-            outputs = inside.run(body.program, [*constants, *carry, *arrays])
-            taken_apart = [n for n in inside.sums if equation in self._uses[n].view.scans]
-            stacked = {n: inside.sums.pop(n) for n in taken_apart if self._stacks}
-            return outputs[: len(carry)], outputs[len(carry) :], inside.sums, stacked
+            inner = self._copy_without_sums()
+            inner._steps = {**self._steps, equation: number}
+            outputs = inner.run(body.program, [*constants, *carry, *arrays])
+            taken_apart = [n for n in inner.sums if equation in self._uses[n].view.scans]
+            stacked = {n: inner.sums.pop(n) for n in taken_apart if self._stacks}
+            return outputs[: len(carry)], outputs[len(carry) :], inner.sums, stacked
 
         def step(state: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
             carry, total = state
@@ -131,9 +131,9 @@ class SummingInterpreter(Interpreter[jax.Array]):
         zeros: Sums = {}
 
         def run_branch(program: Program, *operands: jax.Array) -> tuple[list[jax.Array], Sums]:
-            inside = self._copy_without_sums()
-            outputs = inside.run(program, operands)
-            return outputs, _make_zeros(zeros) | inside.sums
+            inner = self._copy_without_sums()
+            outputs = inner.run(program, operands)
+            return outputs, _make_zeros(zeros) | inner.sums
 
         branches = [functools.partial(run_branch, body) for body in equation.inner_programs]
         for branch in branches:

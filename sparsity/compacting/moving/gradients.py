@@ -77,7 +77,7 @@ def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
     for array in filter(np.size, arrays):
         is_key = jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key)
         numbers = jax.random.key_data(array) if is_key else jnp.asarray(array)
-        first: jax.Array = sharding.replicated(lambda x: x.reshape(-1)[0], numbers)
+        first: jax.Array = sharding.call_replicated(lambda x: x.reshape(-1)[0], numbers)
         zero += lax.stop_gradient(first).real.astype(jnp.int32) * 0
     return zero
 

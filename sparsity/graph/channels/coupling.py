@@ -56,7 +56,7 @@ class Coupling(Flow[list[Axis]]):
         for axis in self.axes(value):
             pin(axis, reason)
 
-    def start(self, value: Value) -> list[Axis]:
+    def initial_fact(self, value: Value) -> list[Axis]:
         return [Axis(size) for size in value.shape]
 
     def run(self, program: Program) -> None:
@@ -76,14 +76,14 @@ class Coupling(Flow[list[Axis]]):
             unify(a, b, reason)
         return one
 
-    def layer(self, fact: list[Axis], scan: Equation) -> list[Axis]:
+    def take_layer(self, fact: list[Axis], scan: Equation) -> list[Axis]:
         steps, *axes = fact
         reason = Reason(scan, _STEPS)
         pin(steps, reason)
         unify(steps, self._find_step_axis(scan), reason)
         return axes
 
-    def stack(self, fact: list[Axis], scan: Equation) -> list[Axis]:
+    def stack_layers(self, fact: list[Axis], scan: Equation) -> list[Axis]:
         return [self._find_step_axis(scan), *fact]
 
     def _find_step_axis(self, scan: Equation) -> Axis:

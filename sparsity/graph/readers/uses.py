@@ -131,7 +131,7 @@ class Tracker(Flow[ArrayFacts]):
 
     # Hooks of the walk.
 
-    def start(self, value: Value) -> ArrayFacts:
+    def initial_fact(self, value: Value) -> ArrayFacts:
         return ArrayFacts(constant=find_uniform_value(value.constant))
 
     def join(
@@ -143,14 +143,14 @@ class Tracker(Flow[ArrayFacts]):
         constant = one.constant if one.constant == other.constant else None
         return ArrayFacts(views, one.is_data or other.is_data, constant)
 
-    def layer(self, fact: ArrayFacts, scan: Equation) -> ArrayFacts:
+    def take_layer(self, fact: ArrayFacts, scan: Equation) -> ArrayFacts:
         views = [
             dataclasses.replace(view.select_entry([0]), scans=(*view.scans, scan))
             for view in fact.views
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
-    def shard(self, fact: ArrayFacts, value: Value, local: Value) -> ArrayFacts:
+    def take_shard(self, fact: ArrayFacts, value: Value, local: Value) -> ArrayFacts:
         views = []
         for view in fact.views:
             sizes = zip(view.factors, value.shape, local.shape, strict=True)

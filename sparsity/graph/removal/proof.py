@@ -122,7 +122,7 @@ class Proof(Flow[Constants]):
     def _list_free_entries(self, value: Value) -> list[RemovedEntry]:
         return [(i, v) for i, free in enumerate(self._list_free_variables(value)) for v in free]
 
-    def start(self, value: Value) -> Constants:
+    def initial_fact(self, value: Value) -> Constants:
         return Constants(everywhere=entrywise.find_uniform_value(value.constant))
 
     def run(self, program: Program) -> None:
@@ -150,10 +150,10 @@ class Proof(Flow[Constants]):
     ) -> Constants:
         return one.meet(other)
 
-    def layer(self, fact: Constants, scan: Equation) -> Constants:
+    def take_layer(self, fact: Constants, scan: Equation) -> Constants:
         return fact.renumber_axes(lambda i: i - 1 if i else None)
 
-    def stack(self, fact: Constants, scan: Equation) -> Constants:
+    def stack_layers(self, fact: Constants, scan: Equation) -> Constants:
         return fact.renumber_axes(lambda i: i + 1)
 
     def visit(self, equation: Equation) -> None:
@@ -200,7 +200,7 @@ class Proof(Flow[Constants]):
                 constant = constants[axis, variable]
                 is_neutral = neutral is not None and constant == neutral
                 if not is_neutral and variable not in self.refused:
-                    if constant is None and self._adds_shared_entry(equation, axis, variable):
+                    if constant is None and self._note_shared_entry(equation, axis, variable):
                         continue
                     text = describe_reduction(equation, self._program)
                     self.refused[variable] = _explain_not_neutral(equation, text, constant, neutral)
@@ -211,7 +211,7 @@ class Proof(Flow[Constants]):
             Constants() if is_empty else _reduce_constants(equation.name, reduced)
         )
 
-    def _adds_shared_entry(self, reduction: Equation, axis: int, variable: Axis) -> bool:
+    def _note_shared_entry(self, reduction: Equation, axis: int, variable: Axis) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)

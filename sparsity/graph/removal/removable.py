@@ -80,7 +80,11 @@ class Removal:
         """Paths of the parameters that a call replaces, so that masks do not keep zeros there."""
         inputs, outputs = self._model.program.inputs, self._model.program.outputs
         pairs = self._model.carried.items()
-        return {self._model.parameters[i].path for out, i in pairs if outputs[out] is not inputs[i]}
+        return {
+            self._model.parameters[i].path
+            for output_number, i in pairs
+            if outputs[output_number] is not inputs[i]
+        }
 
     @functools.cached_property
     def _maskable_entries(self) -> dict[Path, set[tuple[int, Axis]]]:

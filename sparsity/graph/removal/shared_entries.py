@@ -17,7 +17,7 @@ from sparsity.programs.program import CALLS, Equation, Program, Value
 
 # {value that is available where an equation runs: the equation that makes the value, if one does}
 AvailableValues = Mapping[Value, Equation | None]
-_MOST = 64  # equations that a smaller program evaluates for one sum
+_MAX_EQUATIONS = 64  # equations that a smaller program evaluates for one sum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def find_shared_entry(
     def find(value: Value, axis: int) -> SharedEntry | None:
         key = value, axis
         if key not in results:
-            results[key] = compute(value, axis) if len(results) < _MOST else None
+            results[key] = compute(value, axis) if len(results) < _MAX_EQUATIONS else None
         return results[key]
 
     def compute(value: Value, axis: int) -> SharedEntry | None:

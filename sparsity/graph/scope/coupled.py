@@ -300,8 +300,10 @@ class Coupled(DataclassBase):
 
     def _count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels of a group that stay by its sparsity."""
-        kept = num_kept(group.full.size, group.sparsity)
-        count: chex.Numeric = self._limit_count(group, kept, self._count_least(group))
+        count_before_limits = num_kept(group.full.size, group.sparsity)
+        count: chex.Numeric = self._limit_count(
+            group, count_before_limits, self._count_least(group)
+        )
         return count
 
     def _count_allowed(self, group: PlacedGroup) -> chex.Numeric:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import ordered_sum, scaled
+from sparsity.core.exact_sums import ordered_sum, scale_together
 from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels.groups import ChannelGroup
@@ -58,7 +58,7 @@ def sum_importance(
     scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
     powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
-        powers = [jnp.square(x) for x in scaled(powers)]
+        powers = [jnp.square(x) for x in scale_together(powers)]
     by_path = dict(zip(scores, powers, strict=True))
     importance = [_sum_members(group, by_path, order, normalize) for group in groups]
     return importance if host.namespace(powers) is np else compute_once(importance)
