@@ -260,30 +260,33 @@ def _take_scheduler(
       other_keys: keys of algorithms and distributions; a schedule with such a field gets the value,
         too.
     """
-    kind = options.pop("schedule_type", None)
+    schedule_type = options.pop("schedule_type", None)
     shared = other_keys & options.keys()
     # By default that of the polynomial, which has the keys of defaults.
-    schedule_class = SCHEDULES.find("polynomial" if kind is None else kind)
+    schedule_class = SCHEDULES.find("polynomial" if schedule_type is None else schedule_type)
     keys = _pop_keys(options, _list_config_keys(SCHEDULES.values()) - shared)
     if "scheduler" in options:
-        if keys or kind:
+        if keys or schedule_type:
             raise ValueError(
-                f"{_quote([*keys, *(['schedule_type'] if kind else [])])} cannot go with scheduler."
+                f"{_quote([*keys, *(['schedule_type'] if schedule_type else [])])} cannot go with "
+                "scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
         check_schedule(scheduler)
         return scheduler
     keys |= {key: options[key] for key in shared & _list_config_keys([schedule_class])}
-    if kind is None:
-        kind, keys = _infer_kind(name, algorithm, keys)
-        for unused in shared - _list_config_keys([SCHEDULES.find(kind)]):
+    if schedule_type is None:
+        schedule_type, keys = _infer_schedule_type(name, algorithm, keys)
+        for unused in shared - _list_config_keys([SCHEDULES.find(schedule_type)]):
             keys.pop(unused, None)
-        if kind == "none" and not keys:
+        if schedule_type == "none" and not keys:
             return algorithm.scheduler
-    return _make_instance(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
+    return _make_instance(SCHEDULES.find(schedule_type), keys, f"schedule_type {schedule_type!r}")
 
 
-def _infer_kind(name: str, algorithm: type[BaseUpdater], keys: Options) -> tuple[str, Options]:
+def _infer_schedule_type(
+    name: str, algorithm: type[BaseUpdater], keys: Options
+) -> tuple[str, Options]:
     """Returns the kind of schedule that the steps of a ramp ask for, and the keys of this kind."""
     start, end = keys.get("update_start_step"), keys.get("update_end_step")
     if start is None and end is not None:
@@ -297,22 +300,26 @@ def _infer_kind(name: str, algorithm: type[BaseUpdater], keys: Options) -> tuple
         unused = {"update_freq", "update_start_step"}
         used = {key: value for key, value in keys.items() if key not in unused}
         return "none" if start is None else "one_shot", used
-    kind = algorithm.schedule_type
+    schedule_type = algorithm.schedule_type
     if "update_freq" not in keys:
         raise ValueError("update_start_step and update_end_step need an update_freq.")
-    return kind, keys if kind == "polynomial" else _drop_ramp(name, kind, keys)
+    return schedule_type, keys if schedule_type == "polynomial" else _drop_ramp(
+        name, schedule_type, keys
+    )
 
 
-def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
+def _drop_ramp(name: str, schedule_type: str, keys: Options) -> Options:
     """Converts the keys of a ramp to those of another kind of schedule; logs ignored keys."""
     keys = dict(keys)
-    if kind == "one_shot":
+    if schedule_type == "one_shot":
         keys["update_end_step"] = keys.pop("update_start_step", keys.get("update_end_step"))
         keys.pop("update_freq", None)
-    ignored = sorted(keys.keys() - _read_config_keys(SCHEDULES[kind]).keys())
+    ignored = sorted(keys.keys() - _read_config_keys(SCHEDULES[schedule_type]).keys())
     if ignored:
         names = ", ".join(ignored)
-        _log.warning("%s follows no ramp: its schedule is %r, which ignores %s.", name, kind, names)
+        _log.warning(
+            "%s follows no ramp: its schedule is %r, which ignores %s.", name, schedule_type, names
+        )
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
@@ -355,8 +362,8 @@ def _take_distribution(
       algorithm_keys: keys that algorithms take; a distribution with such a field gets the value,
         too.
     """
-    kind = options.pop("dist_type", None)
-    distribution = DISTRIBUTIONS.find("uniform" if kind is None else kind)
+    dist_type = options.pop("dist_type", None)
+    distribution = DISTRIBUTIONS.find("uniform" if dist_type is None else dist_type)
     missing = f"sparsity is missing in the configuration of {name!r}."
     chosen_keys, fields = _list_config_keys([distribution]), _list_field_names(algorithm)
     distribution_keys = _list_config_keys(DISTRIBUTIONS.values())
@@ -372,19 +379,19 @@ def _take_distribution(
             _make_instance(distribution, unshared, "a distribution")  # checks values
         elif "sparsity" not in options:
             raise ValueError(missing)
-        elif kind not in (None, "uniform"):
-            _log.warning("%s takes no distribution and has no use for %r.", name, kind)
+        elif dist_type not in (None, "uniform"):
+            _log.warning("%s takes no distribution and has no use for %r.", name, dist_type)
         return None
     if "sparsity_distribution_fn" in options:
-        if removed or kind:
+        if removed or dist_type:
             raise ValueError(
-                f"{_quote([*removed, *(['dist_type'] if kind else [])])} cannot go with "
+                f"{_quote([*removed, *(['dist_type'] if dist_type else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
     if "sparsity" not in keys:
         raise ValueError(missing)
-    return _make_instance(distribution, keys, f"dist_type {kind or 'uniform'!r}")
+    return _make_instance(distribution, keys, f"dist_type {dist_type or 'uniform'!r}")
 
 
 def _make_instance(factory: Callable[..., T], keys: Mapping[str, object], label: str) -> T:

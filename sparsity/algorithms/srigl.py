@@ -160,8 +160,8 @@ class SRigL(RigL):
 
         def move(
             path: trees.KeyPath,
-            drop: jax.Array | Scores,
-            grow: jax.Array | Scores,
+            drop_score: jax.Array | Scores,
+            grow_score: jax.Array | Scores,
             mask: jax.Array | None,
             target: chex.Numeric,
         ) -> jax.Array | None:
@@ -172,7 +172,7 @@ class SRigL(RigL):
                 min_salient=self.min_salient,
                 batch_axes=inputs.sites[path].batch_axes,
             )
-            scores = map(compute_array, (drop, grow))
+            scores = map(compute_array, (drop_score, grow_score))
             moved = sharding.shard_like(mask, update, mask, *scores, fraction, target)
             return sharding.place_like(mask, moved)
 

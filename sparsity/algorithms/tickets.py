@@ -85,7 +85,7 @@ def lottery_ticket(
     for r in range(len(tickets), rounds + 1):
         start, masks = _rewind(tickets[-1], origin, rate, r) if r else (params, ones)
         # Copies, because train_fn may donate its arguments.
-        trained = train_fn(*jax.tree.map(_copy, (start, masks)))
+        trained = train_fn(*jax.tree.map(_copy_array, (start, masks)))
         _check_like("train_fn must return the parameters that it got,", trained, params)
         tickets.append((start, masks, trained))
     return tickets
@@ -156,7 +156,7 @@ def _make_ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) 
     return None if target is None else jnp.ones_like(param, jnp.uint8)
 
 
-def _copy(leaf: PyTree) -> PyTree:
+def _copy_array(leaf: PyTree) -> PyTree:
     return jnp.copy(leaf) if trees.is_array(leaf) else leaf
 
 

@@ -121,8 +121,10 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         )
     if target.is_symlink():
         raise ValueError(f"{target} is a link, which is not replaced. Give the path it leads to.")
-    old, new = source.resolve(), target.resolve()
-    if old != new and (old.is_relative_to(new) or new.is_relative_to(old)):
+    source_path, target_path = source.resolve(), target.resolve()
+    if source_path != target_path and (
+        source_path.is_relative_to(target_path) or target_path.is_relative_to(source_path)
+    ):
         raise ValueError(f"{target} and {source} contain one another. Give a path outside.")
     if exists:
         _check_replaced(source, target)

@@ -70,11 +70,11 @@ def _find_change_step(bits: np.ndarray, shape: tuple[int, ...], axis: int) -> in
     Places are counted along an axis.
     """
     size, width = shape[axis], math.prod(shape[axis + 1 :])
-    before, step = np.empty(width, np.uint8), 0
+    last_row, step = np.empty(width, np.uint8), 0
     for start, columns, tile in _read_tiles(bits, math.prod(shape[: axis + 1]), width):
-        rows = np.concatenate([before[None, columns] if start else tile[:1], tile])
+        rows = np.concatenate([last_row[None, columns] if start else tile[:1], tile])
         places = (start + np.flatnonzero(np.any(rows[1:] != rows[:-1], axis=1))) % size
-        before[columns] = tile[-1]
+        last_row[columns] = tile[-1]
         step = int(np.gcd.reduce(places, initial=step))
         if step == 1:
             break
@@ -107,8 +107,11 @@ def _find_fan_in(
 
     Where outputs lie on both sides of the inputs, groups divide the axes behind them.
     """
-    first = contracted[0] + len(shape)
-    outer_size, width = math.prod(shape[:first]), math.prod(shape[first + len(contracted) :])
+    first_axis = contracted[0] + len(shape)
+    outer_size, width = (
+        math.prod(shape[:first_axis]),
+        math.prod(shape[first_axis + len(contracted) :]),
+    )
     outputs = outer_size * width
     if outputs == 1 or ones % outputs:
         return 0

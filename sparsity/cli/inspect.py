@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     arrays = checkpoints.arrays_by_name(checkpoints.read(arguments.path))
     selected = checkpoints.filter_leaves(arrays, arguments.filter)
     zstd = _load_zstd()
-    reports = {name: describe(array, zstd) for name, array in selected.items()}
+    reports = {name: describe_array(array, zstd) for name, array in selected.items()}
     total = _sum_reports(list(reports.values()))
     if arguments.json:
         print_json({"path": str(arguments.path), "leaves": reports, "total": total})
@@ -54,7 +54,7 @@ def _load_zstd() -> ModuleType | None:
         return None
 
 
-def describe(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
+def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
     """Describes an array; reads it once, piece by piece.
 
     Args:

@@ -34,9 +34,9 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
     """Writes the maps of a file with other values for some of its arrays."""
     values = {leaf.key: array for leaf, array in changed}
 
-    def replace_value(key: KeyPath, old: object) -> object:
-        new: PyTree = values.get(key, old)
-        return new[()] if isinstance(old, np.generic) else new
+    def replace_value(key: KeyPath, old_value: object) -> object:
+        new_value: PyTree = values.get(key, old_value)
+        return new_value[()] if isinstance(old_value, np.generic) else new_value
 
     tree = _map_leaves(replace_value, _restore(source))
     target.write_bytes(extras.load("flax.serialization", "cli").msgpack_serialize(tree))

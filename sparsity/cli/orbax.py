@@ -100,8 +100,8 @@ def read(path: Path) -> PyTree:
     """Returns the tree of a folder: nested dictionaries of its arrays."""
     folder, entries = _describe(path)
     tree: dict[str | int, PyTree] = {}
-    for keys, name, kind in entries:
-        if kind in ARRAYS:
+    for keys, name, value_type in entries:
+        if value_type in ARRAYS:
             array = folder.open(name)
             folder.check_chunks(name, array.shape, array.chunk_layout.write_chunk.shape or ())
             node = tree
@@ -123,14 +123,14 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
             shutil.copyfile(folder.path / file, target / file)
     tensorstore = _tensorstore()
     context = tensorstore.Context()  # shared, so that writes are seen before they are committed
-    old = tensorstore.KvStore.open(folder.describe_store()).result()
-    new = tensorstore.KvStore.open(copy.describe_store(), context=context).result()
+    old_store = tensorstore.KvStore.open(folder.describe_store()).result()
+    new_store = tensorstore.KvStore.open(copy.describe_store(), context=context).result()
     with tensorstore.Transaction() as transaction:
         for entry in entries:
             # '0' comes after '/'.
             inside = tensorstore.KvStore.KeyRange(f"{entry.name}/", f"{entry.name}0")
-            for key in old.list(inside).result():
-                new.with_transaction(transaction)[key] = old[key]
+            for key in old_store.list(inside).result():
+                new_store.with_transaction(transaction)[key] = old_store[key]
         for leaf, values in changed:
             array = copy.open(leaf.key, context=context, transaction=transaction)
             array.write(values).result()
@@ -170,7 +170,7 @@ def _describe(path: Path) -> tuple[ArrayFolder, list[_TreeValue]]:
         name = ".".join(key for key, _ in parts)
         if ".." in name.split("/"):
             raise ValueError(f"the name {name!r} leads out of the folder")
-        keys = tuple(int(key) if kind == SEQUENCE else key for key, kind in parts)
+        keys = tuple(int(key) if key_type == SEQUENCE else key for key, key_type in parts)
         entries.append(_TreeValue(keys, name, value["value_metadata"]["value_type"]))
     folder = ArrayFolder(
         path,

@@ -80,7 +80,11 @@ def _list_algorithms() -> list[str]:
     """Returns the names of algorithms that prune a checkpoint, which comes without gradients."""
     refused = NoPruning, SaliencyPruning, MovementPruning
     names = ALGORITHM_REGISTRY.items()
-    return [name for name, kind in names if kind.prunes_at_once and not issubclass(kind, refused)]
+    return [
+        name
+        for name, algorithm in names
+        if algorithm.prunes_at_once and not issubclass(algorithm, refused)
+    ]
 
 
 def _prune(
@@ -146,7 +150,7 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
       ValueError: the array could have a mask, but jax cannot hold its values or zero exactly.
     """
     dtype = array.dtype.newbyteorder("=")
-    if trees.is_prunable(array) and not _is_exact(dtype):
+    if trees.is_prunable(array) and not _is_exact_in_jax(dtype):
         raise ValueError(
             f"{trees.path_string(path)!r} has the dtype {dtype}, whose values, or zero, jax does "
             "not hold. Leave it out by --filter."
@@ -154,7 +158,7 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
-def _is_exact(dtype: np.dtype) -> bool:
+def _is_exact_in_jax(dtype: np.dtype) -> bool:
     """Returns whether jax holds the values of a dtype exactly, and the dtype has a zero."""
     try:
         zero = np.asarray(jnp.zeros((), dtype) + jnp.zeros((), dtype))

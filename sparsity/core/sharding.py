@@ -89,16 +89,16 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
 
 def varying_axes(aval: object) -> frozenset[str]:
     """Returns the axes of a surrounding `shard_map` along which an array of a type varies."""
-    kind = getattr(aval, "mat", None)  # jax before 0.10.2 has `vma`
-    return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
+    manual_type = getattr(aval, "mat", None)  # jax before 0.10.2 has `vma`
+    return getattr(aval, "vma", frozenset()) if manual_type is None else manual_type.varying
 
 
 def _read_manual_axes(aval: object) -> dict[str, object]:
     """Returns the argument of `jax.ShapeDtypeStruct` for the axes along which an array varies."""
     if not varying_axes(aval):
         return {}
-    kind = getattr(aval, "mat", None)
-    return {"vma": varying_axes(aval)} if kind is None else {"manual_axis_type": kind}
+    manual_type = getattr(aval, "mat", None)
+    return {"vma": varying_axes(aval)} if manual_type is None else {"manual_axis_type": manual_type}
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:

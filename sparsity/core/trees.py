@@ -236,18 +236,18 @@ def are_alike(one: PyTree, other: PyTree) -> bool:
     )
 
 
-def find_nodes(tree: PyTree, kind: type[N]) -> list[tuple[KeyPath, N]]:
-    """Returns all nodes of the NamedTuple `kind` with their paths, nested ones included."""
+def find_nodes(tree: PyTree, node_class: type[N]) -> list[tuple[KeyPath, N]]:
+    """Returns all nodes of the NamedTuple `node_class` with their paths, nested ones included."""
     nodes: list[tuple[KeyPath, N]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kind)
+        tree, is_leaf=lambda node: isinstance(node, node_class)
     ):
-        if isinstance(node, kind):
+        if isinstance(node, node_class):
             nodes.append((path, node))
             for field, child in zip(node._fields, node, strict=True):
                 nodes += [
                     ((*path, GetAttrKey(field), *subpath), inner_node)
-                    for subpath, inner_node in find_nodes(child, kind)
+                    for subpath, inner_node in find_nodes(child, node_class)
                 ]
     return nodes
 
@@ -306,8 +306,8 @@ def _find_variable_class() -> type | None:
 
 
 def _is_variable(node: object) -> bool:
-    kind = _find_variable_class()
-    return kind is not None and isinstance(node, kind)
+    variable_class = _find_variable_class()
+    return variable_class is not None and isinstance(node, variable_class)
 
 
 def _is_placeholder(node: object) -> bool:

@@ -283,9 +283,9 @@ def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Ma
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )
     scope = _GLOBAL if stage.is_global else Layerwise()
-    new = AdaptedScope(scope, stage.sites).select_tree(scores, sparsities)
+    new_masks = AdaptedScope(scope, stage.sites).select_tree(scores, sparsities)
     return trees.map_matched(
-        lambda _, score, mask, old: old if mask is None else mask, scores, new, masks
+        lambda _, score, mask, old: old if mask is None else mask, scores, new_masks, masks
     )
 
 

@@ -21,10 +21,10 @@ from sparsity.finetuning.entries import (
     Entries,
     Term,
     arrays_by_name,
-    describe,
     find_changed,
     find_difference,
     format_index,
+    make_base_parameter,
     make_entries,
     put_entries,
     to_host,
@@ -102,7 +102,7 @@ class Delta:
             positions = find_changed(old, new)
             if masks_by_name is not None:
                 _check_covered(name, old, new, positions, masks_by_name.get(name))
-            parameters[name] = describe(old)
+            parameters[name] = make_base_parameter(old)
             if positions.size:
                 changes[name] = make_entries(name, old, new, positions, difference_dtype)
         return cls(parameters, (Term(1.0, changes),))
@@ -208,12 +208,12 @@ class Delta:
             and says whether it is missing or has another shape, dtype or other values.
         """
         arrays = arrays_by_name(base)
-        new = {
+        patched = {
             name: _copy(arrays[name]) if array is None else _place_like(arrays[name], array)
             for name, array in self.patches(arrays)
         }
         tuned: Tree = trees.map_matched(
-            lambda path, leaf: new.get(trees.path_string(path), leaf), base
+            lambda path, leaf: patched.get(trees.path_string(path), leaf), base
         )
         return tuned
 
@@ -239,7 +239,7 @@ class Delta:
             _refuse_base(name, find_difference(parameter, described))
         for name, parameter in self.base.items():
             array = to_host(name, arrays[name])
-            _refuse_base(name, find_difference(parameter, describe(array)))
+            _refuse_base(name, find_difference(parameter, make_base_parameter(array)))
             terms = [
                 (term.weight, term.entries[name]) for term in self.terms if name in term.entries
             ]
@@ -301,11 +301,12 @@ def _check_covered(
     if mask is not None:
         outside = positions[to_host(name, mask).reshape(-1)[positions] == 0]
     if outside.size:
-        index, first = format_index(old.shape, outside[0]), outside[0]
+        index, first_position = format_index(old.shape, outside[0]), outside[0]
         raise ValueError(
             f"params differ from base outside the masks, first at {name!r}{index}: "
-            f"{new.reshape(-1)[first]}, not {old.reshape(-1)[first]}; {outside.size:,} entries of "
-            "this parameter in all. Train with these masks, or store all changes by masks=None."
+            f"{new.reshape(-1)[first_position]}, not {old.reshape(-1)[first_position]}; "
+            f"{outside.size:,} entries of this parameter in all. Train with these masks, or store "
+            "all changes by masks=None."
         )
 
 

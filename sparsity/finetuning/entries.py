@@ -84,7 +84,7 @@ def to_host(name: str, leaf: PyTree) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def describe(array: np.ndarray) -> BaseParameter:
+def make_base_parameter(array: np.ndarray) -> BaseParameter:
     """Returns shape, dtype and fingerprint of a parameter, however it was sharded."""
     digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
     return BaseParameter(array.shape, array.dtype.name, digest[:DIGITS])
@@ -152,17 +152,17 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
     Raises:
       ValueError: a sum is not finite.
     """
-    new = array.reshape(-1).copy()
+    patched = array.reshape(-1).copy()
     positions_by_term = [gaps.decode(entries.gaps) for _, entries in terms]
-    if len(terms) == 1 and _is_exact(*terms[0]):
-        new[positions_by_term[0]] = terms[0][1].values
-        return new.reshape(array.shape)
+    if len(terms) == 1 and _is_copied(*terms[0]):
+        patched[positions_by_term[0]] = terms[0][1].values
+        return patched.reshape(array.shape)
     wide = _wide_dtype(array.dtype)
     positions, inverse = np.unique(np.concatenate(positions_by_term), return_inverse=True)
     indices_by_term = np.split(
         inverse, np.cumsum([len(term_positions) for term_positions in positions_by_term])[:-1]
     )
-    old_values = new[positions].astype(wide)
+    old_values = patched[positions].astype(wide)
     change, count = np.zeros_like(old_values), np.zeros(old_values.size, int)
     with np.errstate(all="ignore"):
         for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
@@ -174,7 +174,7 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
         sums = (old_values + change).astype(array.dtype)
         is_not_finite = ~np.isfinite(sums.astype(wide))
     for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
-        if _is_exact(weight, entries):
+        if _is_copied(weight, entries):
             is_single = count[indices] == 1
             sums[indices[is_single]] = entries.values[is_single]
             is_not_finite[indices[is_single]] = False
@@ -184,8 +184,8 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
             f"The merged value at {name!r}{index} is not finite in {array.dtype}. Merge with "
             "smaller weights, or leave out the delta that is not finite there."
         )
-    new[positions] = sums
-    return new.reshape(array.shape)
+    patched[positions] = sums
+    return patched.reshape(array.shape)
 
 
 def format_index(shape: tuple[int, ...], position: int) -> str:
@@ -214,7 +214,7 @@ def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     return arrays
 
 
-def _is_exact(weight: float, entries: Entries) -> bool:
+def _is_copied(weight: float, entries: Entries) -> bool:
     """Returns whether an entry of no other term is copied."""
     return weight == 1 and not entries.is_difference
 

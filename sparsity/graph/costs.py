@@ -109,7 +109,7 @@ def _sum_products(program: Program, count: Callable[[Equation], Quantity[N]]) ->
                 _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
                 for body in equation.list_bodies()
             ]
-            total = total + (_find_largest(counts) if equation.is_choice else sum(counts))
+            total = total + (_find_largest_cost(counts) if equation.is_choice else sum(counts))
     return total
 
 
@@ -118,7 +118,7 @@ def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, N]) -> N | int:
     return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 
 
-def _find_largest(counts: Sequence[Quantity[N]]) -> Quantity[N]:
+def _find_largest_cost(counts: Sequence[Quantity[N]]) -> Quantity[N]:
     largest = counts[0]
     for count in counts[1:]:
         if isinstance(largest, Polynomial) or isinstance(count, Polynomial):

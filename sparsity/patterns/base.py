@@ -207,13 +207,17 @@ class SparsityType(DataclassBase):
         check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
 
         def move(
-            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
             # A unit is all ones or all zeros.
-            active, drop, grow = (pool_units(self, x, batch_axes) for x in (mask, drop, grow))
+            active, drop_scores, grow_scores = (
+                pool_units(self, x, batch_axes) for x in (mask, drop_scores, grow_scores)
+            )
             leading = batch_axes + self.group_axes
-            kept, num_dropped = keep_active(active, drop, fraction, leading)
-            grown = selection.topk_mask(grow, num_dropped, where=1 - kept, batch_axes=leading)
+            kept, num_dropped = keep_active(active, drop_scores, fraction, leading)
+            grown = selection.topk_mask(
+                grow_scores, num_dropped, where=1 - kept, batch_axes=leading
+            )
             return expand_units(self, kept | grown, mask.shape, batch_axes)
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)

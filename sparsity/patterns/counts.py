@@ -99,9 +99,11 @@ def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int)
     """Returns the units of a group, and the entries of the first, full unit of all groups."""
     scores = jax.ShapeDtypeStruct(shape, np.float32)
     units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
-    first = np.zeros(units, np.uint8)
+    first_unit = np.zeros(units, np.uint8)
     leading = batch_axes + pattern.group_axes
-    first[(0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])] = 1
+    first_unit[
+        (0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])
+    ] = 1
     with evaluate_now():
-        entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
+        entries = np.count_nonzero(pattern.expand(jnp.asarray(first_unit), shape, batch_axes))
     return math.prod(units[leading:]), int(entries)

@@ -131,11 +131,11 @@ class NByM(SparsityType):
         check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
 
         def move(
-            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
-            kept, _ = keep_active(mask, drop, fraction, batch_axes)
+            kept, _ = keep_active(mask, drop_scores, fraction, batch_axes)
             axis = absolute_axis(self.axis, batch_axes, mask.ndim)
-            grown = selection.nm_mask(grow, self.n, self.m, axis=axis, keep=kept)
+            grown = selection.nm_mask(grow_scores, self.n, self.m, axis=axis, keep=kept)
             # A leaf with target 0 is dense and has no groups.
             return jnp.where(jnp.all(mask > 0), mask, grown)
 

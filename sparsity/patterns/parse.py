@@ -52,7 +52,7 @@ def register_pattern(name: str, pattern: Callable[..., SparsityType]) -> None:
       Block(block_shape=(2, 8), use_avg_pooling=True)
     """
     check_function("pattern", pattern, "the numbers of a string, such as the class of a pattern,")
-    if not isinstance(name, str) or not name or _split(name) != (name, []):
+    if not isinstance(name, str) or not name or _split_name(name) != (name, []):
         raise ValueError(f"name must be text that does not end in numbers, got name = {name!r}.")
     try:
         arguments = ",".join(inspect.signature(pattern).parameters)
@@ -83,7 +83,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
       NByM(n=2, m=4, axis=-2)
     """
     check_kind("text", text, str, "text such as '2:4'")
-    name, numbers = _split(text)
+    name, numbers = _split_name(text)
     if name in _FORMS:
         make = _FORMS[name].make
         try:
@@ -101,7 +101,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
     raise ValueError(f"Sparsity type {text!r} {problem} Use {', '.join(examples)}, {last}.")
 
 
-def _split(text: str) -> tuple[str, list[int]]:
+def _split_name(text: str) -> tuple[str, list[int]]:
     """Returns the name in a string and its numbers."""
     if colon_match := N_COLON_M.fullmatch(text):
         return "nm", [int(colon_match[1]), int(colon_match[2])]

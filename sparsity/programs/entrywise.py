@@ -65,11 +65,11 @@ def fold_exactly(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function of numpy whose bits every implementation returns."""
 
     def fold(equation: Equation, inputs: InputConstants) -> float | None:
-        constant, dtype = _compute(compute, equation, inputs), equation.inputs[0].dtype
+        constant, dtype = _fold_by_numpy(compute, equation, inputs), equation.inputs[0].dtype
         if constant is None or dtype.kind not in "fV" or dtype.itemsize >= 4:
             return constant
         # Compilers may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
-        wide = _compute(compute, equation, inputs, np.float64)
+        wide = _fold_by_numpy(compute, equation, inputs, np.float64)
         return constant if is_same(constant, wide) else None
 
     return fold
@@ -79,17 +79,17 @@ def fold_rounded(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function of numpy, to values that every implementation returns."""
 
     def fold(equation: Equation, inputs: InputConstants) -> float | None:
-        constant = _compute(compute, equation, inputs)
+        constant = _fold_by_numpy(compute, equation, inputs)
         is_certain = constant in (-1.0, 0.0, 0.5, 1.0) or not math.isfinite(constant or 0)
         # A result that is not exact is rounded by each implementation in its own way.
-        wide = _compute(compute, equation, inputs, np.float64) if is_certain else None
+        wide = _fold_by_numpy(compute, equation, inputs, np.float64) if is_certain else None
         return constant if is_same(constant, wide) else None
 
     return fold
 
 
 @np.errstate(all="ignore")
-def _compute(
+def _fold_by_numpy(
     compute: NumpyFunction,
     equation: Equation,
     inputs: InputConstants,

@@ -177,7 +177,7 @@ def _relate_layers(axis: int, stack: Value, layers: Sequence[Value]) -> list[Rel
     ]
 
 
-def _invert(relations: Sequence[Relation]) -> list[Relation]:
+def _invert_relations(relations: Sequence[Relation]) -> list[Relation]:
     """Returns the relations of the inverse primitive: outputs become inputs."""
     kinds: dict[RelationKind, RelationKind] = {"stack": "index"}
     return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
@@ -190,7 +190,7 @@ def _concatenate(equation: Equation) -> list[Relation]:
 
 def _split(equation: Equation) -> list[Relation]:
     (value,), axis = equation.inputs, equation.params["axis"]
-    return _invert(_relate_parts(axis, value, equation.outputs, "a split"))
+    return _invert_relations(_relate_parts(axis, value, equation.outputs, "a split"))
 
 
 def _stack(equation: Equation) -> list[Relation]:
@@ -200,7 +200,7 @@ def _stack(equation: Equation) -> list[Relation]:
 
 def _unstack(equation: Equation) -> list[Relation]:
     (value,) = equation.inputs
-    return _invert(_relate_layers(equation.params["axis"], value, equation.outputs))
+    return _invert_relations(_relate_layers(equation.params["axis"], value, equation.outputs))
 
 
 def _tile(equation: Equation) -> list[Relation]:

@@ -213,8 +213,8 @@ class Body(NamedTuple):
     def split(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits the inputs of a scan into constants, carried values and stacks of layers."""
         end = self.layers.start
-        first = end - len(self.carries)
-        return inputs[:first], inputs[first:end], inputs[end:]
+        num_constants = end - len(self.carries)
+        return inputs[:num_constants], inputs[num_constants:end], inputs[end:]
 
 
 @dataclasses.dataclass(eq=False)

@@ -202,12 +202,12 @@ class Interpreter(Generic[Array]):
     def while_loop(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a `while` loop whose bodies are entered."""
         body, condition = equation.list_bodies()
-        first = len(condition.program.inputs) - len(body.carries)
-        second = len(inputs) - len(body.carries)
+        num_condition = len(condition.program.inputs) - len(body.carries)
+        num_outside = len(inputs) - len(body.carries)
         return lax.while_loop(
-            lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
-            lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
-            inputs[second:],
+            lambda carry: self.run(condition.program, [*inputs[:num_condition], *carry])[0],
+            lambda carry: self.run(body.program, [*inputs[num_condition:num_outside], *carry]),
+            inputs[num_outside:],
         )
 
     def cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:

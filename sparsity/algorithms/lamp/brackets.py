@@ -19,7 +19,7 @@ from sparsity.algorithms.lamp.scores import ScaledLayer
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
 # Pivots, in deviations of a sampled rank.
 _PIVOT_DEVIATIONS = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)
-_PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
+_FRACTIONS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
 _FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are float32
 _PASSES = 8  # at most: then layers are sorted
 _SLACK = 1e-4  # relative error of a score from float32 sums
@@ -51,7 +51,7 @@ def find_brackets(
     """
     is_large = count_weights(layers) > room
     low = jnp.full(len(layers), -1, jnp.float32)
-    first = _sample_pivots(layers, k, room)
+    first_pivots = _sample_pivots(layers, k, room)
 
     def is_wide(state: tuple[jax.Array, _Brackets]) -> jax.Array:
         passes, brackets = state
@@ -63,9 +63,9 @@ def find_brackets(
         # In the order of the floats, which is about that of logarithms.
         start, stop = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
         width = (stop - start).astype(jnp.float32)
-        places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
-        pivots = lax.bitcast_convert_type(places, jnp.float32)
-        pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
+        positions = start[:, None] + (width[:, None] * _FRACTIONS).astype(jnp.int32)
+        pivots = lax.bitcast_convert_type(positions, jnp.float32)
+        pivots = jnp.concatenate([ends, jnp.where(passes == 0, first_pivots, pivots)], axis=1)
         return passes + 1, _narrow_brackets(layers, pivots, k)
 
     start = jnp.int32(0), _Brackets(low, low + np.inf, low + np.inf)
@@ -98,9 +98,9 @@ def _sample_pivots(layers: Sequence[ScaledLayer], k: jax.Array, room: int) -> ja
     rank = jnp.sum(scores >= last, axis=1, keepdims=True, dtype=jnp.int32)
     rank = jnp.minimum(rank, count).astype(jnp.float32)
     deviation = jnp.sqrt(rank * (1 - rank / count.astype(np.float32)) + 1)
-    places = jnp.round(rank + deviation * _PIVOT_DEVIATIONS).astype(jnp.int32)
-    pivots = jnp.take_along_axis(squares, jnp.clip(places, 0, count - 1), axis=1)
-    return jnp.where(places < 0, np.inf, jnp.where(places >= count, -1, pivots))
+    ranks = jnp.round(rank + deviation * _PIVOT_DEVIATIONS).astype(jnp.int32)
+    pivots = jnp.take_along_axis(squares, jnp.clip(ranks, 0, count - 1), axis=1)
+    return jnp.where(ranks < 0, np.inf, jnp.where(ranks >= count, -1, pivots))
 
 
 def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> jax.Array:

@@ -98,14 +98,16 @@ def choose_channels(
 
     def step(search: _ExchangeSearch) -> _ExchangeSearch:
         """Exchanges some channels; fewer the next time if that was no gain."""
-        before, out, back = search
-        after = lax.fori_loop(
-            0, out + back, lambda i, state: switch_channel(state, i < out), before
+        old_state, num_out, num_in = search
+        new_state = lax.fori_loop(
+            0, num_out + num_in, lambda i, state: switch_channel(state, i < num_out), old_state
         )
-        rounding = jnp.sqrt(jnp.finfo(before.error.dtype).eps)
-        is_better = (back == 0) | (after.error < before.error * (1 - rounding))
-        state = jax.tree.map(functools.partial(jnp.where, is_better), after, before)
-        num_next = jnp.where(back == 0, num_exchanged, jnp.where(is_better, out, out // 2))
+        rounding = jnp.sqrt(jnp.finfo(old_state.error.dtype).eps)
+        is_better = (num_in == 0) | (new_state.error < old_state.error * (1 - rounding))
+        state = jax.tree.map(functools.partial(jnp.where, is_better), new_state, old_state)
+        num_next = jnp.where(
+            num_in == 0, num_exchanged, jnp.where(is_better, num_out, num_out // 2)
+        )
         return _ExchangeSearch(state, num_next, num_next)
 
     def choose_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -131,7 +133,7 @@ def _make_table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> 
     jitter = jnp.sqrt(jnp.finfo(grams.dtype).eps)  # or rounding decides where data say nothing
     ridge = (shift * jnp.square(scale) + jitter)[..., None] * eye
     system = grams * scale[..., :, None] * scale[..., None, :] + ridge
-    inverse = _invert(system)
+    inverse = _invert_blocks(system)
     scaled = jnp.where(diagonal > 0, 1 / scale, 0)[..., None, :] * weights
     return jnp.concatenate([inverse, scaled.mT], -1)
 
@@ -150,21 +152,21 @@ def _compute_error_changes(
         inputs = table.shape[-2]
         blocks = table[:, indices[:, :, None], indices[:, None, :]]  # inv(XTX_S)_cc or C
         rows = table[:, indices, inputs:]  # W_c or G
-        total = total + jnp.sum(_matmul(_invert(blocks), rows) * rows, (0, 2, 3))
+        total = total + jnp.sum(_matmul(_invert_blocks(blocks), rows) * rows, (0, 2, 3))
     return total
 
 
 def _pivot(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the table after inputs have changed sides."""
     columns = table[:, :, indices]
-    inverse = _invert(columns[:, indices])
+    inverse = _invert_blocks(columns[:, indices])
     rows = _matmul(inverse, table[:, indices])
     table = (table - _matmul(columns, rows)).at[:, indices].set(rows)
     table = table.at[:, :, indices].set(-_matmul(columns, inverse))
     return table.at[:, indices[:, None], indices].set(inverse)
 
 
-def _invert(matrices: jax.Array) -> jax.Array:
+def _invert_blocks(matrices: jax.Array) -> jax.Array:
     """Inverts positive definite matrices."""
     if matrices.shape[-1] == 1:
         return 1 / matrices

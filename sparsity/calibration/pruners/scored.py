@@ -217,12 +217,12 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
     axes = (pattern.axis,) if isinstance(pattern, NByM) else ()
     for axis in pattern.axes if isinstance(pattern, FanIn) else axes:
         if absolute_axis(axis, site.batch_axes, len(shape)) not in statistic.contracting:
-            kind = type(pattern).__name__
+            pattern_name = type(pattern).__name__
             raise ValueError(
                 f"{pattern} of {site.name!r}, shape {shape}: its weights are compared within an "
                 f"output, and axis {axis} is none that its product contracts, "
-                f"{statistic.contracting}. Give one of these as the axis of {kind}; sparsity_type "
-                "may be a function of (path, param)."
+                f"{statistic.contracting}. Give one of these as the axis of {pattern_name}; "
+                "sparsity_type may be a function of (path, param)."
             )
 
 

@@ -125,13 +125,13 @@ def _initialize(
     gram = shift_diagonals(pad_with_identity(gram), damping)  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.parameter(weights, dense.shape)
-    products = statistic.parameter(_multiply(weights, gram), dense.shape)
+    products = statistic.parameter(_multiply_padded(weights, gram), dense.shape)
     if not isinstance(gram, np.ndarray):  # or XLA would hold both matrices
         products, gram = lax.optimization_barrier((products, gram))
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
 
-def _multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+def _multiply_padded(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     """Returns the products with matrices that may be padded."""
     inputs = rows.shape[-1]
     if isinstance(matrices, np.ndarray):
@@ -155,7 +155,7 @@ def _iterate(
     duals = duals + weights - sparse  # U = U + W - Z
     right_side = statistic.matrices(products + rho * (sparse - duals))
     # W = XXinv (XY + rho (Z - U))
-    return statistic.parameter(_multiply(right_side, inverse), mask.shape), duals
+    return statistic.parameter(_multiply_padded(right_side, inverse), mask.shape), duals
 
 
 def _unscale_weights(

@@ -282,9 +282,9 @@ def _solve_by_gradients(
         q = xp.where(kept, dot(p, gram), 0)
         alpha = xp.where(is_active, product / (p * q).sum(axis=-1), 0)[:, None]
         x, r = x + alpha * p, r - alpha * q
-        new = (r * r * scale).sum(axis=-1)
-        beta = xp.where(is_active, new / product, 0)[:, None]
-        return _GradientState(x, r, r * scale + beta * p, new, is_above_tolerance(r))
+        new_product = (r * r * scale).sum(axis=-1)
+        beta = xp.where(is_active, new_product / product, 0)[:, None]
+        return _GradientState(x, r, r * scale + beta * p, new_product, is_above_tolerance(r))
 
     product = (gradient**2 * scale).sum(-1)
     start = (

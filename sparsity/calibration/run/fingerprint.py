@@ -230,7 +230,7 @@ def _describe_object(value: object) -> Iterator[object]:
         yield from ("wrapped", _qualify_name(type(value)), wrapped)
     elif type(value) is object:
         yield "sentinel"
-    elif (state := _read_state(value)) is not None:
+    elif (state := _read_attributes(value)) is not None:
         yield from ("object", type(value), state)
     elif hasattr(value, "eqns") or _find_version(type(value).__module__) is not None:
         yield from ("text", *_describe_text(value))
@@ -267,7 +267,7 @@ def _list_names(code: types.CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _read_state(value: object) -> dict[str, object] | None:
+def _read_attributes(value: object) -> dict[str, object] | None:
     """Returns the attributes of an object without cached ones, `None` if Python sees none."""
     classes = type(value).__mro__
     slots = [vars(cls).get("__slots__", ()) for cls in classes]

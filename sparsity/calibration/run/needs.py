@@ -70,10 +70,10 @@ def _read_needs(method: object, kind: StatisticsKind) -> Needs:
     check_statistics_kind(needs.statistics_kind, label)
     check_int(f"gram_copies of {label}", needs.gram_copies, 1)
     check_function(f"count_bytes of {label}", needs.count_bytes, "(outputs, inputs)")
-    return needs._replace(count_bytes=functools.partial(_count_bytes, label, needs.count_bytes))
+    return needs._replace(count_bytes=functools.partial(_read_num_bytes, label, needs.count_bytes))
 
 
-def _count_bytes(label: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
+def _read_num_bytes(label: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
     """Returns what a method counts; a ValueError names the method if that fails or is no count."""
     try:
         counted = count(outputs, inputs)

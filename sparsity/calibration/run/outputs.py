@@ -86,8 +86,8 @@ def compare_outputs(
         return None
     means = sum(float(np.sum(np.abs(x) ** 2)) / max(rows[key], 1) for key, x in sums.items())
     return OutputReport(
-        error=_divide(lost, total),
-        unexplained=_divide(lost, max(total - means, 0.0)),
+        error=_divide_losses(lost, total),
+        unexplained=_divide_losses(lost, max(total - means, 0.0)),
         batches=count,
         dense_metric=None if metric is None else _read_metric(metric, dense),
         metric=None if metric is None else _read_metric(metric, pruned),
@@ -159,7 +159,7 @@ def _sum_outputs(
     return sum_lost_squares(expected, returned), sum_squares(expected), sums
 
 
-def _divide(lost: float, total: float) -> float:
+def _divide_losses(lost: float, total: float) -> float:
     """Returns a quotient; nothing lost is 0, something of nothing is infinite."""
     if lost == 0:
         return 0.0

@@ -73,9 +73,9 @@ class PrunedLayer(NamedTuple):
 
         A loss is the dense weights less the kept ones; without a refit there is one loss.
         """
-        before = () if self.pruned is self.refitted else (self.pruned,)
-        dense, *after = host.read((self.dense, self.refitted, *before))
-        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
+        unrefitted = () if self.pruned is self.refitted else (self.pruned,)
+        dense, *pruned = host.read((self.dense, self.refitted, *unrefitted))
+        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in pruned))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,10 +276,10 @@ def _compute_shares(layer: PrunedLayer) -> _LostShares:
     leaves = dense - layer.refitted, dense
     if layer.output_squares is None:
         lost, total = (output_error(statistic, x).sum() for x in leaves)
-        before = output_error(statistic, dense - layer.pruned).sum()
+        unrefitted = output_error(statistic, dense - layer.pruned).sum()
     else:
         total, lost, *_ = layer.output_squares
-        before = layer.output_squares[-1]
+        unrefitted = layer.output_squares[-1]
     lost_mean, total_mean = (squared_means(statistic, x).sum() for x in leaves)
     centred_lost, centred_total = (lost - lost_mean).clip(0), total - total_mean
     # Otherwise rounding hides the variance.
@@ -288,7 +288,7 @@ def _compute_shares(layer: PrunedLayer) -> _LostShares:
     return _LostShares(
         error=ratio(lost, total),
         error_with_means_kept=ratio(centred_lost, total),
-        unrefitted=ratio(before, total),
+        unrefitted=ratio(unrefitted, total),
         centred=centred,
     )
 

@@ -201,7 +201,7 @@ def collect_sums(
       (the calibration of the last batch, the sums of all batches).
     """
     graph: Graph | None = None
-    first: PyTree = None
+    first_batch: PyTree = None
     total: Sums = {}
 
     @functools.cache
@@ -220,8 +220,8 @@ def collect_sums(
 
     for number, batch in enumerate(batches):
         if graph is None:
-            graph, first = trace(fn, params, batch), batch
-        check_structure(batch, first, number)
+            graph, first_batch = trace(fn, params, batch), batch
+        check_structure(batch, first_batch, number)
         calibration, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")

@@ -84,11 +84,11 @@ def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> 
             f"batch = {statistic.batch}, output = {statistic.output}, contracting = "
             f"{statistic.contracting}."
         )
-    first = shape[statistic.output[0]] if statistic.output else 1
-    if statistic.groups < 1 or first % statistic.groups:
+    num_first_outputs = shape[statistic.output[0]] if statistic.output else 1
+    if statistic.groups < 1 or num_first_outputs % statistic.groups:
         raise ValueError(
             f"The statistic of {name!r} has groups = {statistic.groups}, which must divide its "
-            f"first output axis, of size {first}."
+            f"first output axis, of size {num_first_outputs}."
         )
     lead, inputs = statistic.lead(shape), statistic.inputs(shape)
     slice_shape = (*lead, inputs)
@@ -227,11 +227,11 @@ def check_solution(solution: PyTree, label: str, name: str, param: jax.Array) ->
         raise ValueError(f"{start}, each of shape {param.shape}, got {description}.")
     weights, mask = (getattr(x, "dtype", type(x).__name__) for x in solution)
     is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
-    kind = jnp.inexact if is_complex else jnp.floating
-    if isinstance(weights, str) or not jnp.issubdtype(weights, kind):
+    weights_type = jnp.inexact if is_complex else jnp.floating
+    if isinstance(weights, str) or not jnp.issubdtype(weights, weights_type):
         raise ValueError(
-            f"{start} with {kind.__name__} weights, as the parameter is {param.dtype}, got weights "
-            f"of {weights}: the parameter would lose a part of these."
+            f"{start} with {weights_type.__name__} weights, as the parameter is {param.dtype}, got "
+            f"weights of {weights}: the parameter would lose a part of these."
         )
     if isinstance(mask, str) or not is_real(mask):
         raise ValueError(f"{start} with a mask of real numbers, got a mask of {mask}.")
@@ -269,10 +269,10 @@ def read_pruned(
     def read(path: KeyPath, param: jax.Array) -> jax.Array:
         if not trees.is_prunable(param):
             return param
-        new: jax.Array = weights[path]
+        new_weights: jax.Array = weights[path]
         mask = masks_by_path.get(path, np.broadcast_to(np.uint8(1), param.shape))
-        check_solution((new, mask), label, trees.path_string(path), param)
-        return new if new.dtype == param.dtype else new.astype(param.dtype)
+        check_solution((new_weights, mask), label, trees.path_string(path), param)
+        return new_weights if new_weights.dtype == param.dtype else new_weights.astype(param.dtype)
 
     return trees.map_matched(read, params), masks
 
@@ -286,9 +286,12 @@ def check_finite(pruned: Params, label: str, params: Params, paths: Iterable[Key
       params: tree of parameters before pruning.
       paths: paths of the parameters that the hook may have changed.
     """
-    weights, before = trees.leaves_by_path(pruned), trees.leaves_by_path(trees.prunable(params))
-    for path in filter(before.__contains__, paths):
-        if not is_finite(weights[path]) and is_finite(before[path]):
+    weights, old_weights = (
+        trees.leaves_by_path(pruned),
+        trees.leaves_by_path(trees.prunable(params)),
+    )
+    for path in filter(old_weights.__contains__, paths):
+        if not is_finite(weights[path]) and is_finite(old_weights[path]):
             raise ValueError(
                 f"{label} must return finite weights of {trees.path_string(path)!r}, as they are "
                 "before, got NaN or infinities."

@@ -150,8 +150,8 @@ def _is_within_layers(program: Program, coupling: Coupling, variable: Axis, step
         return any(variable in list_variables(axis) for axis in coupling.axes(value))
 
     def is_stack(value: Value) -> bool:
-        first, *_ = coupling.axes(value)
-        return first.root is steps and variable not in list_variables(first)
+        first_axis, *_ = coupling.axes(value)
+        return first_axis.root is steps and variable not in list_variables(first_axis)
 
     values = {*program.inputs, *program.outputs}
     for equation in program.flat_equations():

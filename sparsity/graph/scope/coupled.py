@@ -37,7 +37,7 @@ from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
 from sparsity.selection import compute_array, num_kept
 
-Numbers: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
+ChannelCounts: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Coupled(DataclassBase):
         groups = self._place_groups(scores, sparsities)
         cost = self._count_cost(groups, scores) if self.across else None
 
-        def select(leaves: Leaves, limits: tuple[Numbers, Numbers]) -> list[jax.Array]:
+        def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
             importance, (numbers, least) = self._sum_importance(groups, leaves), limits
             if cost is not None:
                 numbers = self._count_across(groups, importance, cost, numbers, least)
@@ -224,7 +224,7 @@ class Coupled(DataclassBase):
                         entries.append(self._count_member_entries(full, i))
             rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
             if rates:
-                largest = rates[0] if len(rates) == 1 else _find_largest(rates)
+                largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
                 groups.append(PlacedGroup(group, full, members, scored, entries, largest))
         return groups
 
@@ -360,8 +360,8 @@ class Coupled(DataclassBase):
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         cost: Cost,
-        allowed: Numbers,
-        least: Numbers,
+        allowed: ChannelCounts,
+        least: ChannelCounts,
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
         ranks = self.rank_across(importance, cost.savings)
@@ -381,7 +381,7 @@ class Coupled(DataclassBase):
 _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
 
 
-def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
+def _find_largest_sparsity(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     if any(map(is_traced, sparsities)):
         return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
     return max(float(x) for x in jax.device_get(list(sparsities)))
