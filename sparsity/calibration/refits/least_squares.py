@@ -197,12 +197,12 @@ def _solve_by_xla(
         1, min(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs)
     )
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
-    order = jnp.pad(order, (0, -outputs % num_at_once), constant_values=outputs)
+    order = jnp.append(order, outputs + jnp.arange(-outputs % num_at_once))
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:
         rows = lax.dynamic_slice_in_dim(order, i * num_at_once, num_at_once)
         solved = _solve_by_factor(gradient[rows, None], kept[rows], gram, max_kept)[:, 0]
-        return gains.at[rows].set(solved, mode="drop")
+        return gains.at[rows].set(solved, mode="drop", unique_indices=True)
 
     count = jnp.sum(~is_solved, dtype=jnp.int32)
     solved: jax.Array = lax.fori_loop(0, (count + num_at_once - 1) // num_at_once, solve, gains)
