@@ -114,7 +114,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        compute_gradient = functools.partial(_explore, self.regularization)
+        compute_gradient = functools.partial(_regularize_gradient, self.regularization)
 
         def explore_parameter(
             _: trees.KeyPath, grad: jax.Array, param: jax.Array, mask: PyTree, *leaves: PyTree
@@ -180,7 +180,7 @@ def _compute_backward_sparsity(sparsity: float | None, target: jax.Array) -> jax
     return jnp.maximum(2 * target - 1, 0) if sparsity is None else jnp.minimum(sparsity, target)
 
 
-def _explore(
+def _regularize_gradient(
     decay: float,
     grad: jax.Array,
     param: jax.Array,

@@ -71,7 +71,7 @@ class Block(SparsityType):
         return total / jnp.broadcast_to(counts, total.shape)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        return _Grid.cover(self.block_shape, shape, batch_axes).spread(units).reshape(shape)
+        return _Grid.cover(self.block_shape, shape, batch_axes).expand(units).reshape(shape)
 
     def count_kept(
         self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
@@ -169,7 +169,7 @@ class _Grid:
             for step, size, count in zip(self.block, self.sizes, self.counts, strict=True)
         ]
 
-    def spread(self, units: jax.Array) -> jax.Array:
+    def expand(self, units: jax.Array) -> jax.Array:
         """Expands blocks to entries, each with the value of its block."""
         (rows, columns), (height, width) = self.counts, self.block
         entries = jnp.broadcast_to(

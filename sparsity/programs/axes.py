@@ -77,7 +77,7 @@ class Axis:
         return axis
 
     def merge_into(self, other: Axis) -> None:
-        """Unifies this root with another root."""
+        """Merges this root into another root, with which it is unified."""
         if self is not other:
             self._same = other
 
@@ -126,7 +126,7 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
         return
     if a.size == b.size and None in (a.kind, b.kind):
         _bind_variable(*((b, a) if a.kind else (a, b)), reason)
-    elif a.size == b.size and _align(a, b, reason):
+    elif a.size == b.size and _unify_parts(a, b, reason):
         a.root.merge_into(b.root)
     else:
         for axis in (a, b):
@@ -220,14 +220,14 @@ def _bind_variable(variable: Axis, axis: Axis, reason: Reason) -> None:
         pin(axis, pinned)
 
 
-def _align(one: Axis, other: Axis, reason: Reason) -> bool:
+def _unify_parts(one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies the parts of two axes of one size; returns whether the parts fit."""
     if one.kind == other.kind:
-        return one.kind is not None and _align_parts(one.kind, one, other, reason)
-    return _align_mixed(*((one, other) if one.kind == "sum" else (other, one)), reason)
+        return one.kind is not None and _unify_like_parts(one.kind, one, other, reason)
+    return _unify_mixed_parts(*((one, other) if one.kind == "sum" else (other, one)), reason)
 
 
-def _align_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) -> bool:
+def _unify_like_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
     parts, other_parts = (deque(_list_parts(kind, axis)) for axis in (one, other))
     while parts and other_parts:
@@ -264,7 +264,7 @@ def _split_off(kind: JoinKind, large: Axis, size: int, reason: Reason) -> list[A
     return [_repeat(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
-def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
+def _unify_mixed_parts(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
     slowest, *faster = _list_parts("product", factors)
     inner = join_axes("product", faster)

@@ -143,7 +143,7 @@ class Equation:
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":
-                num_constants, num_carried = self._scan_sizes()
+                num_constants, num_carried = self._count_scan_values()
                 carries = [(i, num_constants + i) for i in range(num_carried)]
                 layers = range(num_constants + num_carried, len(inputs))
                 return [
@@ -175,7 +175,7 @@ class Equation:
         steps: int = self.params["length"]
         return steps
 
-    def _scan_sizes(self) -> tuple[int, int]:
+    def _count_scan_values(self) -> tuple[int, int]:
         """Counts the constants and the carried values of a scan."""
         if "ft_in" in self.params:  # since jax 0.11
             constants, carry, _ = self.params["ft_in"].unpack()

@@ -130,16 +130,16 @@ class _Proofs:
             unique, numbers = np.unique(rows, axis=0, return_inverse=True)
             members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
             cases[group] = members, numbers.reshape(is_masked.shape[:2])
-        self._decide({group: members for group, (members, _) in cases.items()})
+        self._prove_cases({group: members for group, (members, _) in cases.items()})
         return {
             group: np.array([self._verdicts[group][m] for m in members])[numbers]
             for group, (members, numbers) in cases.items()
         }
 
-    def _decide(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
+    def _prove_cases(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
         """Proves or refuses each case; one pass over the program serves a case of every group."""
         while True:
-            trial = {group: self._next_case(group, members) for group, members in cases.items()}
+            trial = {group: self._choose_case(group, members) for group, members in cases.items()}
             trial = {group: members for group, members in trial.items() if members}
             if not trial:
                 return
@@ -151,7 +151,7 @@ class _Proofs:
             for group, members in trial.items():
                 self._verdicts[group][members] = group.variable not in unproven
 
-    def _next_case(self, group: ChannelGroup, cases: Collection[Members]) -> Members:
+    def _choose_case(self, group: ChannelGroup, cases: Collection[Members]) -> Members:
         """Returns the largest undecided case; none of its members where all are decided.
 
         Fewer masked members than in a refused case prove nothing: such cases need no pass.

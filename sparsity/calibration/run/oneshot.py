@@ -280,7 +280,7 @@ class _Run:
         number = sum(map(len, self._layers.values()))
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
-            stored = self._compute(path, dense, bias, solve)
+            stored = self._solve_layer(path, dense, bias, solve)
             if self._store:
                 self._store.write(number, stored)
         if bias_place is not None and stored.bias is not None:
@@ -293,7 +293,7 @@ class _Run:
         if self._on_layer_done is not None:
             self._on_layer_done(path, index)
 
-    def _compute(
+    def _solve_layer(
         self,
         path: Path,
         dense: jax.Array,

@@ -24,7 +24,7 @@ from sparsity.calibration.statistics.summing import (
     add_in_place,
     is_count,
 )
-from sparsity.calibration.statistics.validation import is_finite, not_finite
+from sparsity.calibration.statistics.validation import is_finite, make_not_finite_error
 from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
@@ -192,7 +192,7 @@ def _add_up(batches: Iterable[Sums], name: str) -> Sums:
     total: Sums = {}
     for batch, sums in enumerate(batches):
         if not all(map(is_finite, jax.tree.leaves(sums))):
-            raise not_finite(name, batch)
+            raise make_not_finite_error(name, batch)
         if total and place is None:
             total = add_in_place(total, sums)
         elif total:

@@ -28,7 +28,7 @@ from sparsity.calibration.statistics.summing import (
     add,
     add_in_place,
 )
-from sparsity.calibration.statistics.validation import not_finite
+from sparsity.calibration.statistics.validation import make_not_finite_error
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
@@ -229,7 +229,7 @@ def collect_sums(
         sums, finite = run(*arrays)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
-                raise not_finite(trees.join_names(calibration.uses[use].path), number)
+                raise make_not_finite_error(trees.join_names(calibration.uses[use].path), number)
         total = add_in_place(total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")

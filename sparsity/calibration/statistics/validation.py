@@ -129,7 +129,7 @@ def _check_count(count: Count | jax.Array | int, name: str) -> None:
         )
 
 
-def not_finite(name: str, batch: int) -> ValueError:
+def make_not_finite_error(name: str, batch: int) -> ValueError:
     """Returns the error of a parameter whose inputs are NaN or infinite in a batch."""
     return ValueError(
         f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "

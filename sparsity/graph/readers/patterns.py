@@ -108,7 +108,7 @@ class NByMAlongInputs(_InputPatterns):
     ) -> SparsityType | str:
         axes = {use.channels for use in uses}
         if len(axes) > 1:
-            return _name_axes(axes, description, "no axis serves N:M")
+            return _explain_axes(axes, description, "no axis serves N:M")
         (channels,) = axes
         sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in channels)
         divided = [axis for axis in channels if shape[axis] % self.m == 0]
@@ -143,7 +143,7 @@ class FanInAlongInputs(_InputPatterns):
     ) -> SparsityType | str:
         axes = {tuple(sorted(use.contracting)) for use in uses}
         if len(axes) > 1:
-            return _name_axes(axes, description, "no axes serve FanIn")
+            return _explain_axes(axes, description, "no axes serve FanIn")
         (inputs,) = axes
         for axis in inputs:
             full = self.graph.parameters.find_shape(uses[0].path)[axis]
@@ -162,6 +162,6 @@ def _find_contractions(graph: _GraphQueries, path: Path, param: chex.Array) -> l
     return [use for use in graph.find_products(parameter.path) if use.contracting]
 
 
-def _name_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> str:
+def _explain_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> str:
     """Returns the reason of products that contract different axes of a parameter."""
     return f"Products contract different axes {sorted(axes)} of {description}, so that {failure}."
