@@ -128,6 +128,7 @@ def test_equal_layers_are_traced_and_lowered_once(name):
     assert count_products(7) == count_products(4) > 0
 
 
+@jax.default_matmul_precision("default")
 def test_products_of_equal_shapes_keep_their_axes_and_precision():
     rng = np.random.default_rng(0)
     x, *params = (jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for _ in range(5))
@@ -141,8 +142,7 @@ def test_products_of_equal_shapes_keep_their_axes_and_precision():
     model = compact(trace(fn, params, x), params, masks)
     masked = [np.where(mask, w, 0) for mask, w in zip(masks, params, strict=True)]
     np.testing.assert_array_equal(jax.jit(model.apply)(model.params, x), jax.jit(fn)(masked, x))
-    with jax.default_matmul_precision("default"):
-        text = jax.jit(model.apply).lower(model.params, x).as_text()
+    text = jax.jit(model.apply).lower(model.params, x).as_text()
     assert text.count("precision = [HIGHEST, HIGHEST]") == 1
 
 
