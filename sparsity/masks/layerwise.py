@@ -118,7 +118,10 @@ def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
         scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
     ) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        sizes, slices = [ranked.size for ranked in units], [ranked.slices for ranked in units]
+        sizes, slices = (
+            [ranked.slice_size for ranked in units],
+            [ranked.num_slices for ranked in units],
+        )
         leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
         if any(map(is_traced, sparsities)):
             kept = count_units(sizes, sparsities)

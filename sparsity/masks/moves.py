@@ -60,7 +60,7 @@ def _move_units(
         return kept, exact.minus(active, num_kept_words(active, fraction))
 
     def unchanged() -> tuple[list[jax.Array], Words]:
-        n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)
+        n = jnp.zeros(1 if across_leaves else sum(leaf.num_slices for leaf in drop), jnp.uint32)
         masks = [_current_mask(leaf) for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else are_kept(x) for x in masks], (n, n)

@@ -31,14 +31,14 @@ def select_on_host(
     """
     if not all(leaf.scores.is_on_host for leaf in leaves):
         return NotImplemented
-    slices = 1 if across_leaves else sum(leaf.slices for leaf in leaves)
+    slices = 1 if across_leaves else sum(leaf.num_slices for leaf in leaves)
     high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
     counts = (high << 32) | low
     rows = [_Rows.read(leaf) for leaf in leaves]
     if across_leaves:
         _select_best([x.entries(0) for x in rows], counts[0])
     else:
-        ends = np.cumsum([leaf.slices for leaf in leaves])
+        ends = np.cumsum([leaf.num_slices for leaf in leaves])
         for x, end in zip(rows, ends, strict=True):
             x.write_mask(counts[end - len(x.mask) : end])
     return [x.unfold(leaf) for x, leaf in zip(rows, leaves, strict=True)]
@@ -62,7 +62,7 @@ class _Rows:
 
     @classmethod
     def read(cls, leaf: Ranked) -> _Rows:
-        shape = leaf.slices, leaf.size
+        shape = leaf.num_slices, leaf.slice_size
         arrays: list[PyTree] = [x.transpose(leaf.order).reshape(shape) for x in leaf.arrays]
         stored = arrays[: len(leaf.scores.arrays)]
         eligible: PyTree = leaf.eligible(arrays)

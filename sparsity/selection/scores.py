@@ -266,11 +266,11 @@ class Ranked:
         )
 
     @property
-    def slices(self) -> int:
+    def num_slices(self) -> int:
         return math.prod(self.batch)
 
     @property
-    def size(self) -> int:  # of a slice
+    def slice_size(self) -> int:
         return math.prod(self.scores.shape[axis] for axis in self.axes)
 
     @property

@@ -89,7 +89,7 @@ def select_by_counting(
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
       as words like k.
     """
-    counters, sizes = [SliceCounter(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
+    counters, sizes = [SliceCounter(leaf) for leaf in leaves], [leaf.num_slices for leaf in leaves]
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = totals([x.eligible() + zero for x in counters], across_leaves)
@@ -111,7 +111,7 @@ def select_by_counting(
         each = zip(counters, per_leaf(pivots, sizes), keys, strict=True)
         return totals([x.above(rows, key) for x, rows, key in each])
 
-    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.size for leaf in leaves), -1)
+    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.slice_size for leaf in leaves), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
         jnp.any((share > 0) & (share < ties)),
@@ -127,7 +127,7 @@ class SliceCounter:
 
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape
-        if leaf.size >= 2**31:
+        if leaf.slice_size >= 2**31:
             raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {shape}.")
         self._leaf, self._shape = leaf, shape
         self._axes = axes = leaf.axes
@@ -139,7 +139,7 @@ class SliceCounter:
         """Counts the eligible entries, int32[slices]."""
         mask = self._leaf.eligible(self._leaf.arrays)
         if mask is None:
-            return jnp.full(self._leaf.slices, self._leaf.size, jnp.int32)
+            return jnp.full(self._leaf.num_slices, self._leaf.slice_size, jnp.int32)
         # The barrier keeps the second operand, and with it the fused loop.
         counts: jax.Array = lax.optimization_barrier(self._sums([mask, ~mask]))
         return counts[:, 0]

@@ -77,7 +77,7 @@ def topk_mask(
     check_int("last_axes", last_axes, 0, lazy.ndim - batch_axes)
     ranked = Ranked(lazy, batch_axes=batch_axes, last_axes=last_axes)
     ranked = _restrict(ranked, "where", where)
-    return topk_masks([ranked], _k_words(k, ranked.size, ranked.batch))[0]
+    return topk_masks([ranked], _k_words(k, ranked.slice_size, ranked.batch))[0]
 
 
 def topk_masks(
@@ -190,7 +190,7 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 def _topk_masks(
     leaves: Sequence[Ranked], k: Words | np.ndarray, *, across_leaves: bool
 ) -> list[jax.Array]:
-    slices = 1 if across_leaves else sum(leaf.slices for leaf in leaves)
+    slices = 1 if across_leaves else sum(leaf.num_slices for leaf in leaves)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
     return select_best(leaves, (high, low), across_leaves=across_leaves)[0]
 
@@ -219,11 +219,13 @@ def select_best(
         if leaf.scores.size:
             kind = leaf.recipe if one_search is cpu.select_by_rows else leaf.scores.dtype
             kinds.setdefault(None if across_leaves else kind, []).append(i)
-    ends = np.cumsum([leaf.slices for leaf in leaves])
+    ends = np.cumsum([leaf.num_slices for leaf in leaves])
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
     eligible = (jnp.zeros(1 if across_leaves else ends[-1], jnp.uint32),) * 2
     for members in kinds.values():
-        slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
+        slices = np.concatenate(
+            [np.arange(ends[i] - leaves[i].num_slices, ends[i]) for i in members]
+        )
         is_all = across_leaves or len(slices) == ends[-1]
         kind_k = k if is_all or isinstance(k, Removed) else (k[0][slices], k[1][slices])
         ranked = [leaves[i] for i in members]

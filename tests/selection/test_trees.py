@@ -138,7 +138,7 @@ def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
     ks = [np.full(x.scores.shape[: x.batch_axes], 31) for x in leaves]
     actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
     for leaf, mask in zip(leaves, actual, strict=True):
-        scores = np.asarray(leaf.scores.compute()).reshape(leaf.slices, -1)
+        scores = np.asarray(leaf.scores.compute()).reshape(leaf.num_slices, -1)
         each = [expected(part, 31) for part in scores]
         np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
 

@@ -288,14 +288,14 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
 
     Copies several leaves, and leaves that need padding; one leaf without padding is reshaped.
     """
-    counts = [leaf.slices for leaf in leaves]
-    sizes = np.repeat([leaf.size for leaf in leaves], counts)
+    counts = [leaf.num_slices for leaf in leaves]
+    sizes = np.repeat([leaf.slice_size for leaf in leaves], counts)
 
     def cut(values: Sequence[jax.Array]) -> jax.Array:
         if len(values) == 1 and values[0].size == counts[0] * rows * width:
             return values[0].reshape(-1, rows, width)
         flat = [
-            pad(x.reshape(leaf.slices, leaf.size), rows * width)
+            pad(x.reshape(leaf.num_slices, leaf.slice_size), rows * width)
             for x, leaf in zip(values, leaves, strict=True)
         ]
         return jnp.concatenate(flat).reshape(-1, rows, width)
@@ -307,7 +307,9 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
     return Rows(
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
         scalars=tuple(map(repeat_by_slices, zip(*[x.scores.scalars for x in leaves], strict=True))),
-        starts=np.concatenate([np.arange(x.slices, dtype=np.int32) * x.size for x in leaves]),
+        starts=np.concatenate(
+            [np.arange(x.num_slices, dtype=np.int32) * x.slice_size for x in leaves]
+        ),
         recipe=leaves[0].recipe,
         sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
     )

@@ -24,7 +24,10 @@ def is_small(leaves: Sequence[Ranked], *, across_leaves: bool) -> bool:
     """Returns whether leaves should be sorted."""
     if across_leaves:
         return sum(leaf.scores.size for leaf in leaves) <= MAX_SORTED
-    return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MAX_SORTED
+    return (
+        sum(leaf.num_slices for leaf in leaves) * max(leaf.slice_size for leaf in leaves)
+        <= MAX_SORTED
+    )
 
 
 def select_by_sorting(
@@ -48,7 +51,7 @@ def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
 
 def _by_slices(x: jax.Array, leaf: Ranked) -> jax.Array:
     """Returns x[slices, size], of entries in the shape of a leaf."""
-    return x.transpose(leaf.order).reshape(leaf.slices, -1)
+    return x.transpose(leaf.order).reshape(leaf.num_slices, -1)
 
 
 def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
@@ -67,8 +70,10 @@ def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> li
         ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
         slices = jnp.split(best[0], ends)
     else:
-        ends = np.cumsum([leaf.slices for leaf in leaves])[:-1]
-        slices = [x[:, : leaf.size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)]
+        ends = np.cumsum([leaf.num_slices for leaf in leaves])[:-1]
+        slices = [
+            x[:, : leaf.slice_size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)
+        ]
     return [_entries(x, leaf) for x, leaf in zip(slices, leaves, strict=True)]
 
 

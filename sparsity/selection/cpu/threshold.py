@@ -59,7 +59,7 @@ def select_by_thresholds(
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
     order = np.concatenate(
-        [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
+        [start + np.arange(leaf.num_slices) for start, leaf in zip(first, leaves, strict=True)]
     )
     groups = Groups(tuple(part.segments for part in parts), across_leaves)
     if not across_leaves and not isinstance(k, Removed):
@@ -78,7 +78,9 @@ def select_by_thresholds(
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
         # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
-        mask_entries(leaf, read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices))
+        mask_entries(
+            leaf, read_part(key, start, leaf.num_slices), -read_part(end, start, leaf.num_slices)
+        )
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not across_leaves:

@@ -39,28 +39,28 @@ def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
     """Returns the segments of leaves of one recipe, and the number of each leaf's first segment."""
     kinds: dict[int | str | None, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if leaf.size >= LARGE:
+        if leaf.slice_size >= LARGE:
             kind: int | str | None = None
-        elif leaf.size * leaf.slices >= LARGE:
+        elif leaf.slice_size * leaf.num_slices >= LARGE:
             kind = f"leaf {i}"
         else:
-            kind = next(size for size in _PADDED if leaf.size <= size)
+            kind = next(size for size in _PADDED if leaf.slice_size <= size)
         kinds.setdefault(kind, []).append(i)
     parts: list[Rows | Visits] = []
     first, number = [0] * len(leaves), 0
     for kind, members in kinds.items():
         for i in members:
             first[i] = number
-            number += leaves[i].slices
+            number += leaves[i].num_slices
         group = [leaves[i] for i in members]
         if kind is None:
-            counts = [_row_count(leaf.size) for leaf in group]
+            counts = [_row_count(leaf.slice_size) for leaf in group]
             each = zip(group, counts, strict=True)
-            parts.append(Visits([cut_rows([x], n, -(-x.size // n)) for x, n in each]))
+            parts.append(Visits([cut_rows([x], n, -(-x.slice_size // n)) for x, n in each]))
         elif isinstance(kind, int):
             parts.append(cut_rows(group, kind // _WIDTH, _WIDTH))
         else:
-            size = group[0].size
+            size = group[0].slice_size
             rows = _divisor(size, max(size // _LEAST_WIDTH, 1))
             parts.append(cut_rows(group, rows, size // rows))
     return parts, first
