@@ -95,7 +95,7 @@ class Global(DataclassBase):
             return self._select_within(total, scored_sites, fixed)
         else:
             k = exact.total(count_units(sizes, sparsities))
-        ranked = [Ranked(x) for x in self._make_comparable(scores)]
+        ranked = [Ranked.wrap(x) for x in self._make_comparable(scores)]
         return topk_masks(ranked, k, across_leaves=True)
 
     def _select_within(
@@ -145,10 +145,8 @@ class Global(DataclassBase):
             )
         drop = self._make_comparable([moving.lazy_drop_scores for moving in moving_sites])
         grow = self._make_comparable([moving.lazy_grow_scores for moving in moving_sites])
-        active = [
-            Ranked(x).restrict_to(moving.mask) for x, moving in zip(drop, moving_sites, strict=True)
-        ]
-        return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
+        active = [Ranked.wrap(x, moving.mask) for x, moving in zip(drop, moving_sites, strict=True)]
+        return move_units(active, [Ranked.wrap(x) for x in grow], drop_fraction, across_leaves=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
@@ -275,21 +273,19 @@ def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
 
 def _scale(scores: Scores, factor: jax.Array) -> Scores:
     """Returns scores times a number."""
-    fn = _Scaled(scores.fn, len(scores.arrays) + len(scores.scalars))
-    return dataclasses.replace(scores, fn=fn, scalars=(*scores.scalars, factor))
+    return dataclasses.replace(scores, fn=_Scaled(scores.fn), scalars=(*scores.scalars, factor))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scaled:
-    """Product of `fn` of `count` values and the next value; equal for equal `fn` and `count`."""
+    """Product of `fn` of all values but the last, and the last; equal for equal `fn`."""
 
     fn: Callable[..., jax.Array]
-    count: int
 
     def __call__(self, *values: jax.Array) -> jax.Array:
-        score = self.fn(*values[: self.count], *values[self.count + 1 :])
+        score = self.fn(*values[:-1])
         wide = score.astype(promote(score.dtype, jnp.float32))
-        return wide * values[self.count].astype(wide.dtype)
+        return wide * values[-1].astype(wide.dtype)
 
     @property
     def on_host(self) -> Callable[..., np.ndarray] | None:
@@ -297,6 +293,6 @@ class _Scaled:
         return self._on_host if host.find_body(self.fn) else None
 
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        score = host.call(self.fn, *values[: self.count], *values[self.count + 1 :])
+        score = host.call(self.fn, *values[:-1])
         wide = np.dtype(promote(score.dtype, jnp.float32))
-        return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))
+        return host.product(score.astype(wide, copy=False), values[-1].astype(wide))

@@ -152,7 +152,7 @@ def _move_ranked(
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
         active = [
-            _pool_scores(site, scores).restrict_to(_pool_mask(site, mask))
+            _pool_scores(site, scores, mask)
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
         growing = [_pool_scores(*x) for x in zip(sites, grow, strict=True)]
@@ -175,21 +175,17 @@ def _shard(
     return sharding.shard_like(args[0], fn, *args)
 
 
-def _pool_scores(site: Site, scores: jax.Array | LazyScores) -> Ranked:
-    """Returns the scores of the units of a parameter."""
-    pattern = site.pattern
+def _pool_scores(
+    site: Site, scores: jax.Array | LazyScores, mask: jax.Array | None = None
+) -> Ranked:
+    """Returns the scores of the units of a parameter, of those that are ones in a mask, if any."""
+    pattern, batch_axes = site.pattern, site.batch_axes
     if pattern.is_elementwise:
-        return Ranked.wrap(scores, None, site.batch_axes)
-    units = pool_units(pattern, compute_array(scores), site.batch_axes, site.name)
-    return Ranked.wrap(units, None, site.batch_axes + pattern.group_axes)
-
-
-def _pool_mask(site: Site, mask: jax.Array) -> jax.Array:
-    """Returns the mask of the units, each of which is all ones or all zeros."""
-    if site.pattern.is_elementwise:
-        return mask
-    units: jax.Array = are_kept(site.pattern.pool(mask, site.batch_axes))
-    return units
+        return Ranked.wrap(scores, mask, batch_axes)
+    units = pool_units(pattern, compute_array(scores), batch_axes, site.name)
+    if mask is not None:  # of each unit all ones or all zeros
+        mask = are_kept(pattern.pool(mask, batch_axes))
+    return Ranked.wrap(units, mask, batch_axes + pattern.group_axes)
 
 
 def _expand_mask(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:

@@ -28,7 +28,7 @@ from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
-from sparsity.selection import Scores
+from sparsity.selection import Ranked, Scores
 
 _MARK = "is_marked_elementwise"  # attribute of a marked hook
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -99,10 +99,7 @@ def make_draw(stored: PyTree) -> Draw:
         words = _hash_leaves(trees.leaves_by_path(params), rng_seed, step)
 
         def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
-            shape_only = (likes[path],)
-            return Scores(
-                _draw_entries, shape_only, words[path], uses_index=True, uses_arrays=False
-            )
+            return Scores(hash_entries, (likes[path],), words[path], reads_index=True)
 
         return trees.map_matched(lazy, params)
 
@@ -127,10 +124,6 @@ def _hash_leaves(
     split: Callable[[jax.Array], list[jax.Array]] = unstack if is_local else list
     pairs = zip(split(states), split(offsets), strict=True)
     return dict(zip(leaves, pairs, strict=True))
-
-
-def _draw_entries(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) -> jax.Array:
-    return hash_entries(index, state, offset)
 
 
 def defer_scores(
@@ -319,5 +312,5 @@ def host_scores(
     if host.find_place(params, grads) is None:
         return None
     scores = defer_scores(hook, params, None, grads)
-    is_on_host = all(score.is_on_host for score in jax.tree.leaves(scores))
+    is_on_host = all(Ranked.wrap(score).is_on_host for score in jax.tree.leaves(scores))
     return scores if is_on_host else None

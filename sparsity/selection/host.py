@@ -16,7 +16,7 @@ import numpy as np
 from sparsity.core import host
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import mask_by_sorting, numpy_keys
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import Ranked
 
 _SAMPLE = 1 << 13
 _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
@@ -29,7 +29,7 @@ def select_on_host(
 
     Returns `NotImplemented` if only jax computes the scores.
     """
-    if not all(leaf.scores.is_on_host for leaf in leaves):
+    if not all(leaf.is_on_host for leaf in leaves):
         return NotImplemented
     slices = 1 if across_leaves else sum(leaf.num_slices for leaf in leaves)
     high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
@@ -41,7 +41,7 @@ def select_on_host(
         ends = np.cumsum([leaf.num_slices for leaf in leaves])
         for x, end in zip(rows, ends, strict=True):
             x.write_mask(counts[end - len(x.mask) : end])
-    return [x.unfold(leaf) for x, leaf in zip(rows, leaves, strict=True)]
+    return [x.unfold() for x in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +49,13 @@ class _Rows:
     """Parameter whose slices are rows.
 
     Attributes:
-      scores: the scores; arrays are read from `arrays`.
+      leaf: the parameter; its arrays are read from `arrays`.
       arrays: [slices, size] each.
       eligible: bool[slices, size]; `None` for all entries.
       mask: uint8[slices, size], to be written.
     """
 
-    scores: Scores
+    leaf: Ranked
     arrays: Sequence[np.ndarray]
     eligible: np.ndarray | None
     mask: np.ndarray
@@ -64,13 +64,14 @@ class _Rows:
     def read(cls, leaf: Ranked) -> _Rows:
         shape = leaf.num_slices, leaf.slice_size
         arrays: list[PyTree] = [x.transpose(leaf.order).reshape(shape) for x in leaf.arrays]
-        stored = arrays[: len(leaf.scores.arrays)]
         eligible: PyTree = leaf.eligible(arrays)
-        return cls(leaf.scores, stored, eligible, host.empty(shape, np.uint8))
+        read = arrays[: leaf.recipe.num_arrays]
+        return cls(leaf, read, eligible, host.empty(shape, np.uint8))
 
-    def unfold(self, leaf: Ranked) -> np.ndarray:
+    def unfold(self) -> np.ndarray:
         """Returns the mask in the shape of the parameter."""
-        mask = self.mask.reshape([leaf.scores.shape[axis] for axis in leaf.order])
+        leaf = self.leaf
+        mask = self.mask.reshape([leaf.shape[axis] for axis in leaf.order])
         return mask.transpose(np.argsort(leaf.order))
 
     def write_mask(self, counts: np.ndarray) -> None:
@@ -84,10 +85,8 @@ class _Rows:
         step = max(1, host.CHUNK // max(self.mask.shape[1], 1))
         for start in range(0, len(self.mask), step):
             at = slice(start, start + step)
-            keys, kept = (
-                numpy_keys(self.scores.on_host([x[at] for x in self.arrays])),
-                counts[at, None],
-            )
+            scores = self.leaf.compute_on_host([x[at] for x in self.arrays])
+            keys, kept = numpy_keys(scores), counts[at, None]
             eligible = None if self.eligible is None else self.eligible[at]
             if eligible is not None:
                 kept = np.minimum(kept, eligible.sum(axis=1, keepdims=True))
@@ -97,14 +96,14 @@ class _Rows:
     def entries(self, row: int) -> _Entries:
         """Returns the entries of a row."""
         eligible = None if self.eligible is None else np.flatnonzero(self.eligible[row])
-        return _Entries(self.scores, [x[row] for x in self.arrays], eligible, self.mask[row])
+        return _Entries(self.leaf, [x[row] for x in self.arrays], eligible, self.mask[row])
 
 
 class _Entries:
     """Entries that compete, of one row.
 
     Args:
-      scores: scores of the leaf.
+      leaf: the parameter.
       arrays: arrays of the row.
       index: the eligible entries; `None` for all.
       row: the mask of the row, to be written.
@@ -112,18 +111,18 @@ class _Entries:
 
     def __init__(
         self,
-        scores: Scores,
+        leaf: Ranked,
         arrays: Sequence[np.ndarray],
         index: np.ndarray | None,
         row: np.ndarray,
     ) -> None:
         self._arrays = arrays if index is None else [x[index] for x in arrays]
-        self._scores, self._index, self._row = scores, index, row
+        self._leaf, self._index, self._row = leaf, index, row
         self.mask = row if index is None else np.empty(len(index), np.uint8)
 
     def keys(self, at: slice | np.ndarray) -> np.ndarray:
         """Returns the keys of some entries."""
-        return numpy_keys(self._scores.on_host([x[at] for x in self._arrays]))
+        return numpy_keys(self._leaf.compute_on_host([x[at] for x in self._arrays]))
 
     def finish(self) -> None:
         """Writes the mask to the row."""

@@ -99,7 +99,7 @@ def select_by_counting(
         each = zip(counters, per_leaf(pivots, sizes, across_leaves), strict=True)
         return totals([x.above(rows) for x, rows in each], across_leaves)
 
-    score_keys = key_range(leaves[0].scores.dtype)
+    score_keys = key_range(leaves[0].dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
     keys = per_leaf(find_thresholds(above, k, lowest, score_keys), sizes, across_leaves)
     counts = [x.above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
@@ -126,7 +126,7 @@ class SliceCounter:
     """Counts and masks the slices of one parameter, in its shape: no entry moves."""
 
     def __init__(self, leaf: Ranked) -> None:
-        shape = leaf.scores.shape
+        shape = leaf.shape
         if leaf.slice_size >= 2**31:
             raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {shape}.")
         self._leaf, self._shape = leaf, shape

@@ -12,7 +12,7 @@ from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, rows, visits
 from sparsity.selection.keys import KeyRange, key_range, to_keys
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import Ranked
 from tests.selection_oracle import any_bits, ranks
 
 FLOATS = [
@@ -75,9 +75,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
         scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
         where = [rng.integers(0, 2, s).astype(np.uint8) if masked else None for s in shapes]
         leaves = [
-            Ranked(
-                Scores.wrap(x), None if leaf_mask is None else jnp.asarray(leaf_mask), batch_axes=1
-            )
+            Ranked.wrap(x, None if leaf_mask is None else jnp.asarray(leaf_mask), batch_axes=1)
             for x, leaf_mask in zip(scores, where, strict=True)
         ]
         parts, first = visits.arrange(leaves)
@@ -115,8 +113,8 @@ def test_padding_is_not_eligible_where_zeros_are():
     leaves, expected = [], []
     for shape in [(3, 5), (2, 1200), (1, 49_999)]:
         where = rng.integers(0, 2, shape).astype(np.uint8)
-        scores = Scores.wrap(rng.random(shape, np.float32))
-        leaves.append(Ranked(scores, jnp.asarray(where), batch_axes=1, eligible_is_zero=True))
+        ranked = Ranked.wrap(rng.random(shape, np.float32), batch_axes=1)
+        leaves.append(ranked.restrict_to(jnp.asarray(where), eligible_is_zero=True))
         expected += np.sum(where == 0, axis=1).tolist()
     parts, _ = visits.arrange(leaves)
     assert any(leaf.sizes is not None for part in parts for leaf in part.leaves)
@@ -128,7 +126,7 @@ def test_padding_is_not_eligible_where_zeros_are():
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
     scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
-    leaves = [Ranked(Scores.wrap(x)) for x in (scores, scores[::-1])[:count]]
+    leaves = [Ranked.wrap(x) for x in (scores, scores[::-1])[:count]]
     (part,), _ = visits.arrange(leaves)
     pivots = np.array([100, 500, 997], np.int32)
     for few in (32, 256, 257):
@@ -143,7 +141,7 @@ def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
             return part.above(pivot_rows, jnp.ones(count, bool), at_least, above)
 
         for actual, leaf in zip(counts(at_least, above), leaves, strict=True):
-            expected = np.sum(np.asarray(leaf.scores.arrays[0])[..., None] > pivots, axis=1)
+            expected = np.sum(np.asarray(leaf.arrays[0])[..., None] > pivots, axis=1)
             if few <= 256:
                 expected[:30], expected[30 + few :] = 7, 0
             np.testing.assert_array_equal(actual, expected)
@@ -291,7 +289,7 @@ def test_thresholds_on_a_mesh_are_keys_of_rank_k_in_few_passes(keys):
 @pytest.mark.parametrize("width", [4, 5], ids=["no padding", "padding"])
 def test_samples_are_every_stride_th_entry_of_each_segment(width):
     scores = np.random.default_rng(0).permutation(36).reshape(3, 12).astype(np.int32)
-    part = rows.cut_rows([Ranked(Scores.wrap(jnp.asarray(scores)), batch_axes=1)], 3, width)
+    part = rows.cut_rows([Ranked.wrap(scores, batch_axes=1)], 3, width)
     for stride in (1, 5):
         expected = scores[:, ::stride].ravel()
         np.testing.assert_array_equal(rows.sample_every([part], stride), expected)

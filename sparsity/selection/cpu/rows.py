@@ -147,7 +147,7 @@ class Rows:
         """
         shape = len(self.starts), *offset.shape[1:]
         scalars = tuple(_beside(x, shape) for x in self.scalars)
-        index = _beside(self.starts, shape) + offset if self.recipe.uses_index else offset
+        index = _beside(self.starts, shape) + offset if self.recipe.reads_index else offset
         return self.recipe.keys(arrays, scalars, index, self._is_entry(offset))
 
     def _is_entry(self, offset: jax.Array) -> jax.Array | None:
@@ -306,7 +306,7 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
 
     return Rows(
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
-        scalars=tuple(map(repeat_by_slices, zip(*[x.scores.scalars for x in leaves], strict=True))),
+        scalars=tuple(map(repeat_by_slices, zip(*[leaf.scalars for leaf in leaves], strict=True))),
         starts=np.concatenate(
             [np.arange(x.num_slices, dtype=np.int32) * x.slice_size for x in leaves]
         ),

@@ -23,7 +23,7 @@ MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on 
 def is_small(leaves: Sequence[Ranked], *, across_leaves: bool) -> bool:
     """Returns whether leaves should be sorted."""
     if across_leaves:
-        return sum(leaf.scores.size for leaf in leaves) <= MAX_SORTED
+        return sum(leaf.size for leaf in leaves) <= MAX_SORTED
     return (
         sum(leaf.num_slices for leaf in leaves) * max(leaf.slice_size for leaf in leaves)
         <= MAX_SORTED
@@ -67,7 +67,7 @@ def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
 
 def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> list[jax.Array]:
     if across_leaves:
-        ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
+        ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
         slices = jnp.split(best[0], ends)
     else:
         ends = np.cumsum([leaf.num_slices for leaf in leaves])[:-1]
@@ -79,5 +79,5 @@ def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> li
 
 def _entries(x: jax.Array, leaf: Ranked) -> jax.Array:
     """Undoes `_by_slices`."""
-    moved = x.reshape([leaf.scores.shape[axis] for axis in leaf.order])
+    moved = x.reshape([leaf.shape[axis] for axis in leaf.order])
     return moved.transpose(np.argsort(leaf.order))

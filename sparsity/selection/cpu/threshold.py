@@ -54,7 +54,7 @@ def select_by_thresholds(
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
-    Parameters have one recipe and lie on one device. No parameter is empty.
+    Parameters are of one kind and lie on one device. No parameter is empty.
     """
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
@@ -69,7 +69,7 @@ def select_by_thresholds(
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
     k = limit_kept(n, k)
-    state = _kth_keys(parts, groups, leaves[0].scores.dtype, k, n, eligible, zero)
+    state = _kth_keys(parts, groups, leaves[0].dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]
     need = exact.minus(k, state.bracket.above)

@@ -36,12 +36,12 @@ Numbers = tuple[jax.Array, jax.Array, jax.Array]  # busy segments, their leaves,
 
 
 def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
-    """Returns the segments of leaves of one recipe, and the number of each leaf's first segment."""
+    """Returns the segments of leaves of one kind, and the number of each leaf's first segment."""
     kinds: dict[int | str | None, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.slice_size >= LARGE:
             kind: int | str | None = None
-        elif leaf.slice_size * leaf.num_slices >= LARGE:
+        elif leaf.size >= LARGE:
             kind = f"leaf {i}"
         else:
             kind = next(size for size in _PADDED if leaf.slice_size <= size)
