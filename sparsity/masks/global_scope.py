@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
-from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
+from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
 from sparsity.selection.kept_counts import num_kept, num_kept_int
@@ -69,11 +70,11 @@ class Global(DataclassBase):
         """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
         _check(pattern, batch_axes, topk_fn)
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
-        ranked, fixed = _split_overrides(leaves)
+        ranked, fixed = _split_overrides(scored_sites)
         together = self._select_together(ranked, fixed) if ranked else []
-        return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
+        return _merge_overrides(scored_sites, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
         self, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
@@ -81,20 +82,18 @@ class Global(DataclassBase):
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
         _check_meshes(scored_sites)
         check_slice_sizes(scored_sites)
-        total = _find_cost(
-            [(scored.site, scored.lazy_scores) for scored in (*scored_sites, *fixed)]
-        )
+        total = _find_cost([*scored_sites, *fixed])
+        if total is not None and total.slope(range(len(scored_sites))) is None:
+            return self._select_within(total, scored_sites, fixed)
         scores = [scored.lazy_scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
-        if total is None:
+        if total is not None:
+            k = exact.total(count_units(sizes, sparsities))
+        else:
             k = _count_in_total(sizes, sparsities)
             masks = None if self.use_normalization else _select_by_class(scores, k)
             if masks is not None:
                 return masks
-        elif total.slope(range(len(scored_sites))) is None:
-            return self._select_within(total, scored_sites, fixed)
-        else:
-            k = exact.total(count_units(sizes, sparsities))
         ranked = [Ranked.wrap(x) for x in self._make_comparable(scores)]
         return topk_masks(ranked, k, across_leaves=True)
 
@@ -120,23 +119,25 @@ class Global(DataclassBase):
         scores = self._make_comparable([scored.lazy_scores for scored in scored_sites])
         return within_budget(scores, [scored.site.cost for scored in scored_sites], fits)
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
+    ) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
 
         Of the n active weights of all parameters the num_kept(n, drop_fraction) with the highest
         drop scores are kept. As many weights as were dropped grow anywhere. A parameter with an
         entry in `custom_sparsity_map` moves separately.
         """
-        ranked, fixed = _split_overrides(leaves)
+        ranked, fixed = _split_overrides(moving_sites)
         together = self._move_together(ranked, drop_fraction) if ranked else []
-        return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
+        return _merge_overrides(moving_sites, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
         _check_meshes(moving_sites)
         check_slice_sizes(moving_sites)
-        total = _find_cost([(moving.site, moving.lazy_drop_scores) for moving in moving_sites])
+        total = _find_cost(moving_sites)
         if total is not None and total.slope(range(len(moving_sites))) is None:
             raise ValueError(
                 "Under a global scope weights move between parameters whose weights cost "
@@ -151,21 +152,14 @@ class Global(DataclassBase):
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
-        divided = [
-            i
-            for i, score in enumerate(lazy)
-            if self.use_normalization and jnp.issubdtype(score.dtype, jnp.floating) and score.size
-        ]
-        if divided:
-            scales = norms([lazy[i] for i in divided])
-            factors = _compute_factors(scales, self.normalization_eps)
-            for i, factor in zip(divided, factors, strict=True):
-                lazy[i] = _scale(lazy[i], factor)
-        dtype = promote(*(score.dtype for score in lazy))
-        return [
-            score if score.dtype == dtype else Scores.wrap(score.compute().astype(dtype))
-            for score in lazy
-        ]
+        is_divided = [jnp.issubdtype(x.dtype, jnp.floating) and bool(x.size) for x in lazy]
+        if self.use_normalization and any(is_divided):
+            scales = norms(list(itertools.compress(lazy, is_divided)))
+            factors = iter(_compute_factors(scales, self.normalization_eps))
+            pairs = zip(lazy, is_divided, strict=True)
+            lazy = [_scale(x, next(factors)) if divide else x for x, divide in pairs]
+        dtype = promote(*(x.dtype for x in lazy))
+        return [x if x.dtype == dtype else Scores.wrap(x.compute().astype(dtype)) for x in lazy]
 
 
 def _check(
@@ -248,15 +242,14 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
     return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 
-def _find_cost(params: Sequence[tuple[Site, jax.Array | LazyScores]]) -> Polynomial | None:
-    """Returns the cost of masks in the numbers of kept weights; `None` without a budget.
-
-    Args:
-      params: the site of each parameter, and scores, of which the shape is read.
-    """
-    budget = params[0][0].budget
-    named: Any = [(path_names(site.path), scores) for site, scores in params]
-    return None if budget is None else total_cost(budget, named)
+def _find_cost(scored_sites: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
+    """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
+    budget = scored_sites[0].site.budget
+    if budget is None:
+        return None
+    arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in scored_sites]
+    paths = [path_names(scored.site.path) for scored in scored_sites]
+    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # which reads shapes
 
 
 def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:

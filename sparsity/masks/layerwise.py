@@ -47,7 +47,7 @@ class Layerwise(DataclassBase):
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Accepts all patterns, batch axes and functions."""
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter, by the pattern of the parameter."""
 
         def one(scored: ScoredSite) -> jax.Array:
@@ -61,11 +61,13 @@ class Layerwise(DataclassBase):
             )
 
         if topk_fn is not None:
-            return [one(scored) for scored in leaves]
-        check_slice_sizes(leaves)
-        return _search_by_kind(leaves, _select_ranked, one)
+            return [one(scored) for scored in scored_sites]
+        check_slice_sizes(scored_sites)
+        return _search_by_kind(scored_sites, _select_ranked, one)
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
+    ) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
 
         def one(moving: MovingSite) -> jax.Array:
@@ -75,8 +77,8 @@ class Layerwise(DataclassBase):
                 moving.mask, *scores, drop_fraction, batch_axes=site.batch_axes
             )
 
-        check_slice_sizes(leaves)
-        return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
+        check_slice_sizes(moving_sites)
+        return _search_by_kind(moving_sites, functools.partial(_move_ranked, drop_fraction), one)
 
 
 def is_layerwise(scope: object) -> bool:

@@ -38,6 +38,11 @@ class ScoredSite(NamedTuple):
     target: chex.Numeric
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.lazy_scores.shape
+
+    @property
     def scores(self) -> jax.Array:
         """Scores as an array."""
         scores: jax.Array = compute_array(self.lazy_scores)
@@ -60,6 +65,11 @@ class MovingSite(NamedTuple):
     lazy_grow_scores: jax.Array | LazyScores
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.mask.shape
+
+    @property
     def drop_scores(self) -> jax.Array:
         """Scores to drop by as an array."""
         scores: jax.Array = compute_array(self.lazy_drop_scores)
@@ -78,9 +88,7 @@ AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 def check_slice_sizes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
     for scored in scored_sites:
-        scored.site.check_size(
-            (scored.mask if isinstance(scored, MovingSite) else scored.lazy_scores).shape
-        )
+        scored.site.check_size(scored.shape)
 
 
 def find_site_mesh(scored: ScoredSite | MovingSite) -> Mesh | None:
@@ -113,10 +121,10 @@ class Scope(Protocol):
       ...     def check(self, pattern, batch_axes, topk_fn):
       ...         pass
       ...
-      ...     def select(self, leaves, topk_fn):
-      ...         return [(leaf.scores > 1).astype(jnp.uint8) for leaf in leaves]
+      ...     def select(self, scored_sites, topk_fn):
+      ...         return [(scored.scores > 1).astype(jnp.uint8) for scored in scored_sites]
       ...
-      ...     def move(self, leaves, drop_fraction):
+      ...     def move(self, moving_sites, drop_fraction):
       ...         raise NotImplementedError
       >>> half = sparsity.Uniform(0.5)
       >>> pruner = sparsity.MagnitudePruning(scope=AboveOne(), sparsity_distribution_fn=half)
@@ -138,19 +146,24 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None, /) -> list[jax.Array]:
+    def select(
+        self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None, /
+    ) -> list[jax.Array]:
         """Returns a mask for each parameter: uint8, of the shape of its scores.
 
         Args:
-          leaves: each with a `site`, `scores`, the current `sparsity`, and the `target` of a ramp.
+          scored_sites: each with a `site`, `scores`, the current `sparsity`, and the `target` at
+            the end of a ramp.
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric, /) -> list[jax.Array]:
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric, /
+    ) -> list[jax.Array]:
         """Returns each parameter's mask with a fraction of the active weights replaced.
 
         Args:
-          leaves: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
+          moving_sites: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
           drop_fraction: fraction of the active weights to replace, in [0, 1].
         """
 
