@@ -20,7 +20,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import chex
 import jax
@@ -32,6 +32,8 @@ from sparsity.core.hashing import hash_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import eligible_keys, readable, readable_dtype
+
+AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
 _DTYPES: weakref.WeakKeyDictionary[
@@ -285,6 +287,15 @@ class Ranked:
     def order(self) -> tuple[int, ...]:
         """The axes of the scores, those that index slices first."""
         return (*range(self.axes.start), *range(self.axes.stop, len(self.shape)), *self.axes)
+
+    def to_slices(self, x: AnyArray) -> AnyArray:
+        """Returns an array of the shape of the scores as [num_slices, slice_size]."""
+        return x.transpose(self.order).reshape(self.num_slices, self.slice_size)
+
+    def from_slices(self, x: AnyArray) -> AnyArray:
+        """Undoes `to_slices`."""
+        ordered = x.reshape([self.shape[axis] for axis in self.order])
+        return ordered.transpose(np.argsort(self.order))
 
     @property
     def dtype(self) -> np.dtype:

@@ -161,9 +161,13 @@ def find_key(count, low, high, rows, k):
     b = key_search.Bracket.begin(
         *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
     )
-    start = key_search.State(b, rows, [x & 0 for x in rows])
     first = jax.vmap(key_search.even_pivots)(b)
-    end = key_search.search(count, groups, k, start, first, max_misses=2, is_float=False)
+
+    def read(state):
+        return count(state.pivots)
+
+    start = key_search.State(b, rows, [x & 0 for x in rows], first)
+    end = key_search.search(read, groups, k, start, max_misses=2, is_float=False)
     return end.bracket.high[0], end.bracket.passes[0]
 
 
@@ -199,7 +203,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
     _, low, high, _ = key_range(np.dtype(np.int32))
 
-    def count(pivots, _=None):
+    def count(pivots):
         above = [1000 - jnp.searchsorted(row, pivots[0], side="right") for row in jnp.asarray(keys)]
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 

@@ -46,12 +46,7 @@ def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
     """Returns keys of a leaf and the mask of the eligible ones, both [slices, size]."""
     keys, allowed = leaf.keys(leaf.arrays), leaf.eligible(leaf.arrays)
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
-    return _by_slices(keys, leaf), _by_slices(allowed, leaf)
-
-
-def _by_slices(x: jax.Array, leaf: Ranked) -> jax.Array:
-    """Returns x[slices, size], of entries in the shape of a leaf."""
-    return x.transpose(leaf.order).reshape(leaf.num_slices, -1)
+    return leaf.to_slices(keys), leaf.to_slices(allowed)
 
 
 def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
@@ -74,10 +69,4 @@ def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> li
         slices = [
             x[:, : leaf.slice_size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)
         ]
-    return [_entries(x, leaf) for x, leaf in zip(slices, leaves, strict=True)]
-
-
-def _entries(x: jax.Array, leaf: Ranked) -> jax.Array:
-    """Undoes `_by_slices`."""
-    moved = x.reshape([leaf.shape[axis] for axis in leaf.order])
-    return moved.transpose(np.argsort(leaf.order))
+    return [leaf.from_slices(x) for x, leaf in zip(slices, leaves, strict=True)]
