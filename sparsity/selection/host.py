@@ -63,7 +63,7 @@ class _Rows:
     @classmethod
     def read(cls, leaf: Ranked) -> _Rows:
         arrays: PyTree = [leaf.to_slices(x) for x in leaf.arrays]
-        eligible: PyTree = leaf.eligible(arrays)
+        eligible: PyTree = leaf.recipe.eligible(arrays)
         mask = host.empty((leaf.num_slices, leaf.slice_size), np.uint8)
         return cls(leaf, arrays[: leaf.recipe.num_arrays], eligible, mask)
 

@@ -314,14 +314,14 @@ class Ranked:
         """Equal for parameters whose keys come from one recipe, of arrays that may be joined."""
         return self.recipe, tuple(x.dtype for x in (*self.arrays, *self.scalars))
 
-    def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
-        return self.recipe.eligible(arrays)
+    def eligible(self) -> jax.Array | None:
+        """Returns the mask of the eligible entries; None: all are."""
+        return self.recipe.eligible(self.arrays)
 
-    def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Computes keys in the shape of the scores, by values of `self.arrays`."""
+    def keys(self) -> jax.Array:
+        """Computes keys in the shape of the scores."""
         index = hash_index(self.shape) if self.recipe.reads_index else None
-        return self.recipe.keys(arrays, self.scalars, index)
+        return self.recipe.keys(self.arrays, self.scalars, index)
 
     @host.instead(_compute_on_host)
     def compute(self) -> jax.Array:

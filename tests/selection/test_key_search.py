@@ -79,16 +79,16 @@ def test_counts_are_of_eligible_keys_strictly_above():
             for x, leaf_mask in zip(scores, where, strict=True)
         ]
         parts, first = visits.arrange(leaves)
-        segments = sum(part.segments for part in parts)
+        segments = sum(part.num_segments for part in parts)
         assert segments == sum(len(x) for x in scores)
 
         @jax.jit
         def count(parts=parts):
             actual = []
             for part in parts:
-                pivot_rows = jnp.broadcast_to(pivots, (part.segments, 4))
-                busy, all_keys = jnp.ones(part.segments, bool), part.eligible()
-                counts = part.above(pivot_rows, busy, all_keys, all_keys * 0)
+                pivot_rows = jnp.broadcast_to(pivots, (part.num_segments, 4))
+                busy, all_keys = jnp.ones(part.num_segments, bool), part.count_eligible()
+                counts = part.count_above(pivot_rows, busy, all_keys, all_keys * 0)
                 actual.append([jnp.sum(counts, 1), jnp.sum(all_keys, 1)])
             return [jnp.concatenate(x) for x in zip(*actual, strict=True)]
 
@@ -103,9 +103,9 @@ def test_counts_are_of_eligible_keys_strictly_above():
             here = slice(start, start + len(x))
             np.testing.assert_array_equal(above[here].T, expected[0])
             np.testing.assert_array_equal(eligible[here], expected[1])
-            alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)))
+            alike = part.count_above(jnp.broadcast_to(pivots, (len(x), 4)))
             np.testing.assert_array_equal(alike.T, expected[0])
-            np.testing.assert_array_equal(part.eligible(), expected[1])
+            np.testing.assert_array_equal(part.count_eligible(), expected[1])
 
 
 def test_padding_is_not_eligible_where_zeros_are():
@@ -118,7 +118,7 @@ def test_padding_is_not_eligible_where_zeros_are():
         expected += np.sum(where == 0, axis=1).tolist()
     parts, _ = visits.arrange(leaves)
     assert any(leaf.sizes is not None for part in parts for leaf in part.leaves)
-    counted = [jnp.sum(part.eligible(), axis=1).tolist() for part in parts]
+    counted = [jnp.sum(part.count_eligible(), axis=1).tolist() for part in parts]
     assert [count for part in counted for count in part] == expected
 
 
@@ -138,7 +138,7 @@ def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
         @jax.jit
         def counts(at_least, above):
             pivot_rows = jnp.broadcast_to(pivots, (count, 3))
-            return part.above(pivot_rows, jnp.ones(count, bool), at_least, above)
+            return part.count_above(pivot_rows, jnp.ones(count, bool), at_least, above)
 
         for actual, leaf in zip(counts(at_least, above), leaves, strict=True):
             expected = np.sum(np.asarray(leaf.arrays[0])[..., None] > pivots, axis=1)

@@ -40,7 +40,7 @@ def select_by_rows(
 
 def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
     """Computes the scores of parameters; all of them get masks of entries, or none does."""
-    masks = [leaf.eligible(leaf.arrays) for leaf in leaves]
+    masks = [leaf.eligible() for leaf in leaves]
     is_limited = any(mask is not None for mask in masks)
     one = lax.optimization_barrier(jnp.uint8(1))  # or XLA would count a mask of ones as it compiles
     stored = list[Ranked]()

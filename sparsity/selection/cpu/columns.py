@@ -23,11 +23,11 @@ def in_rows(leaf: Ranked) -> Ranked:
     """
     if not leaf.last_axes:
         return leaf
-    batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible(leaf.arrays)
+    batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible()
     if mask is None:
         return Ranked.wrap(_move(leaf, leaf.compute()), None, batch_axes)
     _, _, top, _ = key_range(leaf.dtype)
-    keys = leaf.keys(leaf.arrays)
+    keys = leaf.keys()
     if top == np.iinfo(keys.dtype).max:  # no key is free to mark an entry
         where = _move(leaf, mask.astype(jnp.uint8))
         return Ranked.wrap(_move(leaf, leaf.compute()), where, batch_axes)

@@ -44,7 +44,7 @@ def select_by_sorting(
 
 def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
     """Returns keys of a leaf and the mask of the eligible ones, both [slices, size]."""
-    keys, allowed = leaf.keys(leaf.arrays), leaf.eligible(leaf.arrays)
+    keys, allowed = leaf.keys(), leaf.eligible()
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
     return leaf.to_slices(keys), leaf.to_slices(allowed)
 

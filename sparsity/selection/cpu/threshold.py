@@ -61,7 +61,7 @@ def select_by_thresholds(
     order = np.concatenate(
         [start + np.arange(leaf.num_slices) for start, leaf in zip(first, leaves, strict=True)]
     )
-    groups = Groups(tuple(part.segments for part in parts), across_leaves)
+    groups = Groups(tuple(part.num_segments for part in parts), across_leaves)
     if not across_leaves and not isinstance(k, Removed):
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
@@ -98,7 +98,7 @@ def _find_kth_keys(
     Returns:
       The brackets of the keys, k but at most n, and the number n of eligible entries.
     """
-    eligible = [part.eligible() + zero for part in parts]
+    eligible = [part.count_eligible() + zero for part in parts]
     n = groups.totals(eligible)
     k = limit_kept(n, k)
     key_dtype, lowest, top, is_float = key_range(dtype)
@@ -111,7 +111,7 @@ def _find_kth_keys(
     def count(state: State) -> list[jax.Array]:
         each = map(groups.spread, (state.pivots, state.bracket.is_open))
         args = zip(parts, *each, state.at_least, state.above, strict=True)
-        return [part.above(*values) + zero for part, *values in args]
+        return [part.count_above(*values) + zero for part, *values in args]
 
     first = _first_pivots(parts, groups, k).astype(key_dtype)
     start = State(bracket, eligible, [zero_like(x) for x in eligible], first)
@@ -122,7 +122,7 @@ def _find_kth_keys(
 def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     """Returns the pivots of the first pass, from sampled keys."""
     if groups.across_leaves:
-        total = sum(int(part.entries.sum(dtype=np.int64)) for part in parts)
+        total = sum(int(part.num_entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
         count = min(max(total >> _SAMPLE_SHIFT, least), most)
         stride = total // count | 1  # odd: not in step with rows
@@ -131,8 +131,8 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     words = zip(*(groups.spread(word) for word in k), strict=True)
     pivots = []
     for part, part_k in zip(parts, words, strict=True):
-        n = part.entries.astype(np.float32)
-        if part.segments < _MANY_SEGMENTS:
+        n = part.num_entries.astype(np.float32)
+        if part.num_segments < _MANY_SEGMENTS:
             pivots.append(key_search.sampled_pivots(rows.sample(part.leaves), n, part_k))
         else:
             stride = max(int(n.sum()) // _SAMPLE_SIZES[1], 1) | 1
@@ -173,7 +173,7 @@ def _ends(
 
     def cut() -> list[jax.Array]:
         return [
-            jnp.where(is_partial, rows.cut(part.leaves, *args), end)
+            jnp.where(is_partial, rows.find_tie_ends(part.leaves, *args), end)
             for part, args, is_partial, end in zip(parts, cuts, partials, ends, strict=True)
         ]
 
