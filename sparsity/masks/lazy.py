@@ -1,4 +1,4 @@
-"""Lazy scores: hooks that work entry by entry run within the search."""
+"""Hooks that work entry by entry, which the search of the masks calls where it reads scores."""
 
 from __future__ import annotations
 
@@ -135,16 +135,16 @@ class _EntryScore:
           ValueError: the hook joins entries.
         """
         call = functools.partial(_call_hook, hook, masked)
-        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
-        steps = [] if program.consts else [*_list_live(read_jaxpr(program))]
+        closed = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
+        if closed.consts:
+            return cls(hook, masked, dtypes, (0,), closed, str(closed), is_entrywise=False)
+        program = read_jaxpr(closed)
+        steps = _list_live(program)
         _check_joins(hook, steps)
-        is_entrywise = not program.consts and all(map(_is_entrywise, steps))
-        used = {*map(id, program.jaxpr.outvars)}
-        for eqn in reversed(program.jaxpr.eqns):
-            if not used.isdisjoint(map(id, eqn.outvars)):
-                used.update(map(id, eqn.invars))
-        read = tuple(i for i, x in enumerate(program.jaxpr.invars) if id(x) in used) or (0,)
-        return cls(hook, masked, dtypes, read, program, str(program), is_entrywise)
+        used = {*program.outputs, *(value for step in steps for value in step.inputs)}
+        read = tuple(i for i, x in enumerate(program.inputs) if x in used) or (0,)
+        is_entrywise = all(map(_is_entrywise, steps))
+        return cls(hook, masked, dtypes, read, closed, str(closed), is_entrywise)
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
