@@ -50,7 +50,7 @@ class Layerwise(DataclassBase):
     def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter, by the pattern of the parameter."""
 
-        def one(scored: ScoredSite) -> jax.Array:
+        def select_alone(scored: ScoredSite) -> jax.Array:
             site = scored.site
             return site.pattern.select(
                 scored.scores,
@@ -61,16 +61,16 @@ class Layerwise(DataclassBase):
             )
 
         if topk_fn is not None:
-            return [one(scored) for scored in scored_sites]
+            return [select_alone(scored) for scored in scored_sites]
         check_slice_sizes(scored_sites)
-        return _search_by_kind(scored_sites, _select_ranked, one)
+        return _search_by_kind(scored_sites, _select_ranked, select_alone)
 
     def move(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
 
-        def one(moving: MovingSite) -> jax.Array:
+        def move_alone(moving: MovingSite) -> jax.Array:
             site = moving.site
             scores = moving.drop_scores, moving.grow_scores
             return site.pattern.move(
@@ -78,7 +78,9 @@ class Layerwise(DataclassBase):
             )
 
         check_slice_sizes(moving_sites)
-        return _search_by_kind(moving_sites, functools.partial(_move_ranked, drop_fraction), one)
+        return _search_by_kind(
+            moving_sites, functools.partial(_move_ranked, drop_fraction), move_alone
+        )
 
 
 def is_layerwise(scope: object) -> bool:
@@ -92,7 +94,7 @@ def is_layerwise(scope: object) -> bool:
 def _search_by_kind(
     scored_sites: Sequence[AnySite],
     search: Callable[[Sequence[AnySite]], list[jax.Array]],
-    one: Callable[[AnySite], jax.Array],
+    mask_alone: Callable[[AnySite], jax.Array],
 ) -> list[jax.Array]:
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
@@ -106,7 +108,7 @@ def _search_by_kind(
             kind = scored.site.pattern.is_elementwise, find_site_mesh(scored)
             kinds.setdefault(kind, []).append(i)
         else:
-            masks[i] = one(scored)
+            masks[i] = mask_alone(scored)
     for members in kinds.values():
         masks.update(zip(members, search([scored_sites[i] for i in members]), strict=True))
     return [masks[i] for i in range(len(scored_sites))]

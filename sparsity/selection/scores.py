@@ -3,14 +3,15 @@
     name                       made by                          read by
     -------------------------  -------------------------------  ------------------------------------
     LazyScores                 `LampPruning`, classes of users  scopes: `compute`, `select_together`
-    Scores, of an entry        `masks.defer_scores` for hooks   scopes; searches, through `Ranked`
+    Scores, of an entry        `masks.defer_scores` for hooks   scopes
                                marked `elementwise`;
-                               `make_draw` for random scores;
-                               `Scores.wrap` for stored arrays
-    Ranked, with the mask of   scopes, `topk_masks`             searches, by its `Recipe`
-    entries that compete
+                               `masks.make_draw`, at random;
+                               `Scores.wrap`, of an array
+    Ranked, with the mask of   `Ranked.wrap`, in scopes and     searches, by its `Recipe`
+    entries that compete       in `topk_mask`
 
-The page on the design says what each of them saves.
+Trees hold `Scores` as leaves. A search takes a `Ranked`, a pytree that goes through `jit`. The page
+on the design says what each of them saves.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Recipe(NamedTuple):
 
     @property
     def reads_index(self) -> bool:
-        """Whether `fn` takes the index of an entry."""
+        """Returns whether `fn` takes the index of an entry."""
         return self.num_arrays == 0
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
@@ -334,7 +335,7 @@ class Ranked:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether `compute_on_host` computes the scores."""
+        """Returns whether `compute_on_host` computes the scores."""
         return host.find_body(self.recipe.fn) is not None and not self.recipe.reads_index
 
     def compute_on_host(self, arrays: Sequence[chex.Array]) -> np.ndarray:
