@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import chex
@@ -12,16 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, host
+from sparsity.core import exact
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
-from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
-from sparsity.masks.norms import norms
+from sparsity.masks.norms import divide_by_norms
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
@@ -152,12 +150,8 @@ class Global(DataclassBase):
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
-        is_divided = [jnp.issubdtype(x.dtype, jnp.floating) and bool(x.size) for x in lazy]
-        if self.use_normalization and any(is_divided):
-            scales = norms(list(itertools.compress(lazy, is_divided)))
-            factors = iter(_compute_factors(scales, self.normalization_eps))
-            pairs = zip(lazy, is_divided, strict=True)
-            lazy = [_scale(x, next(factors)) if divide else x for x, divide in pairs]
+        if self.use_normalization:
+            lazy = divide_by_norms(lazy, self.normalization_eps)
         dtype = promote(*(x.dtype for x in lazy))
         return [x if x.dtype == dtype else Scores.wrap(x.compute().astype(dtype)) for x in lazy]
 
@@ -250,42 +244,3 @@ def _find_cost(scored_sites: Sequence[ScoredSite | MovingSite]) -> Polynomial | 
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in scored_sites]
     paths = [path_names(scored.site.path) for scored in scored_sites]
     return total_cost(budget, list(zip(paths, arrays, strict=True)))  # which reads shapes
-
-
-def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
-    factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
-    return [factors[i, ...] for i in range(len(factors))]  # numbers, as arrays
-
-
-@host.instead(_compute_factors_on_host)
-def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
-    """Returns the factor of the scores of each parameter, a number, from their norms."""
-    # A product: XLA turns a division into a product in some kernels and not in others.
-    return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
-
-
-def _scale(scores: Scores, factor: jax.Array) -> Scores:
-    """Returns scores times a number."""
-    return dataclasses.replace(scores, fn=_Scaled(scores.fn), scalars=(*scores.scalars, factor))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scaled:
-    """Product of `fn` of all values but the last, and the last; equal for equal `fn`."""
-
-    fn: Callable[..., jax.Array]
-
-    def __call__(self, *values: jax.Array) -> jax.Array:
-        score = self.fn(*values[:-1])
-        wide = score.astype(promote(score.dtype, jnp.float32))
-        return wide * values[-1].astype(wide.dtype)
-
-    @property
-    def on_host(self) -> Callable[..., np.ndarray] | None:
-        """Function of arrays of numpy with the same bits; `None` if numpy does not know `fn`."""
-        return self._on_host if host.find_body(self.fn) else None
-
-    def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        score = host.call(self.fn, *values[:-1])
-        wide = np.dtype(promote(score.dtype, jnp.float32))
-        return host.product(score.astype(wide, copy=False), values[-1].astype(wide))

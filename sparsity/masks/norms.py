@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,57 @@ from sparsity.selection.scores import Ranked, Scores
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
 _LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
+
+
+def divide_by_norms(scores: Sequence[Scores], eps: float) -> list[Scores]:
+    """Divides the scores of each parameter by their L2 norm; integers and empty ones stay.
+
+    Args:
+      scores: scores of each parameter.
+      eps: number added to the norm.
+    """
+    divided = list(scores)
+    places = [i for i, x in enumerate(scores) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
+    if places:
+        factors = _compute_factors(norms([scores[i] for i in places]), eps)
+        for i, factor in zip(places, factors, strict=True):
+            fn, scalars = _Scaled(scores[i].fn), (*scores[i].scalars, factor)
+            divided[i] = dataclasses.replace(scores[i], fn=fn, scalars=scalars)
+    return divided
+
+
+def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
+    factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
+    return [factors[i, ...] for i in range(len(factors))]  # numbers, as arrays
+
+
+@host.instead(_compute_factors_on_host)
+def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
+    """Returns the factor of the scores of each parameter, a number, from their norms."""
+    # A product: XLA turns a division into a product in some kernels and not in others.
+    return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """Product of `fn` of all values but the last, and the last; equal for equal `fn`."""
+
+    fn: Callable[..., jax.Array]
+
+    def __call__(self, *values: jax.Array) -> jax.Array:
+        score = self.fn(*values[:-1])
+        wide = score.astype(promote(score.dtype, jnp.float32))
+        return wide * values[-1].astype(wide.dtype)
+
+    @property
+    def on_host(self) -> Callable[..., np.ndarray] | None:
+        """Function of arrays of numpy with the same bits; `None` if numpy does not know `fn`."""
+        return self._on_host if host.find_body(self.fn) else None
+
+    def _on_host(self, *values: np.ndarray) -> np.ndarray:
+        score = host.call(self.fn, *values[:-1])
+        wide = np.dtype(promote(score.dtype, jnp.float32))
+        return host.product(score.astype(wide, copy=False), values[-1].astype(wide))
 
 
 def norms(scores: Sequence[Scores]) -> jax.Array:
