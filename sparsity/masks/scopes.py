@@ -19,7 +19,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, check_real_array, find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
-from sparsity.selection import LazyScores, Scores, compute_array
+from sparsity.selection import LazyScores, compute_array
 
 
 class ScoredSite(NamedTuple):
@@ -45,8 +45,7 @@ class ScoredSite(NamedTuple):
     @property
     def scores(self) -> jax.Array:
         """Scores as an array."""
-        scores: jax.Array = compute_array(self.lazy_scores)
-        return scores
+        return compute_array(self.lazy_scores)
 
 
 class MovingSite(NamedTuple):
@@ -72,14 +71,12 @@ class MovingSite(NamedTuple):
     @property
     def drop_scores(self) -> jax.Array:
         """Scores to drop by as an array."""
-        scores: jax.Array = compute_array(self.lazy_drop_scores)
-        return scores
+        return compute_array(self.lazy_drop_scores)
 
     @property
     def grow_scores(self) -> jax.Array:
         """Scores to grow by as an array."""
-        scores: jax.Array = compute_array(self.lazy_grow_scores)
-        return scores
+        return compute_array(self.lazy_grow_scores)
 
 
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
@@ -274,59 +271,47 @@ class AdaptedScope(TreeScope):
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         scored_sites: list[ScoredSite] = []
 
-        def collect(
-            path: KeyPath,
-            score: jax.Array | Scores,
-            sparsity: chex.Numeric | None,
-            target: chex.Numeric | None,
-        ) -> None:
+        def collect(path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
                 check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
                 target = sparsity if target is None else target
                 scored_sites.append(ScoredSite(self.sites[path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
-        return self._place(
-            "select", scored_sites, self.scope.select(scored_sites, self.topk_fn), scores
-        )
+        masks = self.scope.select(scored_sites, self.topk_fn)
+        return self._place("select", scored_sites, masks, scores)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> Masks:
         moving_sites: list[MovingSite] = []
 
-        def collect(
-            path: KeyPath,
-            drop: jax.Array | Scores,
-            grow: PyTree,
-            mask: jax.Array | None,
-        ) -> None:
+        def collect(path: KeyPath, drop: PyTree, grow: PyTree, mask: jax.Array | None) -> None:
             if mask is not None:
                 moving_sites.append(MovingSite(self.sites[path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
-        return self._place(
-            "move", moving_sites, self.scope.move(moving_sites, drop_fraction), masks
-        )
+        moved = self.scope.move(moving_sites, drop_fraction)
+        return self._place("move", moving_sites, moved, masks)
 
     def _place(
         self,
-        hook: str,
-        scored_sites: Sequence[ScoredSite] | Sequence[MovingSite],
+        method: str,
+        scored_sites: Sequence[ScoredSite | MovingSite],
         masks: Iterable[jax.Array],
         like: PyTree,
     ) -> Masks:
         """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+        method = f"{type(self.scope).__name__}.{method}"
         if isinstance(masks, Iterator):
             masks = list(masks)
         if not isinstance(masks, Sequence) or len(masks) != len(scored_sites):
             raise ValueError(
-                f"{type(self.scope).__name__}.{hook} must return a list of masks, one for each of "
+                f"{method} must return a list of masks, one for each of "
                 f"{len(scored_sites)} parameters, got {reprlib.repr(masks)}."
             )
-        paths, by_path = [scored.site.path for scored in scored_sites], {}
-        for path, mask in zip(paths, masks, strict=True):
-            who = f"the mask of {trees.path_string(path)!r} by {type(self.scope).__name__}.{hook}"
-            check_real_array(who, mask)
-            by_path[path] = mask
+        by_path = {}
+        for scored, mask in zip(scored_sites, masks, strict=True):
+            check_real_array(f"the mask of {scored.site.name!r} by {method}", mask)
+            by_path[scored.site.path] = mask
         return trees.map_matched(lambda path, _: by_path.get(path), like)

@@ -127,8 +127,8 @@ class Scores(LazyScores):
         return Ranked.wrap(self).compute()
 
 
-def compute_array(scores: PyTree) -> PyTree:
-    """Returns lazy scores as an array, and anything else unchanged."""
+def compute_array(scores: PyTree) -> jax.Array:
+    """Returns lazy scores as an array, and an array unchanged."""
     return scores.compute() if isinstance(scores, LazyScores) else scores
 
 
