@@ -70,16 +70,14 @@ class Global(DataclassBase):
 
     def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
-        ranked, fixed = _split_overrides(scored_sites)
-        together = self._select_together(ranked, fixed) if ranked else []
+        competing, fixed = _split_overrides(scored_sites)
+        together = self._select_together(competing, fixed) if competing else []
         return _merge_overrides(scored_sites, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
         self, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
-        _check_meshes(scored_sites)
-        check_slice_sizes(scored_sites)
         total = _find_cost([*scored_sites, *fixed])
         if total is not None and total.slope(range(len(scored_sites))) is None:
             return self._select_within(total, scored_sites, fixed)
@@ -126,15 +124,13 @@ class Global(DataclassBase):
         drop scores are kept. As many weights as were dropped grow anywhere. A parameter with an
         entry in `custom_sparsity_map` moves separately.
         """
-        ranked, fixed = _split_overrides(moving_sites)
-        together = self._move_together(ranked, drop_fraction) if ranked else []
+        competing, fixed = _split_overrides(moving_sites)
+        together = self._move_together(competing, drop_fraction) if competing else []
         return _merge_overrides(moving_sites, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
-        _check_meshes(moving_sites)
-        check_slice_sizes(moving_sites)
         total = _find_cost(moving_sites)
         if total is not None and total.slope(range(len(moving_sites))) is None:
             raise ValueError(
@@ -193,10 +189,12 @@ def _check_meshes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
 
 def _split_overrides(scored_sites: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
     """Returns the parameters that compete, checked, and those with a sparsity of their own."""
-    ranked = [scored for scored in scored_sites if not scored.site.has_override]
-    for scored in ranked:
+    competing = [scored for scored in scored_sites if not scored.site.has_override]
+    for scored in competing:
         _check(scored.site.pattern, scored.site.batch_axes, None, f" for {scored.site.name!r}")
-    return ranked, [scored for scored in scored_sites if scored.site.has_override]
+    _check_meshes(competing)
+    check_slice_sizes(competing)
+    return competing, [scored for scored in scored_sites if scored.site.has_override]
 
 
 def _merge_overrides(

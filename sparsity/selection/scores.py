@@ -77,7 +77,7 @@ class LazyScores:
         raise NotImplementedError
 
     @classmethod
-    def select_together(cls, leaves: Sequence[Self], k: Words) -> list[jax.Array] | None:
+    def select_together(cls, scores: Sequence[Self], k: Words) -> list[jax.Array] | None:
         """Returns uint8 masks of the k highest scores of all parameters.
 
         A class may override this method by a search that computes fewer scores, with the masks of

@@ -54,7 +54,7 @@ class Bracket(NamedTuple):
     at_least: Words  # number of keys >= low
     above: Words  # number of keys > high
     spread: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
-    poor: jax.Array  # int32: passes that left more than an eighth of the counted keys
+    poor_passes: jax.Array  # int32: passes that left more than an eighth of the counted keys
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
     passes: jax.Array  # int32
 
@@ -69,7 +69,7 @@ class Bracket(NamedTuple):
         above = zero_like(at_least[0]), zero_like(at_least[1])
         zero = above[1].astype(np.int32)
         spread = zero.astype(np.float32) + _SPREAD / _SHARPER
-        return cls(low, high, at_least, above, spread, poor=zero, misses=zero, passes=zero)
+        return cls(low, high, at_least, above, spread, poor_passes=zero, misses=zero, passes=zero)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -104,11 +104,11 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     offsets = (places * span).astype(width.dtype)
     # After a poor guess the k-th key may well be close to an end, beyond a gap.
     ends = jnp.stack([width >> _END_SHIFT, *offsets[1:-1], width - (width >> _END_SHIFT)])
-    offsets = jnp.where(b.poor % 2 == 1, ends, offsets)
+    offsets = jnp.where(b.poor_passes % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
     if is_float:  # first linear in the value, then in the key: about its logarithm
         first, last = _floats(b.low), _floats(b.high)
-        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (b.poor % 2 == 0)
+        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (b.poor_passes % 2 == 0)
         pivots = jnp.where(by_value, to_keys(first + places * (last - first)), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
     roundest = _roundest(b.low, b.high)
@@ -299,7 +299,7 @@ def narrow(
         at_least=at_least,
         above=above,
         spread=jnp.where(poor, _SPREAD, b.spread / _SHARPER),
-        poor=b.poor + poor.astype(jnp.int32),
+        poor_passes=b.poor_passes + poor.astype(jnp.int32),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,
     )
