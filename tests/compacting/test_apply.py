@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 
 from sparsity import compact, trace
 from tests.compacting.models import FIRST_ORDER, MODELS, masked
-from tests.helpers import slow_but
+from tests.helpers import ON_CPU, slow_but
 
 
 def loss(apply):
@@ -89,6 +89,7 @@ def test_layers_are_taken_from_a_stack_without_a_dense_copy():
         ("bei,eio->beo", [(4, 2, 48), (2, 48, 32)]),
     ],
 )
+@ON_CPU
 def test_gradients_sum_few_rows_along_last_axes(product, shapes):
     rng = np.random.default_rng(0)
     mask = rng.random(shapes[1]) < 0.4
@@ -140,7 +141,8 @@ def test_products_of_equal_shapes_keep_their_axes_and_precision():
     model = compact(trace(fn, params, x), params, masks)
     masked = [np.where(mask, w, 0) for mask, w in zip(masks, params, strict=True)]
     np.testing.assert_array_equal(jax.jit(model.apply)(model.params, x), jax.jit(fn)(masked, x))
-    text = jax.jit(model.apply).lower(model.params, x).as_text()
+    with jax.default_matmul_precision("default"):
+        text = jax.jit(model.apply).lower(model.params, x).as_text()
     assert text.count("precision = [HIGHEST, HIGHEST]") == 1
 
 
