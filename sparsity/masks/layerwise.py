@@ -122,11 +122,8 @@ def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
         scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
     ) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        sizes, slices = (
-            [ranked.slice_size for ranked in units],
-            [ranked.num_slices for ranked in units],
-        )
-        leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
+        sizes = [ranked.slice_size for ranked in units]
+        leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
         if any(map(is_traced, sparsities)):
             kept = count_units(sizes, sparsities)
             low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
