@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ class Deferred:
     inputs: tuple[Operand, ...]
 
 
-Operand = jax.Array | Kept | Deferred  # the last two are pending: no dense array holds them yet
+# Kept values and deferred outputs are pending: no dense array holds them yet.
+Operand: TypeAlias = jax.Array | Kept | Deferred
 
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 

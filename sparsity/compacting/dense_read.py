@@ -7,6 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, is_differentiable
 
-Arrays = list[jax.Array]
+Arrays: TypeAlias = list[jax.Array]
 
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 

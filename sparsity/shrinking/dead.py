@@ -20,7 +20,7 @@ from sparsity.programs.axes import Axis, KeptIndices
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Evidence: TypeAlias = Mapping[Path, Mapping[int, Sequence[np.ndarray]]]  # as in `Plan`
-Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
+Live: TypeAlias = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
 def find_dead(
