@@ -93,7 +93,7 @@ class Step(abc.ABC):
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
-        inputs = StepInputs(params, None, updater.sites(params))
+        inputs = updater.make_inputs(params)
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.user_masks is not None:
@@ -138,7 +138,7 @@ class Step(abc.ABC):
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
-        inputs = StepInputs(params, updates, self.updater.sites(params), extra)
+        inputs = self.updater.make_inputs(params, updates, extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
             check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
         return inputs

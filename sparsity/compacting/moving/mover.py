@@ -165,7 +165,7 @@ class Mover:
         """Returns the new mask of the parameter, from the hooks of the updater."""
         state = SparseState(self._tree(mask), None, self._tree(self.target), part.step, None)
         gradients = None if gradient is None else self._tree(gradient)
-        inputs = StepInputs(self._tree(param), gradients, self.sites, {})
+        inputs = StepInputs(self._tree(param), gradients, self.sites)
         masks = call_mask_hooks(self.updater, state, inputs).masks
         new: jax.Array = trees.leaves_by_path(masks)[self.path]
         return new
@@ -212,7 +212,7 @@ class Mover:
         self, part: SliceArrays, param: jax.Array, grad: jax.Array | None
     ) -> jax.Array:
         assert self.rule is not None
-        inputs = StepInputs(param, grad, self.sites, {})
+        inputs = StepInputs(param, grad, self.sites)
         state = SparseState(None, None, None, part.step, None)
         draw = functools.partial(self._draw, part)
         scores: jax.Array = inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
