@@ -67,7 +67,7 @@ def _build_once(
         graph,
         tuple(storages.items()),
         jax.device_count() == 1,
-        jax.tree.map(Owner.take, owner_tree, params),
+        {"params": jax.tree.map(Owner.take, owner_tree, params)},
     )
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts

@@ -60,8 +60,8 @@ class Compact(StoredModel, Generic[Tree]):
 
     The model is a pytree. Its leaves are the positions of the values, and frozen entries: pass the
     model to compiled functions as an argument, and save it together with the values. `params`,
-    `opt_state` and `update_error` are not leaves. A model that a compiled function, `jax.tree.map`
-    or a checkpoint returns lacks these attributes, and reading them raises an AttributeError.
+    `opt_state` and `update_error` are not leaves: on a model that a compiled function,
+    `jax.tree.map` or a checkpoint returns, reading them raises an AttributeError.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
     entries.
@@ -84,11 +84,7 @@ class Compact(StoredModel, Generic[Tree]):
       in_turn: whether each parameter is made dense only when the inputs of its product exist, so
         that one dense parameter is stored at a time. False on several devices, where each wait
         would send a message between devices.
-      params: the parameters to start from: kept values of masked parameters, and dense
-        parameters. A compiled step that donates its arguments deletes these arrays.
-      opt_state: the optimizer's state of `params`, `None` without `opt_state`.
-      update_error: the largest difference between an update of kept values and the same update of
-        masked parameters, relative to the largest entry of the array; `None` without `tx`.
+      start: `params`, `opt_state` and `update_error`, by name; no part of the pytree.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -99,20 +95,28 @@ class Compact(StoredModel, Generic[Tree]):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
-    params: Tree
-    opt_state: PyTree
-    update_error: float | None
+    @property
+    def params(self) -> Tree:
+        """The parameters to start from: kept values of masked parameters, and dense parameters.
 
-    if not TYPE_CHECKING:  # or every name would be an attribute to a type checker
+        A compiled step that donates its arguments deletes these arrays.
+        """
+        params: Tree = self.read_start("params")
+        return params
 
-        def __getattr__(self, name: str) -> None:
-            if name not in ("params", "opt_state", "update_error"):
-                object.__getattribute__(self, name)
-            raise AttributeError(
-                f"This Compact has no {name}: jax made it from its leaves, in a function such as "
-                "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
-                "parameters and the optimizer's state beside the model, as arguments and results."
-            )
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimizer's state of `params`, `None` without `opt_state`."""
+        return self.read_start("opt_state")
+
+    @property
+    def update_error(self) -> float | None:
+        """The largest difference between an update of kept values and one of masked parameters.
+
+        Relative to the largest entry of the array; `None` without `tx`.
+        """
+        error: float | None = self.read_start("update_error")
+        return error
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -190,8 +194,8 @@ class Compact(StoredModel, Generic[Tree]):
             positions, params, opt_state = move(
                 self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
             )
-        changed = {"indices": positions, "params": params, "opt_state": opt_state}
-        return _make_model({**vars(self), **changed}), params, opt_state
+        start = {**self.start, "params": params, "opt_state": opt_state}
+        return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
@@ -376,24 +380,8 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
-def _make_model(fields: Mapping[str, object]) -> Compact[PyTree]:
-    """Returns a model with these fields, which may lack `params` and others that are no leaves."""
-    model = object.__new__(Compact)
-    vars(model).update(fields)
-    return model
-
-
-_LEAVES, _STATIC = ("indices", "frozen"), ("graph", "storages", "in_turn")
-# `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
-jax.tree_util.register_pytree_with_keys(
-    Compact,
-    lambda model: (
-        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in _LEAVES],
-        tuple(getattr(model, name) for name in _STATIC),
-    ),
-    lambda static, leaves: _make_model(
-        dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))
-    ),
+jax.tree_util.register_dataclass(
+    Compact, ["indices", "frozen"], ["graph", "storages", "in_turn"], drop_fields=["start"]
 )
 
 
@@ -455,4 +443,5 @@ def compact(
     stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = spread_state(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)
-    return Compact(**vars(stored), opt_state=take_state(owner_tree, opt_state), update_error=error)
+    start = {**stored.start, "opt_state": take_state(owner_tree, opt_state), "update_error": error}
+    return Compact(**{**vars(stored), "start": start})

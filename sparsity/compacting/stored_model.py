@@ -41,14 +41,33 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StoredModel:
-    """A model whose masked parameters are stored as kept values; attributes as in `Compact`."""
+    """A model whose masked parameters are stored as kept values; attributes as in `Compact`.
+
+    Attributes:
+      start: the parameters, the optimizer's state and the update error that the model was made
+        with, by name; no part of the pytree.
+    """
 
     indices: PyTree
     frozen: PyTree
     graph: Graph
     storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
-    params: Params
+    start: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+
+    def read_start(self, name: str) -> PyTree:
+        """Returns an entry of `start`.
+
+        Raises:
+          AttributeError: jax made the model from its leaves.
+        """
+        if name in self.start:
+            return self.start[name]
+        raise AttributeError(
+            f"This Compact has no {name}: jax made it from its leaves, in a function such as "
+            "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
+            "parameters and the optimizer's state beside the model, as arguments and results."
+        )
 
 
 def run_stored(
@@ -136,7 +155,7 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
         storage = storages.get(trees.path_names(path))
         return leaf if storage is None else storage.shrink(leaf)
 
-    model = StoredModel(model.indices, model.frozen, model.graph, model.storages, False, None)
+    model = dataclasses.replace(model, in_turn=False)
     arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
 
     def run(arrays: list[jax.Array]) -> PyTree:

@@ -133,7 +133,7 @@ def _make_inputs(inputs: list[Operand], model: StoredModel) -> list[Operand]:
     """
     values, positions = (
         {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
-        for tree in (model.params, model.indices)
+        for tree in (model.read_start("params"), model.indices)
     )
 
     def fill(leaf: PyTree) -> PyTree:
