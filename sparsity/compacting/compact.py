@@ -19,17 +19,17 @@ from sparsity.compacting.building import (
     read_formats,
     read_masks_by_path,
 )
-from sparsity.compacting.formats import ANY_MASK, STORAGES
-from sparsity.compacting.formats.storage import is_kept
+from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
+from sparsity.compacting.formats.base import is_kept
 from sparsity.compacting.moving.update import Loss, move
 from sparsity.compacting.optimizer_state import (
-    Owner,
-    OwnerTree,
+    StoredParameter,
+    StoredTree,
     check_kept_state,
     compare_kept_updates,
+    densify_kept_states,
     densify_state,
-    spread_state,
-    take_state,
+    gather_state,
 )
 from sparsity.compacting.stored_model import (
     StoredModel,
@@ -80,7 +80,7 @@ class Compact(StoredModel, Generic[Tree]):
       frozen: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
         than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
-      storages: (path, storage) of each masked parameter.
+      layouts: (path, layout) of each masked parameter.
       in_turn: whether each parameter is made dense only when the inputs of its product exist, so
         that one dense parameter is stored at a time. False on several devices, where each wait
         would send a message between devices.
@@ -215,23 +215,23 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: a leaf holds no moment for each kept value; the error names the parameter.
         """
-        return densify_state(self._owners, opt_state)
+        return densify_state(self._stored_tree, opt_state)
 
     @property
     def masks(self) -> Masks:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
-        storages = dict(self.storages)
+        layouts = dict(self.layouts)
 
         def mask(path: trees.KeyPath, positions: jax.Array) -> jax.Array:
-            storage = storages[trees.path_names(path)]
-            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), positions).densify()
+            layout = layouts[trees.path_names(path)]
+            return layout.wrap(jnp.ones(layout.kept_shape, jnp.uint8), positions).densify()
 
         return trees.map_matched(mask, self.indices)
 
     @property
     def formats(self) -> dict[Path, str]:
         """{path: format} of the masked parameters."""
-        return {path: storage.format for path, storage in self.storages}
+        return {path: layout.format for path, layout in self.layouts}
 
     def measure(
         self, params: Params, *args: PyTree, rounds: int = 10
@@ -278,7 +278,7 @@ class Compact(StoredModel, Generic[Tree]):
         """
         dense = self.dense(params)
         state = self._read_state(params, opt_state)
-        check_kept_state(self._owners, state)
+        check_kept_state(self._stored_tree, state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
@@ -336,14 +336,16 @@ class Compact(StoredModel, Generic[Tree]):
                 "cannot move. Give compact outside='zero'."
             )
         wrap_values(self, params)
-        check_kept_state(self._owners, opt_state)
+        check_kept_state(self._stored_tree, opt_state)
 
     @property
-    def _owners(self) -> OwnerTree:
-        storages = dict(self.storages)
+    def _stored_tree(self) -> StoredTree:
+        layouts = dict(self.layouts)
 
-        def describe(path: trees.KeyPath, positions: jax.Array) -> Owner:
-            return Owner(trees.path_string(path), storages[trees.path_names(path)], positions)
+        def describe(path: trees.KeyPath, positions: jax.Array) -> StoredParameter:
+            return StoredParameter(
+                trees.path_string(path), layouts[trees.path_names(path)], positions
+            )
 
         return trees.map_matched(describe, self.indices)
 
@@ -353,7 +355,7 @@ class Compact(StoredModel, Generic[Tree]):
 
     def _in_all_formats(self, dense: Tree) -> dict[str, Compact[Tree]]:
         """Returns the model in each format, where parameters can have the format."""
-        if quantized := [path for path, each in self.storages if each.is_quantized]:
+        if quantized := [path for path, each in self.layouts if each.is_quantized]:
             raise ValueError(
                 f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
                 "floating parameters only. Give formats."
@@ -362,8 +364,8 @@ class Compact(StoredModel, Generic[Tree]):
         arrays = read_masks_by_path(self.graph, masks)
         masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
         models = {}
-        for name, storage in STORAGES.items():
-            formats = {path: name if storage.make(x) else ANY_MASK for path, x in masked}
+        for name, layout in FORMAT_LAYOUTS.items():
+            formats = {path: name if layout.make(x) else ANY_MASK for path, x in masked}
             models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
 
@@ -381,7 +383,7 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
 
 
 jax.tree_util.register_dataclass(
-    Compact, ["indices", "frozen"], ["graph", "storages", "in_turn"], drop_fields=["start"]
+    Compact, ["indices", "frozen"], ["graph", "layouts", "in_turn"], drop_fields=["start"]
 )
 
 
@@ -440,8 +442,8 @@ def compact(
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
     masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
-    stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
-    opt_state = spread_state(opt_state, params)
-    error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)
-    start = {**stored.start, "opt_state": take_state(owner_tree, opt_state), "update_error": error}
-    return Compact(**{**vars(stored), "start": start})
+    stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
+    opt_state = densify_kept_states(opt_state, params)
+    error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
+    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
+    return Compact(**{**vars(stored), "start": {**stored.start, **start}})

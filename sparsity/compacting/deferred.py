@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.compacting.formats.storage import Kept, Token, is_kept
+from sparsity.compacting.formats.base import Kept, Token, is_kept
 from sparsity.programs.program import Equation
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.formats import STORAGES
-from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.formats import FORMAT_LAYOUTS
+from sparsity.compacting.formats.base import FormatLayout
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
 from sparsity.core.pictures import bars, pick_axes
@@ -22,13 +22,13 @@ class Row(NamedTuple):
 
     Attributes:
       parameter: the parameter.
-      storage: storage of the kept values, `None` without a mask.
+      layout: layout of the kept values, `None` without a mask.
       stored: bytes of the values, of their positions, and of frozen entries.
       readers: operations other than products that read the parameter as a dense array.
     """
 
     parameter: Parameter
-    storage: Storage | None
+    layout: FormatLayout | None
     stored: tuple[int, int, int]
     readers: Sequence[str]
 
@@ -40,8 +40,8 @@ class Row(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of kept values and of padding, bytes when dense, and `stored`."""
-        storage, size = self.storage, self.parameter.size
-        kept, padding = (storage.num_kept, storage.padding) if storage else (size, 0)
+        layout, size = self.layout, self.parameter.size
+        kept, padding = (layout.num_kept, layout.padding) if layout else (size, 0)
         return kept, padding, self.nbytes, *self.stored
 
 
@@ -54,7 +54,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
         for name, time in times.items():
             check_number(f"seconds[{path!r}][{name!r}]", time)
     measured_formats = {name for times in seconds.values() for name in times}
-    columns = [name for name in STORAGES if name in measured_formats]
+    columns = [name for name in FORMAT_LAYOUTS if name in measured_formats]
     texts = "parameter", "shape", "format"
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
     if not any(row.stored[2] for row in rows):
@@ -62,8 +62,8 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
     table = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
     counts = [row.numbers[: len(numbers)] for row in rows]
     for row, count in zip(rows, counts, strict=True):
-        storage_format = row.storage.format if row.storage else "no mask"
-        about = row.parameter.name, trees.shape_text(row.parameter.shape), storage_format
+        format_name = row.layout.format if row.layout else "no mask"
+        about = row.parameter.name, trees.shape_text(row.parameter.shape), format_name
         measured = seconds.get(row.parameter.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
         table.add_row(*about, *map("{:,}".format, count), *shown)
@@ -79,7 +79,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
 
 def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
-    shown = [row for row in rows if row.storage or len(row.parameter.shape) > 1]
+    shown = [row for row in rows if row.layout or len(row.parameter.shape) > 1]
     ax = pick_axes(ax, len(shown))
     names, before = [row.parameter.name for row in shown], [row.nbytes for row in shown]
     bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))

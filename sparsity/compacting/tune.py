@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.compacting.deferred import Operand, densify, kept_in
 from sparsity.compacting.densifier import Densifier
-from sparsity.compacting.formats.storage import is_kept
+from sparsity.compacting.formats.base import is_kept
 from sparsity.compacting.stored_model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -39,7 +39,7 @@ def measure(models: Mapping[str, StoredModel], args: tuple[PyTree, ...], rounds:
     """
     programs: dict[Path, dict[str, list[tuple[str, Program]]]] = {}
     for name, model in models.items():
-        paths = {trees.join_names(x): x for x, each in model.storages if each.format == name}
+        paths = {trees.join_names(x): x for x, each in model.layouts if each.format == name}
         for read in list_reads(model, model.graph.model.example[0], args):
             for kept in kept_in(read.inputs):
                 if kept.name in paths:

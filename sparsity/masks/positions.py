@@ -87,13 +87,13 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     is_empty = words.bits == 0
     first = jnp.where(is_empty, k, words.starts)
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
-    named = put(k, first, names)
+    named = scatter(k, first, names)
     word = jax.lax.cummax(named)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
     return jnp.where(slot < words.total, position, slot + (n - words.total))
 
 
-def put(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
+def scatter(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
     """Returns zeros [n] with values at some positions.
 
     The zeros wait for the positions: XLA on CPUs begins a program with its buffers of zeros, and
@@ -148,7 +148,7 @@ def list_positions(rows: np.ndarray) -> np.ndarray:
     return positions
 
 
-def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
+def scatter_by_words(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     """Returns [n] with the values of kept entries at their positions, any values elsewhere.
 
     A scatter needs a buffer of n entries, and XLA runs it in one thread. This program is a loop
@@ -162,7 +162,7 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
 
     Example:
       >>> words = read_words(jnp.array([0, 1, 0, 1]))
-      >>> jnp.where(are_set(words, 4), spread(words, jnp.array([5, 6, 7]), 4), 0)
+      >>> jnp.where(are_set(words, 4), scatter_by_words(words, jnp.array([5, 6, 7]), 4), 0)
       Array([0, 5, 0, 6], dtype=int32)
     """
     if not n or not values.shape[0]:
@@ -176,7 +176,7 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
 def are_set(words: MaskWords, n: int) -> jax.Array:
     """Returns whether the mask of the words keeps each of n entries, bool[n].
 
-    A loop over entries that has read the words for `spread` reads no mask besides them.
+    A loop over entries that has read the words for `scatter_by_words` reads no mask besides them.
 
     Example:
       >>> are_set(read_words(jnp.array([0, 1, 0, 1])), 4)

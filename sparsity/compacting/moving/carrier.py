@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.compacting.deferred import make_token
-from sparsity.compacting.formats.storage import Storage, Token
+from sparsity.compacting.formats.base import FormatLayout, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
@@ -40,12 +40,12 @@ class Carrier:
     """Takes values of a parameter, and moments like them, to new positions.
 
     Attributes:
-      storage: storage of the kept values.
+      layout: layout of the kept values.
       positions: where the values lie before.
       new: the new positions, as `read_positions` takes them.
     """
 
-    storage: Storage
+    layout: FormatLayout
     positions: jax.Array
     new: jax.Array
 
@@ -66,7 +66,7 @@ class Carrier:
         return positions, values
 
     def _carry(self, move: SliceMove) -> list[jax.Array]:
-        sizes = self.storage.batch
+        sizes = self.layout.batch_shape
         move = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(sizes) :]), move)
 
         def step(i: jax.Array, stored: list[jax.Array]) -> list[jax.Array]:
@@ -81,7 +81,7 @@ class Carrier:
         return [x.reshape(*sizes, *x.shape[1:]) for x in moved]
 
     def _carry_slice(self, move: SliceMove) -> list[jax.Array]:
-        slots, stays = self.storage.find_slots(move.old, move.new)
+        slots, stays = self.layout.find_slots(move.old, move.new)
 
         def pick(values: jax.Array, start: jax.Array | None) -> jax.Array:
             shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))  # members of groups follow
@@ -117,7 +117,7 @@ def carry_state(
     kept, starts = ({owner: list[PyTree]() for owner in carriers.values()} for _ in range(2))
 
     def collect(owner: Carrier | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
-        is_kept = owner is not None and jnp.shape(leaf) == owner.storage.kept_shape
+        is_kept = owner is not None and jnp.shape(leaf) == owner.layout.kept_shape
         if owner is not None and is_kept:
             kept[owner].append(leaf)
             starts[owner].append(start)

@@ -87,7 +87,7 @@ def _move(
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
-    movers = make_movers(pruner, model.graph.model.example[0], dict(model.storages))
+    movers = make_movers(pruner, model.graph.model.example[0], dict(model.layouts))
     values, positions = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
@@ -115,8 +115,8 @@ def _move(
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
     carriers = {
-        path: Carrier(storage, positions[path], new[path])
-        for path, storage in model.storages
+        path: Carrier(layout, positions[path], new[path])
+        for path, layout in model.layouts
         if path in movers
     }
     new, params, opt_state = carry_state(carriers, params, opt_state, fresh, model.in_turn)
