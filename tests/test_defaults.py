@@ -92,8 +92,8 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Axis Carrier ChannelGroup Compact CutParameter Deferred Delta Entries Equation Kept
-KeptEntries KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores
+Alignment Axis Carrier ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
+Kept KeptEntries KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores
 SharedEntry Small StoredModel Use Value Visits _Trainer
 """
 

@@ -21,7 +21,7 @@ from sparsity.compacting.building import (
 )
 from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
 from sparsity.compacting.formats.base import is_kept
-from sparsity.compacting.moving.update import Loss, move
+from sparsity.compacting.moving.update import Loss, Run, move
 from sparsity.compacting.optimizer_state import (
     StoredParameter,
     StoredTree,
@@ -191,9 +191,8 @@ class Compact(StoredModel, Generic[Tree]):
         self._check_movable(params, opt_state)
         positions = self.indices
         if not pruner.keeps_count or pruner.regrows is not False:  # or no entry may be lost
-            positions, params, opt_state = move(
-                self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
-            )
+            run = Run(self, params, opt_state, count)
+            positions, params, opt_state = move(run, pruner, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}
         return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 

@@ -18,7 +18,7 @@ from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.finetuning import delta_file
 from sparsity.finetuning.entries import (
     BaseParameter,
-    Entries,
+    ChangedEntries,
     Term,
     describe,
     entry_text,
@@ -89,7 +89,7 @@ class Delta:
             check_masks(params, masks, are_packed=False)
             kept = {trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()}
         parameters: dict[str, BaseParameter] = {}
-        changes: dict[str, Entries] = {}
+        changes: dict[str, ChangedEntries] = {}
         for name in before:
             old, new = to_host(name, before[name]), to_host(name, after[name])
             if (old.shape, old.dtype) != (new.shape, new.dtype):

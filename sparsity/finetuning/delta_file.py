@@ -21,7 +21,7 @@ from sparsity.core.checks import check_number, unique_keys
 from sparsity.core.files import reading, replacing
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import gaps
-from sparsity.finetuning.entries import BaseParameter, Entries, Term
+from sparsity.finetuning.entries import BaseParameter, ChangedEntries, Term
 
 FORMAT = "sparsity.delta/1"
 KINDS = {False: "values", True: "differences"}
@@ -125,13 +125,15 @@ def _read_term(
             raise ValueError(f"{name!r} has {largest} as its largest change")
         values = file.get_tensor(f"{number}/{KINDS[is_difference]}/{name}")
         values = values if values.dtype.name == dtype else values.view(dtype)
-        part = Entries(file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest)
+        part = ChangedEntries(
+            file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest
+        )
         entries[name] = part
         _check(name, base[name], part)
     return Term(fields["weight"], entries)
 
 
-def _check(name: str, parameter: BaseParameter, part: Entries) -> None:
+def _check(name: str, parameter: BaseParameter, part: ChangedEntries) -> None:
     """Raises a ValueError unless entries fit their parameter."""
     floats = [jnp.issubdtype(d, np.floating) for d in (parameter.dtype, part.values.dtype)]
     fits = all(floats) if part.is_difference else part.values.dtype.name == parameter.dtype

@@ -24,6 +24,7 @@ from sparsity.training.kept_state import (
     KeptState,
     KeptTree,
     Positions,
+    count_parts,
     find_sharding,
     gather,
 )
@@ -120,7 +121,7 @@ class _Trainer:
 
         positions = trees.map_matched(place, trained)
         kept = gather(trained, self._read_kept(trained, positions))
-        check_entrywise(self.inner, trained, kept, "train_only", "")
+        check_entrywise(self.inner, trained, kept, "train_only")
         return KeptState(positions, self.inner.init(kept))
 
     def update(
@@ -203,7 +204,7 @@ def read_kept_entries(masks: Masks) -> dict[trees.KeyPath, KeptEntries]:
         name, array = trees.path_string(path), np.asarray(mask)
         check_entries(array, name)
         if array.any():
-            entries[path] = _read_entries(name, array != 0, _count_parts(mask))
+            entries[path] = _read_entries(name, array != 0, count_parts(mask))
     if not entries:
         raise ValueError("masks keep no entry, so that train_only has nothing to train.")
     return entries
@@ -230,12 +231,6 @@ def _read_entries(name: str, mask: np.ndarray, parts: tuple[int, ...]) -> KeptEn
     return KeptEntries(layout, layout.list_positions(mask))
 
 
-def _count_parts(array: PyTree) -> tuple[int, ...]:
-    """Returns the number of parts that a mesh makes of an array along each axis."""
-    placed, ndim = find_sharding(array), np.ndim(array)
-    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
-
-
 def _check_parameter(path: trees.KeyPath, param: jax.Array, entries: KeptEntries) -> None:
     """Raises a ValueError if a parameter cannot be trained, or lies on other devices."""
     name = trees.path_string(path)
@@ -244,7 +239,7 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, entries: KeptEntries
             f"The masks have a leaf at {name!r}, which is no floating array but of "
             f"{getattr(param, 'dtype', type(param))}. Give it no mask: None."
         )
-    parts, is_placed = _count_parts(param), find_sharding(param) is not None
+    parts, is_placed = count_parts(param), find_sharding(param) is not None
     # Axes of the kind Auto are in no type of a traced array.
     if entries.positions is None or not is_placed or (is_traced(param) and math.prod(parts) == 1):
         return

@@ -213,6 +213,25 @@ def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array
     return slot, ((bits >> bit) & 1 > 0) & ~is_outside
 
 
+def carry_values(
+    slots: jax.Array | None, stays: jax.Array, values: jax.Array, fresh: jax.Array | None
+) -> jax.Array:
+    """Returns the values of a slice in the slots of another mask; see `slots_of_positions`.
+
+    Args:
+      slots: [..., k], the old slot of each new slot; `None` if all values stay where they are.
+      stays: bool[..., k], whether the old mask kept the entry of a new slot.
+      values: [..., k, *members] in old slots.
+      fresh: values of entries that are new, of the same shape; `None` for 0.
+    """
+    shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))
+    if slots is not None:
+        at = slots.reshape(shape)
+        values = jnp.take_along_axis(values, at, stays.ndim - 1, mode="clip")
+    zero = jnp.zeros((), values.dtype)
+    return jnp.where(stays.reshape(shape), values, zero if fresh is None else fresh)
+
+
 def _find_bit(bits: jax.Array, rank: jax.Array) -> jax.Array:
     """Returns the place of the set bit with `rank` set bits below, by halving the word."""
     place = jnp.zeros_like(rank)

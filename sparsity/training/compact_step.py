@@ -64,11 +64,11 @@ class CompactStep(Step):
             )
         return super().wrap(updater, inner, masks)
 
-    def placeholder(self, params: Params) -> KeptState:
+    def init_placeholder(self, params: Params) -> KeptState:
         return KeptState(0, self.inner.init(params))
 
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> KeptState:
-        layouts = self.layouts(params, masks, sites)
+        layouts = self.find_layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         kept = find_kept(params, masks, layouts)
@@ -87,7 +87,7 @@ class CompactStep(Step):
                 "Restore it with that option."
             )
 
-    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         positions = state.inner_state.positions
         return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
@@ -99,7 +99,7 @@ class CompactStep(Step):
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
-        kept = find_kept(params, new.masks, self._stored_layouts(new, inputs))
+        kept = find_kept(params, new.masks, self._find_stored_layouts(new, inputs))
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
@@ -122,7 +122,7 @@ class CompactStep(Step):
         steps = scatter_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
-    def layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
+    def find_layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter, for new masks.
 
         Raises:
@@ -154,7 +154,7 @@ class CompactStep(Step):
 
         return trees.map_matched(layout, params, masks)
 
-    def _stored_layouts(self, state: SparseState, inputs: StepInputs) -> Layouts:
+    def _find_stored_layouts(self, state: SparseState, inputs: StepInputs) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter in a state.
 
         Raises:
@@ -167,7 +167,7 @@ class CompactStep(Step):
             return None if sites[path].pattern.is_elementwise else mask
 
         masks = trees.map_matched(in_units, state.masks)
-        layouts = self.layouts(inputs.params, masks, sites)
+        layouts = self.find_layouts(inputs.params, masks, sites)
 
         def check(
             path: trees.KeyPath, kept: KeptParameter, layout: KeptLayout | None

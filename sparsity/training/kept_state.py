@@ -23,6 +23,7 @@ from sparsity.core.kernels import compute_once_after
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import (
     are_set,
+    carry_values,
     kept_positions,
     read_words,
     scatter_by_words,
@@ -195,14 +196,11 @@ def carry(state: PyTree, fresh: PyTree, moves: Moves) -> PyTree:
       moves: result of `find_moves`.
     """
 
-    def pick(old: jax.Array, new: jax.Array, slots: jax.Array, stays: jax.Array) -> jax.Array:
-        return jnp.where(stays, old[slots], new)
-
     def moved(move: Move | None, old: PyTree, new: PyTree) -> PyTree:
         if move is None or jnp.shape(old) != move.kept.layout.kept_shape:
             return old
         param, map_slices = move.kept.param, move.kept.layout.map_slices
-        return map_slices(pick, param, old, new, move.slots, move.stays)
+        return map_slices(carry_values, param, move.slots, move.stays, old, new)
 
     return owners.map_owned(moved, moves, state, fresh)
 
@@ -213,18 +211,21 @@ def find_sharding(array: PyTree) -> NamedSharding | None:
     return placed if isinstance(placed, NamedSharding) and not placed.mesh.empty else None
 
 
+def count_parts(array: PyTree) -> tuple[int, ...]:
+    """Returns the number of parts that a mesh makes of an array along each axis."""
+    placed, ndim = find_sharding(array), jnp.ndim(array)
+    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
+
+
 def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:
     """Raises a ValueError if a masked parameter is sharded along another axis than batch axes.
 
     Flat positions within a slice that lies on several devices would gather it in every step, and
     its shards keep different numbers of entries.
     """
-    placed = find_sharding(param)
-    if placed is None:
-        return
-    counts = sharding.num_devices(placed, param.ndim)
+    placed, counts = find_sharding(param), count_parts(param)
     cut = [axis for axis in range(batch_axes, param.ndim) if counts[axis] > 1]
-    if cut:
+    if placed is not None and cut:
         raise ValueError(
             f"use_compact_state=True: {trees.path_string(path)!r} of shape {param.shape} is "
             f"sharded along axes {cut} ({placed.spec}), where devices keep unequal numbers. "

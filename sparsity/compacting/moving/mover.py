@@ -92,14 +92,14 @@ class Mover:
         """Steps of the flat index of the parameter, for each axis."""
         return hashing.flat_strides(self.layout.shape)
 
-    def kind(self) -> Hashable:
+    def program_key(self) -> Hashable:
         """Returns a key that is equal for parameters whose slices move by one program."""
         site, target = self.site, self.target
         dtype = trees.leaves_by_path(self.example)[self.path].dtype
         number = target if target is None or is_traced(target) else float(target)
         return self.part_layout, site.pattern, site.batch_axes, number, dtype
 
-    def slices(
+    def make_slices(
         self,
         values: jax.Array,
         positions: jax.Array,
@@ -219,7 +219,7 @@ class Mover:
         return scores
 
     def move_alike(self, each: list[tuple[SliceArrays, jax.Array | None]]) -> list[jax.Array]:
-        """Returns the new positions of parameters of one `kind`, one part after the other."""
+        """Returns the new positions of parameters of one `program_key`, part by part."""
 
         def flatten(x: jax.Array) -> jax.Array:
             return x.reshape(-1, *x.shape[self.depth :])
@@ -266,7 +266,7 @@ def move_all(
     kinds: dict[Hashable, list[Path]] = {}
     for path, mover in movers.items():
         arrays = slices[path], gradients.get(path)
-        kind = mover.kind(), jax.tree.structure(arrays)
+        kind = mover.program_key(), jax.tree.structure(arrays)
         kinds.setdefault(path if mover.rule is None else kind, []).append(path)
     new: dict[Path, jax.Array] = {}
     for paths in kinds.values():
