@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -17,8 +15,7 @@ from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.comparisons.updates import check_updates
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, PyTree
-from sparsity.masks.slice_layout import SliceLayout
-from sparsity.training.kept_state import KeptState
+from sparsity.training.kept_state import KeptParameter, KeptState, read_kept
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
@@ -26,7 +23,7 @@ _REMEDY = "start a new state: compact without opt_state, then tx.init(model.para
 
 @dataclasses.dataclass(frozen=True)
 class StoredParameter:
-    """A parameter to which leaves of an optimizer's state belong.
+    """A parameter as `compact` stores it, to which leaves of an optimizer's state belong.
 
     Attributes:
       name: the path.
@@ -69,7 +66,7 @@ class StoredParameter:
         return self.layout.wrap(values, jnp.asarray(self.positions)).densify()
 
 
-StoredTree: TypeAlias = PyTree  # tree like the parameters, an `StoredParameter` for each
+StoredTree: TypeAlias = PyTree  # tree like the parameters, a `StoredParameter` for each
 
 
 def densify_kept_states(state: PyTree, params: Params) -> PyTree:
@@ -87,27 +84,23 @@ def densify_kept_states(state: PyTree, params: Params) -> PyTree:
         names the parameter.
     """
 
-    def describe(
-        path: trees.KeyPath, param: jax.Array, positions: jax.Array | None
-    ) -> Callable[[jax.Array], PyTree] | None:
-        if positions is None:
-            return None
-        shape, batch = jnp.shape(param), positions.shape[:-1]
-        if batch != shape[: len(batch)]:
-            raise ValueError(
-                f"opt_state has positions of the shape {positions.shape} for "
-                f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept entries. "
-                "Start a new state."
-            )
-        return functools.partial(_densify_on_host, np.asarray(positions), shape)
+    def densify(kept: KeptParameter | None, leaf: jax.Array) -> PyTree:
+        if kept is None or jnp.shape(leaf) != kept.positions.shape:
+            return leaf
+        array: PyTree = kept.layout.scatter(np.asarray(leaf), np.asarray(kept.positions))
+        return sharding.place_like(leaf, array)  # stays on the host without a mesh
 
     while nodes := trees.find_nodes(state, KeptState):
         node = nodes[0][1]  # a replacement copies the other nodes
-        spreaders = trees.map_matched(describe, params, node.positions)
-        dense = owners.map_owned(
-            lambda spread, leaf: leaf if spread is None else spread(leaf), spreaders, node.state
-        )
-        state = trees.replace_node(state, node, dense)
+        kept_tree = read_kept(params, node.positions)
+        for path, kept in trees.leaves_by_path(kept_tree).items():
+            if kept.positions.shape != kept.layout.kept_shape:
+                raise ValueError(
+                    f"opt_state has positions of the shape {kept.positions.shape} for "
+                    f"{trees.path_string(path)!r} of shape {kept.layout.shape}: a mesh divides its "
+                    "kept entries. Start a new state."
+                )
+        state = trees.replace_node(state, node, owners.map_owned(densify, kept_tree, node.state))
     return state
 
 
@@ -115,7 +108,7 @@ def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
     """Cuts the moments of masked parameters down to those of kept values.
 
     Args:
-      stored_tree: owners of the parameters.
+      stored_tree: the parameters as `compact` stores them.
       state: state of an optimizer, with dense moments; of a SparseState the inner state.
 
     Raises:
@@ -222,12 +215,3 @@ def compare_kept_updates(
         model="kept values",
         remedy=_REMEDY,
     )
-
-
-def _densify_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Array) -> PyTree:
-    """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
-    if jnp.shape(kept) != positions.shape:
-        return kept
-    layout = SliceLayout(shape, tuple(range(positions.ndim - 1)))
-    array: PyTree = layout.scatter(np.asarray(kept), positions)  # stays on the host without a mesh
-    return sharding.place_like(kept, array)
