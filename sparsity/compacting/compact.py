@@ -190,7 +190,8 @@ class Compact(StoredModel, Generic[Tree]):
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
         positions = self.indices
-        if not pruner.keeps_count or pruner.regrows is not False:  # or no entry may be lost
+        # An updater that keeps the counts and never regrows weights leaves the masks as they are.
+        if not pruner.keeps_count or pruner.regrows is not False:
             run = Run(self, params, opt_state, count)
             positions, params, opt_state = move(run, pruner, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}

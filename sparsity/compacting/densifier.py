@@ -170,7 +170,7 @@ def _map_values(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
-    # A second cast would round the frozen entries once only.
+    # Frozen entries are cast once, from their own dtype; two casts of the values may round twice.
     is_uncast = kept.layout.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
         return kept.with_values(kept.read_values().astype(params["new_dtype"]))

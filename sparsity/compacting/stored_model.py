@@ -15,7 +15,7 @@ from sparsity.compacting.deferred import Operand, kept_in
 from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.base import FormatLayout, Kept, is_kept
 from sparsity.compacting.observer import Observer
-from sparsity.compacting.table import Row
+from sparsity.compacting.table import Row, StoredBytes
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph
@@ -166,18 +166,18 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
     return reads
 
 
-def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
-    """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
+def count_bytes(model: StoredModel) -> dict[Path, StoredBytes]:
+    """Returns the bytes that are stored of each parameter."""
     layouts, nbytes = dict(model.layouts), {}
     positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
     for parameter in model.graph.parameters:
         path, itemsize = parameter.path, parameter.dtype.itemsize
         if (layout := layouts.get(path)) is None:
-            nbytes[path] = parameter.size * itemsize, 0, 0
+            nbytes[path] = StoredBytes(parameter.size * itemsize)
             continue
         values = math.prod(layout.kept_shape) * (4 if layout.is_quantized else itemsize)
         outside = frozen[path].nbytes if path in frozen else 0
-        nbytes[path] = values, positions[path].nbytes, outside
+        nbytes[path] = StoredBytes(values, positions[path].nbytes, outside)
     return nbytes
 
 

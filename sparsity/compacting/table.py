@@ -17,19 +17,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+class StoredBytes(NamedTuple):
+    """Bytes of the values of a parameter, of their positions, and of frozen entries."""
+
+    values: int
+    positions: int = 0
+    frozen: int = 0
+
+
 class Row(NamedTuple):
     """A row of the table: one parameter.
 
     Attributes:
       parameter: the parameter.
       layout: layout of the kept values, `None` without a mask.
-      stored: bytes of the values, of their positions, and of frozen entries.
+      stored: bytes that are stored.
       readers: operations other than products that read the parameter as a dense array.
     """
 
     parameter: Parameter
     layout: FormatLayout | None
-    stored: tuple[int, int, int]
+    stored: StoredBytes
     readers: Sequence[str]
 
     @property
@@ -57,7 +65,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
     columns = [name for name in FORMAT_LAYOUTS if name in measured_formats]
     texts = "parameter", "shape", "format"
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
-    if not any(row.stored[2] for row in rows):
+    if not any(row.stored.frozen for row in rows):
         numbers.pop()
     table = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
     counts = [row.numbers[: len(numbers)] for row in rows]

@@ -112,8 +112,8 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
         """Sums the squares of the product's outputs; `floating` replaces the arrays at `places`."""
         replaced = dict(zip(places, floating, strict=True))
         operands = [replaced.get(i, x) for i, x in enumerate(arrays)]
-        # Without turns, compilers share the dense parameter of both passes here, but not in a model
-        # of many layers.
+        # As in the model: otherwise XLA shares the dense parameter of both passes in this small
+        # program, which it cannot do in a model of many layers.
         interpreter = Densifier(lambda _: True, model.in_turn)
         outputs = interpreter.bind(read.equation, jax.tree.unflatten(structure, operands))
         dense = [densify(y) for y in outputs if trees.is_prunable(y)]

@@ -240,7 +240,7 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, entries: KeptEntries
             f"{getattr(param, 'dtype', type(param))}. Give it no mask: None."
         )
     parts, is_placed = count_parts(param), find_sharding(param) is not None
-    # Axes of the kind Auto are in no type of a traced array.
+    # The type of a traced array does not show how Auto axes of a mesh divide the array.
     if entries.positions is None or not is_placed or (is_traced(param) and math.prod(parts) == 1):
         return
     mask_parts = entries.layout.batch_shape or (1,) * param.ndim

@@ -344,8 +344,8 @@ class Kept:
         """Returns the dense array.
 
         Args:
-          token: an int32 0; no array is allocated before its value exists. `None` copies the bits
-            of frozen entries, those of NaN included; a scan has no second derivatives of the copy.
+          token: an int32 0; no array is allocated before its value exists. `None` copies frozen
+            entries bit by bit, NaN included; within a scan the copy has no second derivatives.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))

@@ -45,7 +45,7 @@ class Carrier:
         """
         stored = [self.positions, *kept]
         carry = functools.partial(sharding.shard_like, stored, self._carry)
-        # XLA carries a donated array in place in a branch, and all arrays at once without one.
+        # In a branch XLA carries a donated array in place; outside, it would carry all at once.
         positions, *values = lax.cond(
             token == 0, carry, lambda stored, *_: stored, stored, self.new, fresh
         )

@@ -138,7 +138,7 @@ class Mover:
     def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
         layout = self.part_layout
         shape, positions = layout.kept_shape, part.positions.reshape(layout.positions_shape)
-        # A dense slice that waits for the gradient is not built before.
+        # With the token, XLA builds the dense slice only after the gradient.
         token = 0 if gradient is None else make_token([gradient])
 
         def densify(values: jax.Array) -> jax.Array:
