@@ -201,7 +201,7 @@ def read_kept_entries(masks: Masks) -> dict[trees.KeyPath, KeptEntries]:
     check_values("masks", masks, "Call train_only outside of jit, scan and vmap.")
     entries = {}
     for path, mask in trees.leaves_by_path(masks).items():
-        name, array = trees.path_string(path), np.asarray(mask)
+        name, array = trees.path_string(path), np.asarray(jax.device_get(mask))
         check_entries(array, name)
         if array.any():
             entries[path] = _read_entries(name, array != 0, count_parts(mask))

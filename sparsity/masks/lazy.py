@@ -315,9 +315,12 @@ _ON_HOST: dict[str, Callable[..., np.ndarray]] = {
 def host_scores(
     hook: Callable[..., PyTree], params: Params, grads: Grads | None
 ) -> ScoreTree | None:
-    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not."""
+    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not.
+
+    Raises:
+      ValueError: the hook is marked but joins entries, wherever the arrays are.
+    """
+    scores = defer_scores(hook, params, None, grads)
     if host.find_place(params, grads) is None:
         return None
-    scores = defer_scores(hook, params, None, grads)
-    is_on_host = all(score.is_on_host for score in jax.tree.leaves(scores))
-    return scores if is_on_host else None
+    return scores if all(score.is_on_host for score in jax.tree.leaves(scores)) else None

@@ -203,6 +203,7 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     np.testing.assert_array_equal(mask, expected)
 
 
+@helpers.ON_CPU
 def test_masks_of_leaves_of_one_shape_are_traced_once():
     leaves = [jax.ShapeDtypeStruct((60, 50), jnp.float32)] * 3
     search = jax.make_jaxpr(lambda tree: selection.global_topk_mask(tree, jnp.int32(900)))(leaves)
