@@ -61,9 +61,9 @@ class Grouped(FormatLayout):
         if groups is None:
             return None
         group, positions = groups
-        kept_shape = (*positions.shape[len(stack) :], group)
+        shape = (*positions.shape[len(stack) :], group)
         padding = positions.size * group - int(np.count_nonzero(mask))
-        layout = cls(mask.shape, stack, slice_kept_shape=kept_shape, padding=padding, inputs=inputs)
+        layout = cls(mask.shape, stack, slice_kept_shape=shape, padding=padding, inputs=inputs)
         return layout, positions
 
     @property

@@ -29,9 +29,8 @@ class Values(FormatLayout):
         mask, stack = parameter.mask, parameter.stack
         positions = SliceLayout(mask.shape, stack).list_positions(mask)
         padding = positions.size - int(np.count_nonzero(mask))
-        return cls(
-            mask.shape, stack, slice_kept_shape=positions.shape[-1:], padding=padding
-        ), positions
+        k = positions.shape[-1]
+        return cls(mask.shape, stack, slice_kept_shape=(k,), padding=padding), positions
 
     def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
