@@ -382,8 +382,14 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
-jax.tree_util.register_dataclass(
-    Compact, ["indices", "frozen"], ["graph", "layouts", "in_turn"], drop_fields=["start"]
+# `register_dataclass` of jax 0.8 fails for a field such as `start`, which is no part of the pytree.
+jax.tree_util.register_pytree_with_keys(
+    Compact,
+    lambda model: (
+        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in ("indices", "frozen")],
+        (model.graph, model.layouts, model.in_turn),
+    ),
+    lambda static, leaves: Compact(*[*leaves, *static]),
 )
 
 
