@@ -19,7 +19,7 @@ def compiled(shapes, across_leaves=False):
 
     def masks(leaves):
         k = jnp.full(1 if across_leaves else len(leaves), 1000, jnp.uint32)
-        lazy = [Ranked(Scores(jnp.abs, (x,))) for x in leaves]
+        lazy = [Ranked.wrap(Scores(jnp.abs, (x,))) for x in leaves]
         return selection.topk_masks(lazy, (k & 0, k), across_leaves=across_leaves)
 
     return jax.jit(masks).lower(leaves).compile()
