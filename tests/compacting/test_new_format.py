@@ -30,8 +30,8 @@ class Backwards(FormatLayout):
     def gather(self, array, positions):
         return super().gather(flip(array, self.stack), positions)
 
-    def scatter_slice(self, values, positions, outside):
-        return outside[::-1].at[positions].set(values)[::-1]
+    def scatter_slice(self, values, positions, flat):
+        return flat[::-1].at[positions].set(values)[::-1]
 
     def rows(self, mask):
         return self.slices(mask)[..., ::-1].reshape(-1, self.slice_size)

@@ -84,15 +84,13 @@ class FormatLayout(KeptLayout):
         """Calls `make` for a parameter without a chosen format; `None` if another is faster."""
         return cls.make(parameter)
 
-    def scatter_slice(
-        self, values: jax.Array, positions: jax.Array, outside: jax.Array
-    ) -> jax.Array:
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           values: the kept values of the slice.
           positions: where they lie.
-          outside: flat dense array whose entries stay outside the mask.
+          flat: flat dense array whose entries stay outside the mask.
         """
         raise NotImplementedError
 

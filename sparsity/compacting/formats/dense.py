@@ -38,10 +38,8 @@ class Dense(FormatLayout):
         values = jnp.where(kept.positions > 0, values, lax.stop_gradient(values))
         return values.reshape(kept.sizes).transpose(kept.axes)
 
-    def scatter_slice(
-        self, values: jax.Array, positions: jax.Array, outside: jax.Array
-    ) -> jax.Array:
-        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), outside)
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), flat)
 
     def locate(self, mask: jax.Array) -> jax.Array:
         return mask.transpose(self.order)

@@ -83,12 +83,10 @@ class WholeSlices(FormatLayout):
         values = np.take_along_axis(slices, np.minimum(at, slices.shape[axis] - 1), axis)
         return np.where(at < slices.shape[axis], values, np.zeros((), slices.dtype))
 
-    def scatter_slice(
-        self, values: jax.Array, positions: jax.Array, outside: jax.Array
-    ) -> jax.Array:
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         at, size = positions.astype(jnp.int32), self.slice_shape[self.axis]
         at = jnp.where(at < size, at, size + jnp.arange(len(at)))  # no padding comes twice
-        slices = outside.reshape(self.slice_shape).at[(*[slice(None)] * self.axis, at)]
+        slices = flat.reshape(self.slice_shape).at[(*[slice(None)] * self.axis, at)]
         dense = slices.set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
         return dense.reshape(-1)
 

@@ -42,10 +42,8 @@ class Values(FormatLayout):
         )
         return _write(kept.values, kept.positions, bits.reshape(self.slice_size))
 
-    def scatter_slice(
-        self, values: jax.Array, positions: jax.Array, outside: jax.Array
-    ) -> jax.Array:
-        return _scatter(outside, positions, values)
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return _scatter(flat, positions, values)
 
     def rows(self, mask: jax.Array) -> jax.Array:
         return self.slices(mask).reshape(math.prod(self.batch_shape), self.num_units)
