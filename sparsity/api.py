@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from sparsity.core.checks import check_fraction, check_function
 from sparsity.core.names import suggest
@@ -21,7 +21,7 @@ from sparsity.sparsity_schedules import (
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
 
 T = TypeVar("T")
-Options = dict[str, Any]  # keys of a configuration with their values
+Options: TypeAlias = dict[str, Any]  # keys of a configuration with their values
 
 _log = logging.getLogger(__name__)
 

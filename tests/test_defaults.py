@@ -92,9 +92,9 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Axis Carrier ChannelGroup Compact CutParameter Deferred Delta Entries Equation Kept
-KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores SharedEntry Small
-StoredModel Support Use Value Visits _Trainer
+Alignment Axis Carrier ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
+Kept KeptEntries KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores
+SharedEntry Small StoredModel Use Value Visits _Trainer
 """
 
 

@@ -18,7 +18,7 @@ from examples.mnist import config
 from sparsity import patterns
 from sparsity.cli import main
 from sparsity.cli.checkpoints import FORMATS
-from sparsity.compacting.formats import STORAGES
+from sparsity.compacting.formats import FORMAT_LAYOUTS
 from sparsity.masks import SCOPES
 from sparsity.masks.distributions import DISTRIBUTIONS
 from sparsity.sparsity_schedules import SCHEDULES
@@ -138,7 +138,7 @@ def parts_on_pages():
             yield "docs/choosing.md", f"`{kind.__name__}("
     for name in sorted(patterns.parse._FORMS.keys() - {"unstructured"}):
         yield "docs/choosing.md", f'`"{name}_'
-    for name in STORAGES:
+    for name in FORMAT_LAYOUTS:
         yield "docs/howto/compact.md", f"| `{name}` |"
     for name in FORMATS:
         yield "docs/howto/command_line.md", f" {name.removeprefix('.')}"

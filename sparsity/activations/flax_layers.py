@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -16,9 +16,9 @@ from sparsity.core.checks import check_bool, check_density, check_function, chec
 from sparsity.core.warn import warn
 from sparsity.patterns import NByM, parse_nm
 
-OutputPattern = float | str | tuple[int, int] | NByM
-LayerPatterns = names.Named[OutputPattern]
-PruneFn = Callable[[chex.Array], jax.Array]
+OutputPattern: TypeAlias = float | str | tuple[int, int] | NByM
+LayerPatterns: TypeAlias = names.Named[OutputPattern]
+PruneFn: TypeAlias = Callable[[chex.Array], jax.Array]
 P = ParamSpec("P")
 R = TypeVar("R")
 Module = TypeVar("Module")

@@ -81,7 +81,7 @@ class ADMMPruning(MagnitudePruning):
     ) -> PyTree:
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
-        inputs = StepInputs(params, None, sites or self.sites(params))
+        inputs = self.make_inputs(params, sites=sites)
         targets = self.compute_targets(params, inputs.sites)
         masked = adapt_scope(self.scope).masked_paths(params, targets)
         weights = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
@@ -97,7 +97,7 @@ class ADMMPruning(MagnitudePruning):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
+        inputs = self.make_inputs(params, grads, extra_args, sites)
         shifted = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
         z, support = self._project(shifted, sparse_state.target_sparsities, inputs)
         u = jax.tree.map(jnp.subtract, shifted, z)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import chex
 import jax
@@ -43,7 +43,7 @@ from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Sch
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 
-LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
+LossFn: TypeAlias = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
 
 
 @dataclasses.dataclass(kw_only=True)

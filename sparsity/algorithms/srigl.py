@@ -37,7 +37,7 @@ from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import sums
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
-from sparsity.masks.positions import put
+from sparsity.masks.positions import scatter
 from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
 from sparsity.selection.kept_counts import num_kept_int
@@ -270,7 +270,7 @@ def move_fan_in(
         lambda: _mask_best_of_each(neuron, drop_scores, counts, fan_in),
         lambda: kept,
     )
-    mask = put(inputs * neurons, positions, kept).reshape(inputs, neurons)
+    mask = scatter(inputs * neurons, positions, kept).reshape(inputs, neurons)
     return _grow_in_turn(mask, Scores.wrap(grow_scores), fan_in)
 
 

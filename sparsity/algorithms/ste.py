@@ -86,7 +86,7 @@ class StraightThrough(BaseUpdater):
             check_masks(params, masks, are_packed=is_packed)
             return unpack_masks(masks, params) if is_packed else masks
         weights = jax.lax.stop_gradient(trees.prunable(params))
-        masks = super().new_masks(state, StepInputs(weights, None, self.sites(params)))
+        masks = super().new_masks(state, self.make_inputs(weights, sites=self.sites(params)))
         return jax.tree.map(lambda mask: self._delay_mask(mask, state.count), masks)
 
     def _delay_mask(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:

@@ -79,13 +79,13 @@ class TopKast(StraightThrough, MagnitudePruning):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        inputs = StepInputs(params, None, sites or self.sites(params))
+        inputs = self.make_inputs(params, sites=sites)
         return self._select_forward(params, target_sparsities, inputs)[1]
 
     def init_algorithm_state(
         self, params: Params, masks: Masks, *, sites: Sites | None = None
     ) -> PyTree:
-        inputs = StepInputs(params, None, sites or self.sites(params))
+        inputs = self.make_inputs(params, sites=sites)
         targets = self.compute_targets(params, inputs.sites)
         _check_backward(self.backward_sparsity, targets)
         scores = inputs.call(self.calculate_scores, params)
@@ -107,7 +107,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         sites: Sites | None = None,
         **extra_args: ExtraArg,
     ) -> SparseState:
-        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
+        inputs = self.make_inputs(params, grads, extra_args, sites)
         targets = sparse_state.target_sparsities
         scores, masks = self._select_forward(params, targets, inputs)
         backward = self._select_backward(scores, masks, targets, inputs)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, STORAGES
+from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMAT_LAYOUTS
+from sparsity.compacting.formats.base import FormatLayout, MaskedParameter
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
-from sparsity.compacting.formats.storage import MaskedParameter, Storage
-from sparsity.compacting.optimizer_state import Owner, OwnerTree
+from sparsity.compacting.optimizer_state import StoredParameter, StoredTree
 from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
@@ -27,8 +27,8 @@ def build(
     params: Params,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
-) -> tuple[StoredModel, OwnerTree]:
-    """Returns the model of kept values, and a tree of `Owner`s like the parameters.
+) -> tuple[StoredModel, StoredTree]:
+    """Returns the model of kept values, and a tree of `StoredParameter`s like the parameters.
 
     Args:
       graph: the graph of the model.
@@ -40,11 +40,11 @@ def build(
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
-    model, owner_tree = _build_once(graph, params, masked, formats)
+    model, stored_tree = _build_once(graph, params, masked, formats)
     while refused := _find_refused(model, formats):
         formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
-        model, owner_tree = _build_once(graph, params, masked, formats)
-    return model, owner_tree
+        model, stored_tree = _build_once(graph, params, masked, formats)
+    return model, stored_tree
 
 
 def _build_once(
@@ -52,26 +52,26 @@ def _build_once(
     params: Params,
     masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
-) -> tuple[StoredModel, OwnerTree]:
+) -> tuple[StoredModel, StoredTree]:
     """Builds the model once; a product may still refuse an automatic format."""
-    storages, positions = _make_storages(masked, formats)
+    layouts, positions = _make_layouts(masked, formats)
 
-    def describe(path: trees.KeyPath, _: PyTree) -> Owner:
+    def describe(path: trees.KeyPath, _: PyTree) -> StoredParameter:
         names = trees.path_names(path)
-        return Owner(trees.path_string(path), storages.get(names), positions.get(names))
+        return StoredParameter(trees.path_string(path), layouts.get(names), positions.get(names))
 
-    owner_tree = trees.map_matched(describe, params)
+    stored_tree = trees.map_matched(describe, params)
     model = StoredModel(
-        jax.tree.map(Owner.place_positions, owner_tree, params),
-        jax.tree.map(Owner.freeze, owner_tree, params),
+        jax.tree.map(StoredParameter.place_positions, stored_tree, params),
+        jax.tree.map(StoredParameter.freeze, stored_tree, params),
         graph,
-        tuple(storages.items()),
+        tuple(layouts.items()),
         jax.device_count() == 1,
-        jax.tree.map(Owner.take, owner_tree, params),
+        {"params": jax.tree.map(StoredParameter.gather, stored_tree, params)},
     )
-    if any(storage.is_quantized for _, storage in model.storages):
+    if any(layout.is_quantized for _, layout in model.layouts):
         find_readers(model)  # raises an error for reads that are no casts
-    return model, owner_tree
+    return model, stored_tree
 
 
 def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]:
@@ -81,23 +81,23 @@ def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]
       model: the model.
       formats: chosen formats, which stay.
     """
-    paths = [path for path, each in model.storages if each.multiplies and path not in formats]
+    paths = [path for path, each in model.layouts if each.multiplies and path not in formats]
     readers = find_readers(model) if paths else {}
     return [path for path in paths if trees.join_names(path) in readers]
 
 
-def _make_storages(
+def _make_layouts(
     masked: Mapping[Path, MaskedParameter], formats: Mapping[Path, str]
-) -> tuple[dict[Path, Storage], dict[Path, np.ndarray]]:
-    """Returns the storages of masked parameters, and the positions of their kept values.
+) -> tuple[dict[Path, FormatLayout], dict[Path, np.ndarray]]:
+    """Returns the layouts of masked parameters, and the positions of their kept values.
 
     Raises:
       ValueError: a parameter cannot have the chosen format.
     """
-    storages, positions = {}, {}
+    layouts, positions = {}, {}
     for path, parameter in masked.items():
         if path in formats:
-            chosen = STORAGES[formats[path]]
+            chosen = FORMAT_LAYOUTS[formats[path]]
             made = chosen.make(parameter)
             if made is None:
                 raise ValueError(
@@ -106,9 +106,9 @@ def _make_storages(
                 )
         else:
             made = next(filter(None, (each.make_automatic(parameter) for each in AUTOMATIC)))
-        storage, positions[path] = made
-        storages[path] = dataclasses.replace(storage, frozen_dtype=parameter.frozen_dtype)
-    return storages, positions
+        layout, positions[path] = made
+        layouts[path] = dataclasses.replace(layout, frozen_dtype=parameter.frozen_dtype)
+    return layouts, positions
 
 
 def describe_masked(
@@ -136,7 +136,7 @@ def describe_masked(
         batch = set.intersection(*batches) if batches else set()
         stack = scanned.get(path, ())
         slices = (*stack, *sorted(batch - {*stack}))
-        counts = np.count_nonzero(SliceLayout(mask.shape, slices).slices(mask), axis=-1)
+        counts = SliceLayout(mask.shape, slices).count_kept(mask)
         stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
         inputs = _find_inputs(graph, path, stack)
         frozen_dtype = np.dtype(leaves[path].dtype) if is_frozen else None
@@ -234,7 +234,7 @@ def read_formats(
                 f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
                 f"{trees.listed([trees.join_names(path) for path in masked])}."
             )
-        if not isinstance(name, str) or name not in STORAGES:
-            raise ValueError(f"formats[{key!r}] must be one of {(*STORAGES,)}, got {name!r}.")
+        if not isinstance(name, str) or name not in FORMAT_LAYOUTS:
+            raise ValueError(f"formats[{key!r}] must be one of {(*FORMAT_LAYOUTS,)}, got {name!r}.")
         chosen[path] = name
     return chosen

@@ -19,17 +19,17 @@ from sparsity.compacting.building import (
     read_formats,
     read_masks_by_path,
 )
-from sparsity.compacting.formats import ANY_MASK, STORAGES
-from sparsity.compacting.formats.storage import is_kept
-from sparsity.compacting.moving.update import Loss, move
+from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
+from sparsity.compacting.formats.base import is_kept
+from sparsity.compacting.moving.update import Loss, Run, move
 from sparsity.compacting.optimizer_state import (
-    Owner,
-    OwnerTree,
+    StoredParameter,
+    StoredTree,
     check_kept_state,
     compare_kept_updates,
+    densify_kept_states,
     densify_state,
-    spread_state,
-    take_state,
+    gather_state,
 )
 from sparsity.compacting.stored_model import (
     StoredModel,
@@ -60,8 +60,8 @@ class Compact(StoredModel, Generic[Tree]):
 
     The model is a pytree. Its leaves are the positions of the values, and frozen entries: pass the
     model to compiled functions as an argument, and save it together with the values. `params`,
-    `opt_state` and `update_error` are not leaves. A model that a compiled function, `jax.tree.map`
-    or a checkpoint returns lacks these attributes, and reading them raises an AttributeError.
+    `opt_state` and `update_error` are not leaves: on a model that a compiled function,
+    `jax.tree.map` or a checkpoint returns, reading them raises an AttributeError.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
     entries.
@@ -80,15 +80,11 @@ class Compact(StoredModel, Generic[Tree]):
       frozen: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
         than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
-      storages: (path, storage) of each masked parameter.
+      layouts: (path, layout) of each masked parameter.
       in_turn: whether each parameter is made dense only when the inputs of its product exist, so
         that one dense parameter is stored at a time. False on several devices, where each wait
         would send a message between devices.
-      params: the parameters to start from: kept values of masked parameters, and dense
-        parameters. A compiled step that donates its arguments deletes these arrays.
-      opt_state: the optimizer's state of `params`, `None` without `opt_state`.
-      update_error: the largest difference between an update of kept values and the same update of
-        masked parameters, relative to the largest entry of the array; `None` without `tx`.
+      start: `params`, `opt_state` and `update_error`, by name; no part of the pytree.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -99,20 +95,28 @@ class Compact(StoredModel, Generic[Tree]):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
-    params: Tree
-    opt_state: PyTree
-    update_error: float | None
+    @property
+    def params(self) -> Tree:
+        """The parameters to start from: kept values of masked parameters, and dense parameters.
 
-    if not TYPE_CHECKING:  # or every name would be an attribute to a type checker
+        A compiled step that donates its arguments deletes these arrays.
+        """
+        params: Tree = self.read_start("params")
+        return params
 
-        def __getattr__(self, name: str) -> None:
-            if name not in ("params", "opt_state", "update_error"):
-                object.__getattribute__(self, name)
-            raise AttributeError(
-                f"This Compact has no {name}: jax made it from its leaves, in a function such as "
-                "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
-                "parameters and the optimizer's state beside the model, as arguments and results."
-            )
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimizer's state of `params`, `None` without `opt_state`."""
+        return self.read_start("opt_state")
+
+    @property
+    def update_error(self) -> float | None:
+        """The largest difference between an update of kept values and one of masked parameters.
+
+        Relative to the largest entry of the array; `None` without `tx`.
+        """
+        error: float | None = self.read_start("update_error")
+        return error
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -186,12 +190,12 @@ class Compact(StoredModel, Generic[Tree]):
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
         positions = self.indices
-        if not pruner.keeps_count or pruner.regrows is not False:  # or no entry may be lost
-            positions, params, opt_state = move(
-                self, params, opt_state, count, pruner=pruner, loss=loss, tx=tx
-            )
-        changed = {"indices": positions, "params": params, "opt_state": opt_state}
-        return _make_model({**vars(self), **changed}), params, opt_state
+        # An updater that keeps the counts and never regrows weights leaves the masks as they are.
+        if not pruner.keeps_count or pruner.regrows is not False:
+            run = Run(self, params, opt_state, count)
+            positions, params, opt_state = move(run, pruner, loss, tx)
+        start = {**self.start, "params": params, "opt_state": opt_state}
+        return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
@@ -211,23 +215,23 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: a leaf holds no moment for each kept value; the error names the parameter.
         """
-        return densify_state(self._owners, opt_state)
+        return densify_state(self._stored_tree, opt_state)
 
     @property
     def masks(self) -> Masks:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
-        storages = dict(self.storages)
+        layouts = dict(self.layouts)
 
         def mask(path: trees.KeyPath, positions: jax.Array) -> jax.Array:
-            storage = storages[trees.path_names(path)]
-            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), positions).densify()
+            layout = layouts[trees.path_names(path)]
+            return layout.wrap(jnp.ones(layout.kept_shape, jnp.uint8), positions).densify()
 
         return trees.map_matched(mask, self.indices)
 
     @property
     def formats(self) -> dict[Path, str]:
         """{path: format} of the masked parameters."""
-        return {path: storage.format for path, storage in self.storages}
+        return {path: layout.format for path, layout in self.layouts}
 
     def measure(
         self, params: Params, *args: PyTree, rounds: int = 10
@@ -274,7 +278,7 @@ class Compact(StoredModel, Generic[Tree]):
         """
         dense = self.dense(params)
         state = self._read_state(params, opt_state)
-        check_kept_state(self._owners, state)
+        check_kept_state(self._stored_tree, state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
@@ -332,14 +336,16 @@ class Compact(StoredModel, Generic[Tree]):
                 "cannot move. Give compact outside='zero'."
             )
         wrap_values(self, params)
-        check_kept_state(self._owners, opt_state)
+        check_kept_state(self._stored_tree, opt_state)
 
     @property
-    def _owners(self) -> OwnerTree:
-        storages = dict(self.storages)
+    def _stored_tree(self) -> StoredTree:
+        layouts = dict(self.layouts)
 
-        def describe(path: trees.KeyPath, positions: jax.Array) -> Owner:
-            return Owner(trees.path_string(path), storages[trees.path_names(path)], positions)
+        def describe(path: trees.KeyPath, positions: jax.Array) -> StoredParameter:
+            return StoredParameter(
+                trees.path_string(path), layouts[trees.path_names(path)], positions
+            )
 
         return trees.map_matched(describe, self.indices)
 
@@ -349,7 +355,7 @@ class Compact(StoredModel, Generic[Tree]):
 
     def _in_all_formats(self, dense: Tree) -> dict[str, Compact[Tree]]:
         """Returns the model in each format, where parameters can have the format."""
-        if quantized := [path for path, each in self.storages if each.is_quantized]:
+        if quantized := [path for path, each in self.layouts if each.is_quantized]:
             raise ValueError(
                 f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
                 "floating parameters only. Give formats."
@@ -358,8 +364,8 @@ class Compact(StoredModel, Generic[Tree]):
         arrays = read_masks_by_path(self.graph, masks)
         masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
         models = {}
-        for name, storage in STORAGES.items():
-            formats = {path: name if storage.make(x) else ANY_MASK for path, x in masked}
+        for name, layout in FORMAT_LAYOUTS.items():
+            formats = {path: name if layout.make(x) else ANY_MASK for path, x in masked}
             models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
 
@@ -376,24 +382,14 @@ def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -
         raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
-def _make_model(fields: Mapping[str, object]) -> Compact[PyTree]:
-    """Returns a model with these fields, which may lack `params` and others that are no leaves."""
-    model = object.__new__(Compact)
-    vars(model).update(fields)
-    return model
-
-
-_LEAVES, _STATIC = ("indices", "frozen"), ("graph", "storages", "in_turn")
-# `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
+# `register_dataclass` of jax 0.8 fails for a field such as `start`, which is no part of the pytree.
 jax.tree_util.register_pytree_with_keys(
     Compact,
     lambda model: (
-        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in _LEAVES],
-        tuple(getattr(model, name) for name in _STATIC),
+        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in ("indices", "frozen")],
+        (model.graph, model.layouts, model.in_turn),
     ),
-    lambda static, leaves: _make_model(
-        dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))
-    ),
+    lambda static, leaves: Compact(*[*leaves, *static]),
 )
 
 
@@ -452,7 +448,8 @@ def compact(
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
     masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
-    stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
-    opt_state = spread_state(opt_state, params)
-    error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)
-    return Compact(**vars(stored), opt_state=take_state(owner_tree, opt_state), update_error=error)
+    stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
+    opt_state = densify_kept_states(opt_state, params)
+    error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
+    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
+    return Compact(**{**vars(stored), "start": {**stored.start, **start}})

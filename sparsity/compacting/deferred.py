@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.compacting.formats.storage import Kept, Token, is_kept
+from sparsity.compacting.formats.base import Kept, Token, is_kept
 from sparsity.programs.program import Equation
 
 
@@ -30,7 +31,8 @@ class Deferred:
     inputs: tuple[Operand, ...]
 
 
-Operand = jax.Array | Kept | Deferred  # the last two are pending: no dense array holds them yet
+# Kept values and deferred outputs are pending: no dense array holds them yet.
+Operand: TypeAlias = jax.Array | Kept | Deferred
 
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 

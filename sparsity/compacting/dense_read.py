@@ -7,6 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,12 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, make_token
-from sparsity.compacting.formats.storage import Kept, Token
+from sparsity.compacting.formats.base import Kept, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, is_differentiable
 
-Arrays = list[jax.Array]
+Arrays: TypeAlias = list[jax.Array]
 
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 
@@ -114,7 +115,7 @@ class DenseRead:
         operands = find_operands(self.equation, self._inputs(arrays))
         relaid = cotangents
         if operands and kept and dense:
-            gradient = operands[1].storage.differentiate(self.equation, *operands, *cotangents)
+            gradient = operands[1].layout.differentiate(self.equation, *operands, *cotangents)
             if gradient is not None:
                 return {kept[0]: gradient}
             other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
@@ -229,7 +230,7 @@ def _is_widened(equation: Equation, inputs: Sequence[Operand]) -> bool:
 
 def _widens_exactly(kept: Kept) -> bool:
     """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
-    dtype = kept.storage.frozen_dtype
+    dtype = kept.layout.frozen_dtype
     is_exact = kept.frozen is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
     return is_exact and kept.observer is None
 

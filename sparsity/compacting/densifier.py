@@ -18,8 +18,8 @@ from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, kept_in
 from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
+from sparsity.compacting.formats.base import Kept
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
-from sparsity.compacting.formats.storage import Kept
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
@@ -91,7 +91,7 @@ class Densifier(Interpreter[Operand]):
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
         if operands := find_operands(equation, inputs):
             _, kept, _ = operands
-            product = kept.storage.multiply(equation, *operands)
+            product = kept.layout.multiply(equation, *operands)
             if product is not None:
                 self._record(equation, inputs, False)
                 return [product]
@@ -156,9 +156,9 @@ def _check_casts(equation: Equation, inputs: Sequence[Operand]) -> None:
     # Loops have as many inputs as values: each body checks its equations.
     for value, array in zip(equation.inputs, inputs, strict=True):
         for kept in kept_in([array]) if is_quantized(value.dtype) else ():
-            if kept.storage.is_quantized:
+            if kept.layout.is_quantized:
                 raise ValueError(
-                    f"{kept.name!r} is {kept.storage.frozen_dtype} and read by {equation.name} "
+                    f"{kept.name!r} is {kept.layout.frozen_dtype} and read by {equation.name} "
                     f"{equation.source}. Its trained entries are floats: cast the parameter to a "
                     "float of 16 bits or more first, or give it no mask: None."
                 )
@@ -170,8 +170,8 @@ def _map_values(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
-    # A second cast would round the frozen entries once only.
-    is_uncast = kept.storage.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
+    # Frozen entries are cast once, from their own dtype; two casts of the values may round twice.
+    is_uncast = kept.layout.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
         return kept.with_values(kept.read_values().astype(params["new_dtype"]))
     if not kept.is_plain:

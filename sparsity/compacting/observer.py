@@ -57,7 +57,7 @@ def _observe(
 ) -> tuple[None, None, jax.Array]:
     """Returns the cotangents of slices, arrays and result; see `Observer`."""
     arrays, result = residuals
-    like = sharding.abstract(result)  # a rule that held the array would leak a traced one
+    like = sharding.abstract(result)  # the array itself would leak a tracer
 
     def run(arrays: PyTree, gradient: jax.Array) -> jax.Array:
         def run_slice(pair: tuple[PyTree, jax.Array]) -> jax.Array:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -12,67 +10,66 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsity.compacting.formats.base import FormatLayout
 from sparsity.compacting.formats.narrow_dtypes import to_bits
-from sparsity.compacting.formats.storage import Storage
 from sparsity.comparisons.updates import check_updates
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, PyTree
-from sparsity.masks.slice_layout import SliceLayout
-from sparsity.training.kept_state import KeptState
+from sparsity.training.kept_state import KeptParameter, KeptState, read_kept
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Owner:
-    """A parameter to which leaves of an optimizer's state belong.
+class StoredParameter:
+    """A parameter as `compact` stores it, to which leaves of an optimizer's state belong.
 
     Attributes:
       name: the path.
-      storage: the storage of the kept values, `None` for a dense parameter.
+      layout: the layout of the kept values, `None` for a dense parameter.
       positions: where the kept values lie.
     """
 
     name: str
-    storage: Storage | None
+    layout: FormatLayout | None
     positions: jax.Array | np.ndarray | None
 
     def place_positions(self, leaf: PyTree) -> jax.Array | None:
         """Returns the positions on the devices of a parameter."""
-        if self.storage is None:
+        if self.layout is None:
             return None
-        return self.storage.place(np.asarray(self.positions), leaf, self.name)
+        return self.layout.place(np.asarray(self.positions), leaf, self.name)
 
     def freeze(self, leaf: PyTree) -> PyTree:
         """Returns the dense slices of a parameter if entries outside the mask are frozen."""
-        if self.storage is None or self.storage.frozen_dtype is None:
+        if self.layout is None or self.layout.frozen_dtype is None:
             return None
-        order = self.storage.order
+        order = self.layout.order
         return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
 
-    def take(self, leaf: PyTree) -> PyTree:
+    def gather(self, leaf: PyTree) -> PyTree:
         """Returns the entries that the mask keeps, of a dense array or of its shape."""
-        if self.storage is None:
+        if self.layout is None:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return self.storage.shrink(leaf)
-        values = self.storage.take(np.asarray(leaf), np.asarray(self.positions))
-        if self.storage.is_quantized and values.dtype == self.storage.frozen_dtype:
+            return self.layout.describe_values(leaf)
+        values = self.layout.gather(np.asarray(leaf), np.asarray(self.positions))
+        if self.layout.is_quantized and values.dtype == self.layout.frozen_dtype:
             values = values.astype(np.float32)
-        return self.storage.place(values, leaf, self.name)
+        return self.layout.place(values, leaf, self.name)
 
     def densify(self, values: jax.Array) -> jax.Array:
         """Returns kept values as a dense array, with zeros outside the mask."""
-        if self.storage is None:
+        if self.layout is None:
             return values
-        return self.storage.wrap(values, jnp.asarray(self.positions)).densify()
+        return self.layout.wrap(values, jnp.asarray(self.positions)).densify()
 
 
-OwnerTree: TypeAlias = PyTree  # tree like the parameters, an `Owner` for each
+StoredTree: TypeAlias = PyTree  # tree like the parameters, a `StoredParameter` for each
 
 
-def spread_state(state: PyTree, params: Params) -> PyTree:
+def densify_kept_states(state: PyTree, params: Params) -> PyTree:
     """Returns an optimizer state with arrays like the parameters in place of kept entries.
 
     Each `KeptState` becomes the state of its inner optimizer, with 0 for entries that are not kept.
@@ -87,35 +84,31 @@ def spread_state(state: PyTree, params: Params) -> PyTree:
         names the parameter.
     """
 
-    def describe(
-        path: trees.KeyPath, param: jax.Array, positions: jax.Array | None
-    ) -> Callable[[jax.Array], PyTree] | None:
-        if positions is None:
-            return None
-        shape, batch = jnp.shape(param), positions.shape[:-1]
-        if batch != shape[: len(batch)]:
-            raise ValueError(
-                f"opt_state has positions of the shape {positions.shape} for "
-                f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept entries. "
-                "Start a new state."
-            )
-        return functools.partial(_spread_on_host, np.asarray(positions), shape)
+    def densify(kept: KeptParameter | None, leaf: jax.Array) -> PyTree:
+        if kept is None or jnp.shape(leaf) != kept.positions.shape:
+            return leaf
+        array: PyTree = kept.layout.scatter(np.asarray(leaf), np.asarray(kept.positions))
+        return sharding.place_like(leaf, array)  # stays on the host without a mesh
 
     while nodes := trees.find_nodes(state, KeptState):
         node = nodes[0][1]  # a replacement copies the other nodes
-        spreaders = trees.map_matched(describe, params, node.positions)
-        dense = owners.map_owned(
-            lambda spread, leaf: leaf if spread is None else spread(leaf), spreaders, node.state
-        )
-        state = trees.replace_node(state, node, dense)
+        kept_tree = read_kept(params, node.positions)
+        for path, kept in trees.leaves_by_path(kept_tree).items():
+            if kept.positions.shape != kept.layout.kept_shape:
+                raise ValueError(
+                    f"opt_state has positions of the shape {kept.positions.shape} for "
+                    f"{trees.path_string(path)!r} of shape {kept.layout.shape}: a mesh divides its "
+                    "kept entries. Start a new state."
+                )
+        state = trees.replace_node(state, node, owners.map_owned(densify, kept_tree, node.state))
     return state
 
 
-def take_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
+def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
     """Cuts the moments of masked parameters down to those of kept values.
 
     Args:
-      owner_tree: owners of the parameters.
+      stored_tree: the parameters as `compact` stores them.
       state: state of an optimizer, with dense moments; of a SparseState the inner state.
 
     Raises:
@@ -124,71 +117,71 @@ def take_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
     """
     while nodes := trees.find_nodes(state, SparseState):
         state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
-    masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
-    names = {owner.storage.shape: owner.name for owner in masked}
+    masked = [owner for owner in jax.tree.leaves(stored_tree) if owner.layout is not None]
+    names = {owner.layout.shape: owner.name for owner in masked}
 
-    def take(owner: Owner | None, leaf: PyTree) -> PyTree:
+    def gather(owner: StoredParameter | None, leaf: PyTree) -> PyTree:
         shape = jnp.shape(leaf)
         if owner is None:
             owners.check_stray(leaf, names, _REMEDY)
             return leaf
-        if owner.storage is None or shape == owner.storage.shape:
-            return owner.take(leaf)
+        if owner.layout is None or shape == owner.layout.shape:
+            return owner.gather(leaf)
         if np.size(leaf) == 1:
             return leaf
         raise ValueError(
             f"opt_state has a leaf of shape {shape} for {owner.name!r} of shape "
-            f"{owner.storage.shape}: it holds no moment for each entry, as factored moments, and "
+            f"{owner.layout.shape}: it holds no moment for each entry, as factored moments, and "
             "kept values would train otherwise than the masked model. Use an optimizer that works "
             f"entry by entry, or {_REMEDY}."
         )
 
-    taken = owners.map_owned(take, owner_tree, state)
-    owners.check_state(owner_tree, state, _REMEDY)
-    return taken
+    kept = owners.map_owned(gather, stored_tree, state)
+    owners.check_state(stored_tree, state, _REMEDY)
+    return kept
 
 
-def densify_state(owner_tree: OwnerTree, state: PyTree) -> PyTree:
+def densify_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
     """Returns the state with dense moments, 0 outside the masks.
 
     Raises:
       ValueError: a leaf holds no moment for each kept value; the error names the parameter.
     """
 
-    def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
+    def densify(owner: StoredParameter | None, leaf: jax.Array) -> jax.Array:
         return leaf if owner is None or not _has_moments(owner, leaf) else owner.densify(leaf)
 
-    owners.check_state(owner_tree, state, _REMEDY)
-    return owners.map_owned(densify, owner_tree, state)
+    owners.check_state(stored_tree, state, _REMEDY)
+    return owners.map_owned(densify, stored_tree, state)
 
 
-def check_kept_state(owner_tree: OwnerTree, state: PyTree) -> None:
+def check_kept_state(stored_tree: StoredTree, state: PyTree) -> None:
     """Raises a ValueError that names a parameter without a moment for each kept value."""
-    owners.check_state(owner_tree, state, _REMEDY)
-    owners.map_owned(lambda owner, leaf: owner and _has_moments(owner, leaf), owner_tree, state)
+    owners.check_state(stored_tree, state, _REMEDY)
+    owners.map_owned(lambda owner, leaf: owner and _has_moments(owner, leaf), stored_tree, state)
 
 
-def _has_moments(owner: Owner, leaf: jax.Array) -> bool:
+def _has_moments(owner: StoredParameter, leaf: jax.Array) -> bool:
     """Returns whether a leaf of a parameter holds a moment for each kept value.
 
     Raises:
       ValueError: the leaf holds others; optimizers write one entry where they keep no moment.
     """
     shape = jnp.shape(leaf)
-    if owner.storage is None or (np.size(leaf) == 1 and shape != owner.storage.kept_shape):
+    if owner.layout is None or (np.size(leaf) == 1 and shape != owner.layout.kept_shape):
         return False
-    if shape == owner.storage.kept_shape:
+    if shape == owner.layout.kept_shape:
         return True
     raise ValueError(
         f"opt_state has a leaf of shape {shape} for {owner.name!r}, whose kept values have shape "
-        f"{owner.storage.kept_shape}: it holds no moment for each of them, as factored moments, or "
+        f"{owner.layout.kept_shape}: it holds no moment for each of them, as factored moments, or "
         "is that of other parameters. Give the state of an optimizer of model.params that works "
         "entry by entry."
     )
 
 
 def compare_kept_updates(
-    tx: optax.GradientTransformation, params: Params, owner_tree: OwnerTree, state: PyTree
+    tx: optax.GradientTransformation, params: Params, stored_tree: StoredTree, state: PyTree
 ) -> float:
     """Compares updates of kept values with updates of the masked parameters.
 
@@ -198,13 +191,13 @@ def compare_kept_updates(
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-    owned: dict[trees.KeyPath, Owner] = trees.leaves_by_path(owner_tree)
+    owned: dict[trees.KeyPath, StoredParameter] = trees.leaves_by_path(stored_tree)
 
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        return owned[path].densify(owned[path].take(leaf))
+        return owned[path].densify(owned[path].gather(leaf))
 
     def cut(tree: PyTree) -> PyTree:
-        return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
+        return trees.map_matched(lambda path, leaf: owned[path].gather(leaf), tree)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
     if isinstance(jax.eval_shape(tx.init, masked), SparseState):
@@ -218,16 +211,7 @@ def compare_kept_updates(
         state,
         mask=mask,
         cut=cut,
-        cut_state=lambda state: take_state(owner_tree, state),
+        cut_state=lambda state: gather_state(stored_tree, state),
         model="kept values",
         remedy=_REMEDY,
     )
-
-
-def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Array) -> PyTree:
-    """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
-    if jnp.shape(kept) != positions.shape:
-        return kept
-    layout = SliceLayout(shape, tuple(range(positions.ndim - 1)))
-    array: PyTree = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
-    return sharding.place_like(kept, array)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from sparsity.compacting.deferred import Operand, kept_in
 from sparsity.compacting.densifier import Densifier, Record
-from sparsity.compacting.formats.storage import Kept, Storage, is_kept
+from sparsity.compacting.formats.base import FormatLayout, Kept, is_kept
 from sparsity.compacting.observer import Observer
-from sparsity.compacting.table import Row
+from sparsity.compacting.table import Row, StoredBytes
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph
@@ -41,14 +41,33 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StoredModel:
-    """A model whose masked parameters are stored as kept values; attributes as in `Compact`."""
+    """A model whose masked parameters are stored as kept values; attributes as in `Compact`.
+
+    Attributes:
+      start: the parameters, the optimizer's state and the update error that the model was made
+        with, by name; no part of the pytree.
+    """
 
     indices: PyTree
     frozen: PyTree
     graph: Graph
-    storages: tuple[tuple[Path, Storage], ...]
+    layouts: tuple[tuple[Path, FormatLayout], ...]
     in_turn: bool
-    params: Params
+    start: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+
+    def read_start(self, name: str) -> PyTree:
+        """Returns an entry of `start`.
+
+        Raises:
+          AttributeError: jax made the model from its leaves.
+        """
+        if name in self.start:
+            return self.start[name]
+        raise AttributeError(
+            f"This Compact has no {name}: jax made it from its leaves, in a function such as "
+            "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
+            "parameters and the optimizer's state beside the model, as arguments and results."
+        )
 
 
 def run_stored(
@@ -80,24 +99,24 @@ def wrap_values(
       ValueError: a parameter is missing, or has another shape than its kept values; or a dense
         parameter has another shape than in the graph.
     """
-    storages = dict(model.storages)
+    layouts = dict(model.layouts)
     shapes = {parameter.path: parameter.shape for parameter in model.graph.parameters}
 
     def wrap(
         path: trees.KeyPath, leaf: PyTree, positions: jax.Array | None, frozen: jax.Array | None
     ) -> PyTree:
         names, name = trees.path_names(path), trees.path_string(path)
-        storage = storages.get(names)
-        shape = shapes.get(names) if storage is None else storage.kept_shape
+        layout = layouts.get(names)
+        shape = shapes.get(names) if layout is None else layout.kept_shape
         if shape is not None and jnp.shape(leaf) != shape:
-            what = f"parameter {name!r} has" if storage is None else f"kept values of {name!r} have"
+            what = f"parameter {name!r} has" if layout is None else f"kept values of {name!r} have"
             raise ValueError(
                 f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
                 "model.params."
             )
-        if positions is None or storage is None:
+        if positions is None or layout is None:
             return leaf
-        return storage.wrap(leaf, positions, frozen, name, observers.get(names))
+        return layout.wrap(leaf, positions, frozen, name, observers.get(names))
 
     return trees.map_matched(
         wrap, params, model.indices, model.frozen, others_role="positions of kept values"
@@ -109,7 +128,7 @@ def find_readers(model: StoredModel) -> dict[str, set[str]]:
     readers: dict[str, set[str]] = {}
     for equation, inputs, is_dense in list_reads(model, *model.graph.model.example):
         for kept in kept_in(inputs) if is_dense else ():
-            if equation.name not in PRODUCTS or kept.storage.multiplies:
+            if equation.name not in PRODUCTS or kept.layout.multiplies:
                 where = f"{equation.name} {equation.source}".strip()
                 readers.setdefault(kept.name, set()).add(where)
     return readers
@@ -130,14 +149,14 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
         shapes = jax.tree.map(sharding.abstract, list(inputs))
         reads.append(Read(equation, shapes, is_dense))
 
-    storages = dict(model.storages)
+    layouts = dict(model.layouts)
 
-    def shrink(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        storage = storages.get(trees.path_names(path))
-        return leaf if storage is None else storage.shrink(leaf)
+    def describe(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        layout = layouts.get(trees.path_names(path))
+        return leaf if layout is None else layout.describe_values(leaf)
 
-    model = StoredModel(model.indices, model.frozen, model.graph, model.storages, False, None)
-    arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
+    model = dataclasses.replace(model, in_turn=False)
+    arrays, rebuild = trees.split_arrays((trees.map_matched(describe, params), args))
 
     def run(arrays: list[jax.Array]) -> PyTree:
         params, args = rebuild(arrays)
@@ -147,26 +166,26 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
     return reads
 
 
-def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
-    """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
-    storages, nbytes = dict(model.storages), {}
+def count_bytes(model: StoredModel) -> dict[Path, StoredBytes]:
+    """Returns the bytes that are stored of each parameter."""
+    layouts, nbytes = dict(model.layouts), {}
     positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
     for parameter in model.graph.parameters:
         path, itemsize = parameter.path, parameter.dtype.itemsize
-        if (storage := storages.get(path)) is None:
-            nbytes[path] = parameter.size * itemsize, 0, 0
+        if (layout := layouts.get(path)) is None:
+            nbytes[path] = StoredBytes(parameter.size * itemsize)
             continue
-        values = math.prod(storage.kept_shape) * (4 if storage.is_quantized else itemsize)
+        values = math.prod(layout.kept_shape) * (4 if layout.is_quantized else itemsize)
         outside = frozen[path].nbytes if path in frozen else 0
-        nbytes[path] = values, positions[path].nbytes, outside
+        nbytes[path] = StoredBytes(values, positions[path].nbytes, outside)
     return nbytes
 
 
 def make_rows(model: StoredModel) -> list[Row]:
     """Returns the rows of tables and pictures, in tree order."""
-    storages, readers, stored = dict(model.storages), find_readers(model), count_bytes(model)
+    layouts, readers, stored = dict(model.layouts), find_readers(model), count_bytes(model)
     return [
-        Row(x, storages.get(x.path), stored[x.path], sorted(readers.get(x.name, ())))
+        Row(x, layouts.get(x.path), stored[x.path], sorted(readers.get(x.name, ())))
         for x in model.graph.parameters
     ]
 
@@ -182,8 +201,8 @@ def _retrace(
 
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
         dense = sharding.resize_struct(struct, leaf.shape)
-        if is_kept(leaf) and leaf.storage.is_quantized:  # the model casts the parameter
-            return sharding.with_dtype(dense, leaf.storage.frozen_dtype)
+        if is_kept(leaf) and leaf.layout.is_quantized:  # the model casts the parameter
+            return sharding.with_dtype(dense, leaf.layout.frozen_dtype)
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.formats import STORAGES
-from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.formats import FORMAT_LAYOUTS
+from sparsity.compacting.formats.base import FormatLayout
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
 from sparsity.core.pictures import draw_bars, pick_axes
@@ -17,19 +17,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+class StoredBytes(NamedTuple):
+    """Bytes of the values of a parameter, of their positions, and of frozen entries."""
+
+    values: int
+    positions: int = 0
+    frozen: int = 0
+
+
 class Row(NamedTuple):
     """A row of the table: one parameter.
 
     Attributes:
       parameter: the parameter.
-      storage: storage of the kept values, `None` without a mask.
-      stored: bytes of the values, of their positions, and of frozen entries.
+      layout: layout of the kept values, `None` without a mask.
+      stored: bytes that are stored.
       readers: operations other than products that read the parameter as a dense array.
     """
 
     parameter: Parameter
-    storage: Storage | None
-    stored: tuple[int, int, int]
+    layout: FormatLayout | None
+    stored: StoredBytes
     readers: Sequence[str]
 
     @property
@@ -40,8 +48,8 @@ class Row(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of kept values and of padding, bytes when dense, and `stored`."""
-        storage, size = self.storage, self.parameter.size
-        kept, padding = (storage.num_kept, storage.padding) if storage else (size, 0)
+        layout, size = self.layout, self.parameter.size
+        kept, padding = (layout.num_kept, layout.padding) if layout else (size, 0)
         return kept, padding, self.nbytes, *self.stored
 
 
@@ -54,16 +62,16 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
         for name, time in times.items():
             check_number(f"seconds[{path!r}][{name!r}]", time)
     measured_formats = {name for times in seconds.values() for name in times}
-    columns = [name for name in STORAGES if name in measured_formats]
+    columns = [name for name in FORMAT_LAYOUTS if name in measured_formats]
     texts = "parameter", "shape", "format"
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
-    if not any(row.stored[2] for row in rows):
+    if not any(row.stored.frozen for row in rows):
         numbers.pop()
     table = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
     counts = [row.numbers[: len(numbers)] for row in rows]
     for row, count in zip(rows, counts, strict=True):
-        storage_format = row.storage.format if row.storage else "no mask"
-        about = row.parameter.name, trees.shape_text(row.parameter.shape), storage_format
+        format_name = row.layout.format if row.layout else "no mask"
+        about = row.parameter.name, trees.shape_text(row.parameter.shape), format_name
         measured = seconds.get(row.parameter.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
         table.add_row(*about, *map("{:,}".format, count), *shown)
@@ -79,7 +87,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] |
 
 def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
-    shown = [row for row in rows if row.storage or len(row.parameter.shape) > 1]
+    shown = [row for row in rows if row.layout or len(row.parameter.shape) > 1]
     ax = pick_axes(ax, len(shown))
     names, before = [row.parameter.name for row in shown], [row.nbytes for row in shown]
     draw_bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.compacting.deferred import Operand, densify, kept_in
 from sparsity.compacting.densifier import Densifier
-from sparsity.compacting.formats.storage import is_kept
+from sparsity.compacting.formats.base import is_kept
 from sparsity.compacting.stored_model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -39,7 +39,7 @@ def measure(models: Mapping[str, StoredModel], args: tuple[PyTree, ...], rounds:
     """
     programs: dict[Path, dict[str, list[tuple[str, Program]]]] = {}
     for name, model in models.items():
-        paths = {trees.join_names(x): x for x, each in model.storages if each.format == name}
+        paths = {trees.join_names(x): x for x, each in model.layouts if each.format == name}
         for read in list_reads(model, model.graph.model.example[0], args):
             for kept in kept_in(read.inputs):
                 if kept.name in paths:
@@ -112,8 +112,8 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
         """Sums the squares of the product's outputs; `floating` replaces the arrays at `places`."""
         replaced = dict(zip(places, floating, strict=True))
         operands = [replaced.get(i, x) for i, x in enumerate(arrays)]
-        # Without turns, compilers share the dense parameter of both passes here, but not in a model
-        # of many layers.
+        # As in the model: otherwise XLA shares the dense parameter of both passes in this small
+        # program, which it cannot do in a model of many layers.
         interpreter = Densifier(lambda _: True, model.in_turn)
         outputs = interpreter.bind(read.equation, jax.tree.unflatten(structure, operands))
         dense = [densify(y) for y in outputs if trees.is_prunable(y)]
@@ -133,7 +133,7 @@ def _make_inputs(inputs: list[Operand], model: StoredModel) -> list[Operand]:
     """
     values, positions = (
         {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
-        for tree in (model.params, model.indices)
+        for tree in (model.read_start("params"), model.indices)
     )
 
     def fill(leaf: PyTree) -> PyTree:

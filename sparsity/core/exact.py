@@ -6,6 +6,7 @@ in range, that uint32 wraps around, and that no count is negative.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import lax
 
 from sparsity.core.checks import is_traced
 
-Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
+Words: TypeAlias = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
 
 def zero_like(x: jax.Array) -> jax.Array:

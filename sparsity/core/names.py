@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
-Key = str | tuple[str, ...] | re.Pattern[str]  # names leaves; see `matches`
+Key: TypeAlias = str | tuple[str, ...] | re.Pattern[str]  # names leaves; see `matches`
 # Values by key. A type checker rejects a dict of strings where a mapping of `Key` is meant.
-Named = (
+Named: TypeAlias = (
     Mapping[str, T] | Mapping[tuple[str, ...], T] | Mapping[re.Pattern[str], T] | Mapping[Key, T]
 )
 

@@ -25,7 +25,7 @@ Source: Kao 2022, "JAX-Pruning", whose README describes these strategies; no cod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import chex
 
@@ -36,7 +36,7 @@ from sparsity.core.trees import Params, PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 
-Strategy = Mapping[int, Mapping[str, object]]
+Strategy: TypeAlias = Mapping[int, Mapping[str, object]]
 
 METHODS = tuple(
     f"{kind}_{scope}" for kind in ("unstr", "str") for scope in ("global", "unified_local", "local")

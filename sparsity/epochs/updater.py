@@ -241,7 +241,7 @@ class EpochStrategy(BaseUpdater):
         Returns:
           (pruned params, masks).
         """
-        inputs, masks = StepInputs(params, grads, self.sites(params), extra_args), None
+        inputs, masks = self.make_inputs(params, grads, extra_args), None
         for stage in self._resolve_stages(params):
             masked = apply_masks(inputs.weights, masks)
             scores = inputs.call(self.calculate_scores, masked, grads=grads)

@@ -1,4 +1,4 @@
-"""Fine-tuning of chosen entries of a model.
+"""Fine-tuning of a few entries of a model.
 
 - `train_only.py` trains the entries that masks keep.
 - `delta.py` holds `Delta`, the changes from a base model to a tuned one.

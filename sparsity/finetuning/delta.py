@@ -18,7 +18,7 @@ from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.finetuning import delta_file
 from sparsity.finetuning.entries import (
     BaseParameter,
-    Entries,
+    ChangedEntries,
     Term,
     arrays_by_name,
     find_changed,
@@ -91,7 +91,7 @@ class Delta:
                 trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()
             }
         parameters: dict[str, BaseParameter] = {}
-        changes: dict[str, Entries] = {}
+        changes: dict[str, ChangedEntries] = {}
         for name in base_arrays:
             old, new = to_host(name, base_arrays[name]), to_host(name, arrays[name])
             if (old.shape, old.dtype) != (new.shape, new.dtype):

@@ -21,7 +21,7 @@ from sparsity.core.checks import check_number, unique_keys
 from sparsity.core.files import reading, replacing
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import gaps
-from sparsity.finetuning.entries import BaseParameter, Entries, Term
+from sparsity.finetuning.entries import BaseParameter, ChangedEntries, Term
 
 FORMAT = "sparsity.delta/1"
 KINDS = {False: "values", True: "differences"}
@@ -125,13 +125,15 @@ def _read_term(
             raise ValueError(f"{name!r} has {largest} as its largest change")
         values = file.get_tensor(f"{number}/{KINDS[is_difference]}/{name}")
         values = values if values.dtype.name == dtype else values.view(dtype)
-        entries = Entries(file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest)
+        entries = ChangedEntries(
+            file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest
+        )
         entries_by_name[name] = entries
         _check_entries(name, base[name], entries)
     return Term(fields["weight"], entries_by_name)
 
 
-def _check_entries(name: str, parameter: BaseParameter, entries: Entries) -> None:
+def _check_entries(name: str, parameter: BaseParameter, entries: ChangedEntries) -> None:
     """Raises a ValueError unless entries fit their parameter."""
     floats = [jnp.issubdtype(d, np.floating) for d in (parameter.dtype, entries.values.dtype)]
     fits = all(floats) if entries.is_difference else entries.values.dtype.name == parameter.dtype

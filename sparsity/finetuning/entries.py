@@ -32,7 +32,7 @@ class BaseParameter(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Entries:
+class ChangedEntries:
     """The changed entries of a parameter.
 
     Attributes:
@@ -62,7 +62,7 @@ class Term(NamedTuple):
     """The changes of one fine-tuning, by path, and the factor that they are added with."""
 
     weight: float
-    entries: Mapping[str, Entries]
+    entries: Mapping[str, ChangedEntries]
 
 
 def to_host(name: str, leaf: PyTree) -> np.ndarray:
@@ -111,7 +111,7 @@ def find_changed(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 def make_entries(
     name: str, old: np.ndarray, new: np.ndarray, positions: np.ndarray, dtype: np.dtype | None
-) -> Entries:
+) -> ChangedEntries:
     """Returns the entries at some positions.
 
     Args:
@@ -140,10 +140,12 @@ def make_entries(
                     f"The difference at {name!r}{index} is not finite in dtype = {dtype}. "
                     "dtype=None stores new values."
                 )
-    return Entries(gaps.encode(positions), values, is_difference, largest)
+    return ChangedEntries(gaps.encode(positions), values, is_difference, largest)
 
 
-def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entries]]) -> np.ndarray:
+def put_entries(
+    name: str, array: np.ndarray, terms: Sequence[tuple[float, ChangedEntries]]
+) -> np.ndarray:
     """Returns a copy of a parameter with the weighted changes of all terms added.
 
     An entry of one term with weight 1 gets its value bit for bit. Other entries are computed in
@@ -214,7 +216,7 @@ def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     return arrays
 
 
-def _is_copied(weight: float, entries: Entries) -> bool:
+def _is_copied(weight: float, entries: ChangedEntries) -> bool:
     """Returns whether an entry of no other term is copied."""
     return weight == 1 and not entries.is_difference
 

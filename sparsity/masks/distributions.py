@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import chex
 import jax
@@ -28,8 +28,8 @@ from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
 from sparsity.selection.kept_counts import lowest_sparsity, num_kept_int
 
-FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
-Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
+FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
+Candidates: TypeAlias = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
 
 
 class Distribution(Protocol):

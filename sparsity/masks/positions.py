@@ -86,13 +86,13 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     # The first slot of each word that keeps entries names the word; later slots repeat the name.
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
     first = jnp.where(words.bits == 0, k + names, words.starts)
-    named = put(k, first, names)
+    named = scatter(k, first, names)
     word = jax.lax.cummax(named)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
     return jnp.where(slot < words.total, position, slot + (n - words.total))
 
 
-def put(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
+def scatter(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
     """Returns zeros [n] with values at some positions.
 
     The zeros wait for the positions: XLA on CPUs begins a program with its buffers of zeros, and
@@ -150,7 +150,7 @@ def list_positions(rows: np.ndarray) -> np.ndarray:
     return positions
 
 
-def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
+def scatter_by_words(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     """Returns [n] with the values of kept entries at their positions, any values elsewhere.
 
     A scatter needs a buffer of n entries, and XLA runs it in one thread. This program is a loop
@@ -164,7 +164,7 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
 
     Example:
       >>> words = read_words(jnp.array([0, 1, 0, 1]))
-      >>> jnp.where(are_set(words, 4), spread(words, jnp.array([5, 6, 7]), 4), 0)
+      >>> jnp.where(are_set(words, 4), scatter_by_words(words, jnp.array([5, 6, 7]), 4), 0)
       Array([0, 5, 0, 6], dtype=int32)
     """
     if not n or not values.shape[0]:
@@ -178,7 +178,7 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
 def are_set(words: MaskWords, n: int) -> jax.Array:
     """Returns whether the mask of the words keeps each of n entries, bool[n].
 
-    A loop over entries that has read the words for `spread` reads no mask besides them.
+    A loop over entries that has read the words for `scatter_by_words` reads no mask besides them.
 
     Example:
       >>> are_set(read_words(jnp.array([0, 1, 0, 1])), 4)
@@ -213,6 +213,25 @@ def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array
     before = bits & ((jnp.uint32(1) << bit) - 1)
     slot = words.starts[word] + jax.lax.population_count(before).astype(jnp.int32)
     return slot, ((bits >> bit) & 1 > 0) & ~is_outside
+
+
+def carry_values(
+    slots: jax.Array | None, stays: jax.Array, values: jax.Array, fresh: jax.Array | None
+) -> jax.Array:
+    """Returns the values of a slice in the slots of another mask; see `slots_of_positions`.
+
+    Args:
+      slots: [..., k], the old slot of each new slot; `None` if all values stay where they are.
+      stays: bool[..., k], whether the old mask kept the entry of a new slot.
+      values: [..., k, *members] in old slots.
+      fresh: values of entries that are new, of the same shape; `None` for 0.
+    """
+    shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))
+    if slots is not None:
+        at = slots.reshape(shape)
+        values = jnp.take_along_axis(values, at, stays.ndim - 1, mode="clip")
+    zero = jnp.zeros((), values.dtype)
+    return jnp.where(stays.reshape(shape), values, zero if fresh is None else fresh)
 
 
 def _find_bit(bits: jax.Array, rank: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -19,10 +19,10 @@ from sparsity.core.trees import Params, Path
 from sparsity.masks.affordable import MaskBudget
 from sparsity.patterns import SparsityType
 
-TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
-PatternChoice = SparsityType | Callable[[Path, jax.Array], SparsityType | None]
-BatchAxes = int | Callable[[Path, jax.Array], int]
-Overrides = names.Named[float | None]
+TopkFn: TypeAlias = Callable[[jax.Array, chex.Numeric], chex.Array]
+PatternChoice: TypeAlias = SparsityType | Callable[[Path, jax.Array], SparsityType | None]
+BatchAxes: TypeAlias = int | Callable[[Path, jax.Array], int]
+Overrides: TypeAlias = names.Named[float | None]
 
 
 class Site(NamedTuple):

@@ -20,7 +20,8 @@ from sparsity.programs.axes import Axis, KeptIndices
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Evidence: TypeAlias = Mapping[Path, Mapping[int, Sequence[np.ndarray]]]  # as in `Plan`
-LiveMasks = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
+# bool, 1 where an entry is neither masked nor removed
+LiveMasks: TypeAlias = Mapping[Path, np.ndarray]
 
 
 def find_dead(

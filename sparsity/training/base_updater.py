@@ -22,7 +22,7 @@ from sparsity.core.warn import warn
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
-from sparsity.training.hooks import ExtraArg, StepInputs
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
@@ -108,7 +108,7 @@ class BaseUpdater(ComparedByFields, Updater):
         self.check_fields()
         remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
         check_values("params", params, remedy, may_be_traced=True)
-        inputs = StepInputs(params, grads, self.sites(params), extra_args)
+        inputs = self.make_inputs(params, grads, extra_args)
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:
             check_gradients(grads, params, targets)

@@ -2,7 +2,7 @@
 
 Parameters, gradients and updates are dense; the state of the inner optimizer has one entry for each
 kept weight. Each step gathers gradients and parameters at the positions of kept entries, and
-spreads the updates. A step that moves masks takes the state of the entries that stay to their new
+scatters the updates. A step that moves masks takes the state of the entries that stay to their new
 slots. `MaskChange.grown` is a tree of bool[*batch, k], whether the entry of a slot has grown.
 """
 
@@ -21,13 +21,13 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, packed_shape, unpack_masks
+from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.compact_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_state import (
-    KeptLayout,
     KeptParameter,
     KeptState,
     KeptTree,
@@ -35,11 +35,11 @@ from sparsity.training.kept_state import (
     Positions,
     carry,
     check_sharding,
-    find_kept_parameters,
+    find_kept,
     find_moves,
     gather,
     read_kept,
-    spread_updates,
+    scatter_updates,
 )
 from sparsity.training.regrow import check_resettable, start_from_zero, without_grown
 from sparsity.training.state import SparseState
@@ -64,14 +64,14 @@ class CompactStep(Step):
             )
         return super().wrap(updater, inner, masks)
 
-    def placeholder(self, params: Params) -> KeptState:
+    def init_placeholder(self, params: Params) -> KeptState:
         return KeptState(0, self.inner.init(params))
 
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> KeptState:
-        layouts = self.layouts(params, masks, sites)
+        layouts = self.find_layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
-        kept = find_kept_parameters(params, masks, layouts)
+        kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
         masks_move = has_updates(self.updater.scheduler)
         check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
@@ -87,7 +87,7 @@ class CompactStep(Step):
                 "Restore it with that option."
             )
 
-    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         positions = state.inner_state.positions
         return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
@@ -99,7 +99,7 @@ class CompactStep(Step):
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
-        kept = find_kept_parameters(params, new.masks, self._stored_layouts(new, inputs))
+        kept = find_kept(params, new.masks, self._find_stored_layouts(new, inputs))
         moves = find_moves(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
@@ -119,10 +119,10 @@ class CompactStep(Step):
         steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
         steps = start_from_zero(steps, values, change.grown, are_packed=False)
         count = optax.safe_increment(state.count)
-        steps = spread_updates(steps, kept, plain.masks, state.count)
+        steps = scatter_updates(steps, kept, plain.masks, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
-    def layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
+    def find_layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter, for new masks.
 
         Raises:
@@ -150,11 +150,11 @@ class CompactStep(Step):
                     "more entries than 32-bit positions reach. Set batch_axes, or leave "
                     "use_compact_state off."
                 )
-            return KeptLayout(param.shape, tuple(range(site.batch_axes)), num_slots=count)
+            return KeptLayout(param.shape, tuple(range(site.batch_axes)), slice_kept_shape=(count,))
 
         return trees.map_matched(layout, params, masks)
 
-    def _stored_layouts(self, state: SparseState, inputs: StepInputs) -> Layouts:
+    def _find_stored_layouts(self, state: SparseState, inputs: StepInputs) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter in a state.
 
         Raises:
@@ -167,7 +167,7 @@ class CompactStep(Step):
             return None if sites[path].pattern.is_elementwise else mask
 
         masks = trees.map_matched(in_units, state.masks)
-        layouts = self.layouts(inputs.params, masks, sites)
+        layouts = self.find_layouts(inputs.params, masks, sites)
 
         def check(
             path: trees.KeyPath, kept: KeptParameter, layout: KeptLayout | None
@@ -211,8 +211,8 @@ def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
         entries = np.unpackbits(entries, axis=-1, count=(shape or (1,))[-1])
     elif entries.shape != shape:
         entries = np.unpackbits(entries, count=math.prod(shape))
-    by_slice = entries.reshape(*shape[: site.batch_axes], -1)
-    return int(np.count_nonzero(by_slice, axis=-1).max(initial=0))
+    layout = SliceLayout(shape, tuple(range(site.batch_axes)))
+    return int(layout.count_kept(entries.reshape(shape)).max(initial=0))
 
 
 def _positions(kept: KeptTree) -> Positions:

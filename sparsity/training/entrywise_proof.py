@@ -37,7 +37,6 @@ def check_entrywise(
     params: Params,
     kept: PyTree,
     caller: str = "use_compact_state=True",
-    remedy: str = ", or leave use_compact_state off",
     *,
     masks_move: bool = False,
     may_start_dense: bool = False,
@@ -49,7 +48,6 @@ def check_entrywise(
       params: tree of parameters.
       kept: the same tree with kept entries in place of masked parameters.
       caller: what shows kept entries to the optimizer, for the error.
-      remedy: last remedy in the error.
       masks_move: whether entries are removed later, whose state in the full parameter stays.
       may_start_dense: whether removed entries of the parameters may not be 0 in the first step.
     """
@@ -78,7 +76,7 @@ def check_entrywise(
             f"{caller} shows the optimizer an array of kept entries in place of each masked "
             f"parameter, and this optimizer would then train otherwise: {reason}. Use an optimizer "
             "that works entry by entry (global norms of gradients may be used), give its masks and "
-            f"labels as trees and not as functions of shapes{remedy}."
+            f"labels as trees and not as functions of shapes, or do without {caller}."
         )
 
 

@@ -16,7 +16,7 @@ from sparsity.masks import Draw, Sites, apply_masks, defer_scores
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
-_NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})
+NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})
 
 
 class HookArgs(TypedDict, total=False):
@@ -50,7 +50,7 @@ class StepInputs(NamedTuple):
     params: Params
     updates: Grads | None
     sites: Sites
-    extra: Mapping[str, ExtraArg] = _NO_EXTRA
+    extra: Mapping[str, ExtraArg] = NO_EXTRA
     masks: Masks | None = None
 
     @property

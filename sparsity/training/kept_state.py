@@ -1,4 +1,4 @@
-"""Kept entries of masked parameters: gathered, spread over the parameter, moved to new masks.
+"""Kept entries of masked parameters: gathered, scattered, carried to new masks.
 
 The kept entries of a parameter form an array [*batch, k], where k is the number of slots of a slice
 (`sparsity.masks.positions`).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import chex
@@ -22,8 +21,15 @@ from sparsity.core.checks import is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.kernels import compute_once_after
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
-from sparsity.masks.slice_layout import SliceLayout
+from sparsity.masks.positions import (
+    are_set,
+    carry_values,
+    kept_positions,
+    read_words,
+    scatter_by_words,
+    slots_of_positions,
+)
+from sparsity.masks.slice_layout import KeptLayout
 
 # Trees like the parameters, with `None` where a parameter has no mask; see `PyTree` for their type.
 Positions: TypeAlias = PyTree  # int32[*batch, k]
@@ -44,42 +50,6 @@ class KeptState(NamedTuple):
 
     positions: Positions
     state: optax.OptState
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptLayout(SliceLayout):
-    """Layout of a parameter's kept entries; attributes as in `SliceLayout`.
-
-    Attributes:
-      num_slots: number of slots of a slice, at least the number of its kept entries.
-    """
-
-    num_slots: int = 0
-
-    @property
-    def kept_shape(self) -> tuple[int, ...]:
-        """Shape of the kept entries, [*batch, k]."""
-        return (*self.batch, self.num_slots)
-
-    def map_slices(
-        self, fn: Callable[..., PyTree], like: jax.Array, *args: PyTree, dense: bool = False
-    ) -> PyTree:
-        """Maps `fn` over the slices of arrays [*batch, ...].
-
-        The parameter `like` gives its sharding to the results: arrays [*batch, k], or arrays of
-        the parameter's shape with `dense`.
-        """
-
-        def mapped(*args: PyTree) -> PyTree:
-            by_slice = fn
-            for _ in self.batch:
-                by_slice = jax.vmap(by_slice)
-            flat = jax.tree.map(lambda x: self.slices(x) if x.shape == self.shape else x, args)
-            out = by_slice(*flat)
-            return self.join(out) if dense else out
-
-        shape = self.shape if dense else self.batch  # later axes are on every device
-        return sharding.shard_like(like, mapped, *args, shape=shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,13 +76,13 @@ class KeptParameter:
         kept: jax.Array = self.layout.map_slices(take, self.param, values, self.positions)
         return kept
 
-    def spread(self, step: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
-        """Returns the update of the parameter; arguments as in `spread_updates`."""
+    def scatter(self, step: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
+        """Returns the update of the parameter; arguments as in `scatter_updates`."""
         layout, param = self.layout, self.param
         dtype = promote(step.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
         words, step = compute_once_after((words, step.astype(dtype)), count)
-        fn = functools.partial(spread, n=layout.slice_size)
+        fn = functools.partial(scatter_by_words, n=layout.slice_size)
         dense = layout.map_slices(fn, param, words, step, dense=True)
         keep = functools.partial(are_set, n=layout.slice_size)
         is_kept = layout.map_slices(keep, param, words, dense=True)
@@ -142,14 +112,14 @@ def read_kept(params: Params, positions: Positions) -> KeptTree:
     def read(_: trees.KeyPath, param: jax.Array, at: jax.Array | None) -> KeptParameter | None:
         if at is None:
             return None
-        *batch, num_slots = at.shape
-        layout = KeptLayout(param.shape, tuple(range(len(batch))), num_slots=num_slots)
+        stack = tuple(range(at.ndim - 1))
+        layout = KeptLayout(param.shape, stack, slice_kept_shape=at.shape[-1:])
         return KeptParameter(param, layout, at)
 
     return trees.map_matched(read, params, positions)
 
 
-def find_kept_parameters(params: Params, masks: Masks, layouts: Layouts) -> KeptTree:
+def find_kept(params: Params, masks: Masks, layouts: Layouts) -> KeptTree:
     """Returns a tree of `KeptParameter` from the parameters and their masks.
 
     Args:
@@ -160,7 +130,8 @@ def find_kept_parameters(params: Params, masks: Masks, layouts: Layouts) -> Kept
     arrays = trees.leaves_by_path(params)
 
     def find(path: trees.KeyPath, layout: KeptLayout, mask: PyTree) -> KeptParameter:
-        fn = functools.partial(kept_positions, k=layout.num_slots)
+        (k,) = layout.slice_kept_shape
+        fn = functools.partial(kept_positions, k=k)
         return KeptParameter(arrays[path], layout, layout.map_slices(fn, arrays[path], mask))
 
     return trees.map_matched(find, layouts, masks)
@@ -180,7 +151,7 @@ def gather(tree: PyTree, kept: KeptTree) -> PyTree:
     return trees.map_matched(take, tree, kept, role="gradients")
 
 
-def spread_updates(steps: PyTree, kept: KeptTree, masks: Masks, count: chex.Numeric) -> PyTree:
+def scatter_updates(steps: PyTree, kept: KeptTree, masks: Masks, count: chex.Numeric) -> PyTree:
     """Returns dense updates: those of kept entries, and `-param` elsewhere.
 
     `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
@@ -193,12 +164,12 @@ def spread_updates(steps: PyTree, kept: KeptTree, masks: Masks, count: chex.Nume
       count: number of updates so far.
     """
 
-    def spread_step(
+    def scatter_step(
         _: trees.KeyPath, step: jax.Array, each: KeptParameter | None, mask: PyTree
     ) -> jax.Array:
-        return step if each is None else each.spread(step, mask, count)
+        return step if each is None else each.scatter(step, mask, count)
 
-    return trees.map_matched(spread_step, steps, kept, masks, role="updates")
+    return trees.map_matched(scatter_step, steps, kept, masks, role="updates")
 
 
 def find_moves(kept: KeptTree, old_masks: Masks) -> Moves:
@@ -225,14 +196,11 @@ def carry(state: PyTree, fresh: PyTree, moves: Moves) -> PyTree:
       moves: result of `find_moves`.
     """
 
-    def pick(old: jax.Array, new: jax.Array, slots: jax.Array, stays: jax.Array) -> jax.Array:
-        return jnp.where(stays, old[slots], new)
-
     def moved(move: Move | None, old: PyTree, new: PyTree) -> PyTree:
         if move is None or jnp.shape(old) != move.kept.layout.kept_shape:
             return old
         param, map_slices = move.kept.param, move.kept.layout.map_slices
-        return map_slices(pick, param, old, new, move.slots, move.stays)
+        return map_slices(carry_values, param, move.slots, move.stays, old, new)
 
     return owners.map_owned(moved, moves, state, fresh)
 
@@ -243,18 +211,21 @@ def find_sharding(array: PyTree) -> NamedSharding | None:
     return placed if isinstance(placed, NamedSharding) and not placed.mesh.empty else None
 
 
+def count_parts(array: PyTree) -> tuple[int, ...]:
+    """Returns the number of parts that a mesh makes of an array along each axis."""
+    placed, ndim = find_sharding(array), jnp.ndim(array)
+    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
+
+
 def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:
     """Raises a ValueError if a masked parameter is sharded along another axis than batch axes.
 
     Flat positions within a slice that lies on several devices would gather it in every step, and
     its shards keep different numbers of entries.
     """
-    placed = find_sharding(param)
-    if placed is None:
-        return
-    counts = sharding.num_devices(placed, param.ndim)
+    placed, counts = find_sharding(param), count_parts(param)
     cut = [axis for axis in range(batch_axes, param.ndim) if counts[axis] > 1]
-    if cut:
+    if placed is not None and cut:
         raise ValueError(
             f"use_compact_state=True: {trees.path_string(path)!r} of shape {param.shape} is "
             f"sharded along axes {cut} ({placed.spec}), where devices keep unequal numbers. "

@@ -30,7 +30,7 @@ from sparsity.training.step import MaskChange, Step
 class MaskedStep(Step):
     """Step whose inner optimizer sees complete parameters; attributes as in `Step`."""
 
-    def placeholder(self, params: Params) -> optax.OptState:
+    def init_placeholder(self, params: Params) -> optax.OptState:
         return self.inner.init(params)
 
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
@@ -52,7 +52,7 @@ class MaskedStep(Step):
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
         return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
 
-    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         plain, _ = self.unpack_for_hooks(state, inputs)
         return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
 

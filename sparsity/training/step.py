@@ -88,12 +88,12 @@ class Step(abc.ABC):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             return SparseState(
                 masks=0,
-                inner_state=self.placeholder(params),
+                inner_state=self.init_placeholder(params),
                 target_sparsities=0,
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
-        inputs = StepInputs(params, None, updater.sites(params))
+        inputs = updater.make_inputs(params)
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.user_masks is not None:
@@ -138,7 +138,7 @@ class Step(abc.ABC):
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
         check_gradients(updates, params, state.masks)
-        inputs = StepInputs(params, updates, self.updater.sites(params), extra)
+        inputs = self.updater.make_inputs(params, updates, extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
             check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
         return inputs
@@ -163,7 +163,7 @@ class Step(abc.ABC):
             return self.replace_masks(state, inputs, regrows)
 
         def keep(state: SparseState) -> tuple[SparseState, MaskChange]:
-            grown = self.no_growth(state, inputs) if regrows else None
+            grown = self.mark_no_growth(state, inputs) if regrows else None
             return state, MaskChange(False, grown)
 
         is_update = self.updater.scheduler.is_mask_update_iter(state.count)
@@ -240,7 +240,7 @@ class Step(abc.ABC):
     # Methods that depend on the state of the inner optimizer.
 
     @abc.abstractmethod
-    def placeholder(self, params: Params) -> optax.OptState:
+    def init_placeholder(self, params: Params) -> optax.OptState:
         """Returns the first state of the inner optimizer for the placeholder of optax."""
 
     @abc.abstractmethod
@@ -256,7 +256,7 @@ class Step(abc.ABC):
         """Returns whether weights that return to a mask get a fresh state."""
 
     @abc.abstractmethod
-    def no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         """Returns `MaskChange.grown` of a step that leaves the masks as they are."""
 
     @abc.abstractmethod

@@ -34,7 +34,7 @@ from sparsity.masks import (
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
+from sparsity.training.hooks import NO_EXTRA, ExtraArg, SliceRule, StepInputs
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 _PACKAGE = __name__.partition(".")[0]
@@ -168,6 +168,16 @@ class Updater(DataclassBase):
         budget = distribution_fn if isinstance(distribution_fn, MaskBudget) else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
+    def make_inputs(
+        self,
+        params: Params,
+        grads: Grads | None = None,
+        extra: Mapping[str, ExtraArg] = NO_EXTRA,
+        sites: Sites | None = None,
+    ) -> StepInputs:
+        """Returns the inputs of hooks; `sites` is `self.sites(params)` by default."""
+        return StepInputs(params, grads, sites or self.sites(params), extra)
+
     def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
         return masks_lib.compute_targets(
@@ -185,7 +195,7 @@ class Updater(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        inputs = StepInputs(params, None, sites or self.sites(params))
+        inputs = self.make_inputs(params, sites=sites)
         targets = jax.tree.map(on_device, self.compute_targets(params, inputs.sites))
         masked = trees.map_matched(lambda _, x, t: None if t is None else x, params, targets)
         remedy = "jax.eval_shape(tx.init, params) computes with shapes."
@@ -331,7 +341,7 @@ class Updater(DataclassBase):
           **extra_args: other arguments of `update`; `calculate_scores` and `create_masks` get the
             arguments that their signatures name.
         """
-        inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
+        inputs = self.make_inputs(params, grads, extra_args, sites)
         return sparse_state._replace(masks=inputs.call(self.new_masks, sparse_state, inputs))
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:

@@ -8,12 +8,12 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
-from sparsity.compacting.formats import STORAGES
-from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.formats import FORMAT_LAYOUTS
+from sparsity.compacting.formats.base import FormatLayout
 from sparsity.masks.slice_layout import SliceLayout
 
 
-class Backwards(Storage):
+class Backwards(FormatLayout):
     """Kept values [*stack, k] from the last entry of each slice to the first one."""
 
     format = "backwards"
@@ -25,13 +25,13 @@ class Backwards(Storage):
         positions = SliceLayout(shape, stack).list_positions(flip(parameter.mask, stack))
         if positions.size != parameter.mask.sum():
             return None
-        return cls(shape, stack, size=positions.shape[-1:]), positions
+        return cls(shape, stack, slice_kept_shape=positions.shape[-1:]), positions
 
-    def take(self, array, positions):
-        return super().take(flip(array, self.stack), positions)
+    def gather(self, array, positions):
+        return super().gather(flip(array, self.stack), positions)
 
-    def build(self, values, positions, outside):
-        return outside[::-1].at[positions].set(values)[::-1]
+    def scatter_slice(self, values, positions, flat):
+        return flat[::-1].at[positions].set(values)[::-1]
 
     def rows(self, mask):
         return self.slices(mask)[..., ::-1].reshape(-1, self.slice_size)
@@ -48,7 +48,7 @@ def fn(params, x):
 
 @pytest.mark.slow
 def test_a_format_of_one_class_and_one_entry_is_stored_multiplied_moved_and_reported(monkeypatch):
-    monkeypatch.setitem(STORAGES, Backwards.format, Backwards)
+    monkeypatch.setitem(FORMAT_LAYOUTS, Backwards.format, Backwards)
     rng = np.random.default_rng(0)
     masks = {"layers": np.zeros((2, 3, 3), np.uint8), "w": np.zeros((3, 2), np.uint8)}
     masks["layers"][:, :, 1] = 1

@@ -7,7 +7,7 @@ import pytest
 
 from sparsity import compact, trace
 from sparsity.compacting.formats import find_groups as grouping
-from sparsity.compacting.formats.storage import MaskedParameter
+from sparsity.compacting.formats.base import MaskedParameter
 from sparsity.compacting.formats.values import Values
 from sparsity.compacting.tune import choose
 
@@ -102,8 +102,8 @@ def test_layers_keep_whole_slices_if_at_most_half_of_what_is_stored_is_padding()
         w = jnp.ones(mask.shape)
         layers = lambda w, x: jax.lax.scan(lambda x, w: (x + x @ w[:, :1], None), x, w)[0]  # noqa: E731
         graph = trace(layers, w, jnp.ones((2, 4)))
-        (storage,) = dict(compact(graph, w, mask, outside="frozen").storages).values()
-        return storage.format, storage.padding
+        (layout,) = dict(compact(graph, w, mask, outside="frozen").layouts).values()
+        return layout.format, layout.padding
 
     assert chosen([2, 0]) == ("slices", 6)
     assert chosen([2, 0, 0]) == ("values", 12)
@@ -116,8 +116,8 @@ def test_a_mesh_may_divide_values_along_the_stack_alone():
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         like = jax.ShapeDtypeStruct((2, 4, 6), jnp.float32, sharding=sharding)
         mask = np.ones(like.shape, np.uint8)
-        storage, indices = Values.make(MaskedParameter(mask, (0,), (1,), False))
-        return storage.place(indices, like, "layer/w")
+        layout, indices = Values.make(MaskedParameter(mask, (0,), (1,), False))
+        return layout.place(indices, like, "layer/w")
 
     for spec, axis in (((None, "i", "j"), 1), (("i", None, "j"), 2)):
         with pytest.raises(

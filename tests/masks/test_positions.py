@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparsity.masks.positions import kept_positions, put, read_words
+from sparsity.masks.positions import kept_positions, read_words, scatter
 from tests.helpers import list_scatters
 
 # Two words, one row of sums and one entry more, rows of rows of sums and one word more.
@@ -40,7 +40,7 @@ def test_unused_slots_of_a_slice_write_nothing_in_the_next_slice() -> None:
     mask[[0, 1, 1, 1], [5, 0, 33, 79]] = 1
     locate = jax.vmap(lambda row: kept_positions(row, 3))
     np.testing.assert_array_equal(locate(mask), [[5, 80, 81], [0, 33, 79], [80, 81, 82]])
-    spread = jax.vmap(lambda positions: put(80, positions, np.uint8(1)))
+    spread = jax.vmap(lambda positions: scatter(80, positions, np.uint8(1)))
     np.testing.assert_array_equal(spread(locate(mask)), mask)
     for fn, rows in ((locate, mask), (spread, locate(mask))):
         assert [x.params["unique_indices"] for x in list_scatters(fn, rows)] == [True]

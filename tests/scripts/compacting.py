@@ -156,7 +156,7 @@ def masks_move_as_on_one_device(devices):
         def move(model, values, state, x, pruner=pruner):
             def loss(apply, values):  # groups of two calls are ranked after the backward pass
                 y = apply(values, x)
-                return jnp.mean(y + apply(values, x) if len(model.storages) == 2 else y)
+                return jnp.mean(y + apply(values, x) if len(model.layouts) == 2 else y)
 
             return model.move(pruner, values, state, 0, loss)
 

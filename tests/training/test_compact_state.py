@@ -13,8 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparsity
-from sparsity.compacting.optimizer_state import spread_state
-from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
+from sparsity.compacting.optimizer_state import densify_kept_states
+from sparsity.masks.positions import (
+    kept_positions,
+    read_words,
+    scatter_by_words,
+    slots_of_positions,
+)
 from sparsity.training.kept_state import KeptState
 from tests.helpers import slow_but
 
@@ -235,7 +240,7 @@ def test_each_of_two_states_side_by_side_is_spread_over_the_parameters():
     once = sparsity.train_only(optax.trace(0.5), mask)
     tx = optax.chain(once, once)
     _, state = tx.update(params, tx.init(params), params)
-    for trace in spread_state(state, params):
+    for trace in densify_kept_states(state, params):
         np.testing.assert_array_equal(trace.trace["w"], [0.0, 2.0, 4.0])
 
 
@@ -390,7 +395,11 @@ def test_positions_words_and_slots_are_those_of_numpy(n, density):
 @jax.jit
 def read_mask(mask, values, at):
     n, words = mask.size, read_words(mask)
-    return kept_positions(mask, n + 2), spread(words, values, n), *slots_of_positions(mask, at)
+    return (
+        kept_positions(mask, n + 2),
+        scatter_by_words(words, values, n),
+        *slots_of_positions(mask, at),
+    )
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph import Bias
 from sparsity.masks import Sites, apply_masks
-from sparsity.training.hooks import ExtraArg, StepInputs
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import check_gradients
 
@@ -127,7 +127,7 @@ class FLAPPruning(ChannelPruning):
         )
         statistics = {trees.path_names(key_path): x.statistic for key_path, x in problems.items()}
         extra = {**extra_args, "statistics": statistics}
-        inputs = StepInputs(params, grads, self.sites(params), extra)
+        inputs = self.make_inputs(params, grads, extra)
         scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
         masks = inputs.call(self.create_masks, scores, targets)
         pruned = trees.leaves_by_path(apply_masks(params, masks))

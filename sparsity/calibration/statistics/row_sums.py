@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from sparsity.core.dtypes import promote
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 
-StatisticsKind = Literal["squares", "moments", "gram"]
+StatisticsKind: TypeAlias = Literal["squares", "moments", "gram"]
 STATISTICS_KINDS = get_args(StatisticsKind)
 
 _HIGHEST = lax.Precision.HIGHEST

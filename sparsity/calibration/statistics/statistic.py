@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import chex
 import jax
@@ -203,4 +203,4 @@ def _take_diagonals(grams: jax.Array) -> jax.Array:
     return jnp.real(jnp.diagonal(grams, axis1=-2, axis2=-1))
 
 
-Statistics = Mapping[Path, Statistic]
+Statistics: TypeAlias = Mapping[Path, Statistic]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage
+from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter
 from sparsity.masks.slice_layout import SliceLayout
 
 
-class Dense(Storage):
+class Dense(FormatLayout):
     """Dense slices; positions are their masks, outside of which the values are 0."""
 
     format = "dense"
@@ -24,9 +24,9 @@ class Dense(Storage):
         shape, stack = parameter.mask.shape, parameter.stack
         layout = SliceLayout(shape, stack)
         slices = np.ascontiguousarray(parameter.mask.transpose(layout.order) != 0, np.uint8)
-        return cls(shape, stack, size=layout.slice_shape), slices
+        return cls(shape, stack, slice_kept_shape=layout.slice_shape), slices
 
-    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
 
     def read(self, kept: Kept) -> jax.Array | None:
@@ -38,8 +38,8 @@ class Dense(Storage):
         values = jnp.where(kept.positions > 0, values, lax.stop_gradient(values))
         return values.reshape(kept.sizes).transpose(kept.axes)
 
-    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
-        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), outside)
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), flat)
 
     def locate(self, mask: jax.Array) -> jax.Array:
         return mask.transpose(self.order)

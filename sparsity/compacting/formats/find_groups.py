@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
+
+from sparsity.masks.slice_layout import SliceLayout
 
 # At 90 % with gradients, groups of 1 are 1.1 to 1.7 times as fast as dense, groups of 4 2.0 to 4.5.
 _LEAST_GROUP = 4
@@ -44,13 +44,8 @@ def find_groups(mask: np.ndarray, *, is_single: bool = False) -> tuple[int, np.n
 
 def list_kept(rows: np.ndarray) -> np.ndarray:
     """Returns the kept inputs of bool[..., inputs], padded: [..., k]."""
-    *shape, inputs = rows.shape
-    rows = rows.reshape(math.prod(shape), inputs)
-    counts = np.count_nonzero(rows, axis=1)
-    numbers, kept = np.nonzero(rows)
-    slots = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
+    inputs = rows.shape[-1]
+    positions = SliceLayout(rows.shape, tuple(range(rows.ndim - 1))).list_positions(rows)
     dtype = np.uint16 if inputs <= np.iinfo(np.uint16).max else np.int32
-    k = counts.max(initial=0)
-    positions = np.full((len(rows), k), inputs, dtype)
-    positions[numbers, slots] = kept
-    return positions.reshape(*shape, k)
+    padded: np.ndarray = np.minimum(positions, inputs).astype(dtype)
+    return padded

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.formats import grouped_products
+from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter, Token
 from sparsity.compacting.formats.find_groups import find_groups
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
 from sparsity.patterns import FanIn, SparsityType
@@ -24,7 +24,7 @@ from sparsity.programs.program import Equation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grouped(Storage):
+class Grouped(FormatLayout):
     """Kept values [*stack, groups, k, group] of slices [*inputs, *outputs].
 
     Each group of neighbouring outputs reads the k inputs at the positions [*stack, groups, k].
@@ -52,7 +52,7 @@ class Grouped(Storage):
 
     @classmethod
     def _make(cls, parameter: MaskedParameter, is_single: bool) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the inputs that each group reads; see `find_groups`."""
+        """Returns the layout and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.frozen_dtype is not None or not inputs:
             return None
@@ -61,9 +61,10 @@ class Grouped(Storage):
         if groups is None:
             return None
         group, positions = groups
-        size = (*positions.shape[len(stack) :], group)
+        shape = (*positions.shape[len(stack) :], group)
         padding = positions.size * group - int(np.count_nonzero(mask))
-        return cls(mask.shape, stack, size=size, padding=padding, inputs=inputs), positions
+        layout = cls(mask.shape, stack, slice_kept_shape=shape, padding=padding, inputs=inputs)
+        return layout, positions
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -75,15 +76,20 @@ class Grouped(Storage):
         return self.kept_shape[:-1]
 
     @property
+    def group(self) -> int:
+        """Number of outputs of a group."""
+        return self.slice_kept_shape[-1]
+
+    @property
     def num_units(self) -> int:
         """Number of inputs."""
         return math.prod(self.shape[axis] for axis in self.inputs)
 
-    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        groups, k, group = self.size
+    def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        groups, k, group = self.slice_kept_shape
         matrices = _to_matrices(array, self.stack, self.inputs)
         inputs, outputs = matrices.shape[-2:]
-        count, missing = math.prod(self.batch), groups * group - outputs
+        count, missing = math.prod(self.batch_shape), groups * group - outputs
         matrices = matrices.reshape(count, inputs, outputs)
         matrices = np.pad(matrices, ((0, 0), (0, 1), (0, missing)))  # padding reads a row of zeros
         rows = matrices.reshape(count, inputs + 1, groups, group).swapaxes(1, 2)
@@ -112,7 +118,7 @@ class Grouped(Storage):
 
     def rows(self, mask: jax.Array) -> jax.Array:
         matrices = _to_matrices(mask, self.stack, self.inputs)
-        units = matrices[..., :: self.size[-1]].swapaxes(-1, -2)
+        units = matrices[..., :: self.group].swapaxes(-1, -2)
         return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
@@ -120,32 +126,32 @@ class Grouped(Storage):
         return jnp.minimum(super().locate_rows(rows), self.num_units)
 
     def count_rows(self, pattern: SparsityType) -> int | None:
-        has_groups = isinstance(pattern, FanIn) and pattern.group == self.size[-1]
-        return self.size[0] if has_groups else None
+        has_groups = isinstance(pattern, FanIn) and pattern.group == self.group
+        return self.slice_kept_shape[0] if has_groups else None
 
     def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
         """Returns the scores of the inputs that groups keep, as those of a matrix [k, outputs]."""
-        _, k, _ = self.size
-        matrix = scores.reshape(self.size).swapaxes(0, 1).reshape(k, -1)
+        _, k, _ = self.slice_kept_shape
+        matrix = scores.reshape(self.slice_kept_shape).swapaxes(0, 1).reshape(k, -1)
         return dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
 
-    def refuse(self, site: Site) -> str:
+    def explain_refusal(self, site: Site) -> str:
         if self.is_full or self._has_groups(site):
             return ""
         return (
-            f"{site.pattern!r} keeps no groups of {self.size[-1]} outputs that read the same "
-            "inputs, as the format 'grouped' has. "
+            f"{site.pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
+            "as the format 'grouped' has. "
             f"Give compact formats={{{site.name!r}: 'values'}}."
         )
 
     def _has_groups(self, site: Site) -> bool:
-        """Returns whether all masks of a pattern have the groups of the storage."""
+        """Returns whether all masks of a pattern have the groups of the layout."""
         if not isinstance(site.pattern, FanIn):
             return False
         ndim = len(self.shape)
         inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in site.pattern.axes}
         largest = min(site.pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
-        is_multiple: bool = largest % self.size[-1] == 0
+        is_multiple: bool = largest % self.group == 0
         return inputs == {*self.inputs} and is_multiple
 
     @property

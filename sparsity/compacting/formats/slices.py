@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter
 from sparsity.compacting.formats.find_groups import list_kept
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage
 from sparsity.core.sharding import explicit_sharding
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.programs.products import read_product
@@ -25,7 +25,7 @@ from sparsity.programs.program import Equation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeSlices(Storage):
+class WholeSlices(FormatLayout):
     """Whole slices of each slice of the stack, along one axis, at positions [*stack, k].
 
     Values have the axes of the dense array, and size k along this axis. Positions beyond the axis
@@ -45,7 +45,7 @@ class WholeSlices(Storage):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the positions of the slices along their axis.
+        """Returns the layout and the positions of the slices along their axis.
 
         Returns:
           `None` if entries outside are no frozen ones, some slice is kept in part, all or none are
@@ -66,15 +66,15 @@ class WholeSlices(Storage):
                 kept = int(np.count_nonzero(mask))
                 padding = math.prod(shape) - kept
                 size, along = tuple(shape[depth:]), axis - depth
-                storage = cls(mask.shape, stack, size=size, padding=padding, axis=along)
-                return None if padding > kept else (storage, positions)
+                layout = cls(mask.shape, stack, slice_kept_shape=size, padding=padding, axis=along)
+                return None if padding > kept else (layout, positions)
         return None
 
     @property
     def positions_shape(self) -> tuple[int, ...]:
-        return (*self.batch, self.size[self.axis])
+        return (*self.batch_shape, self.slice_kept_shape[self.axis])
 
-    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         slices, depth = array.transpose(self.order), len(self.stack)
         axis = depth + self.axis
         at = np.expand_dims(
@@ -83,17 +83,17 @@ class WholeSlices(Storage):
         values = np.take_along_axis(slices, np.minimum(at, slices.shape[axis] - 1), axis)
         return np.where(at < slices.shape[axis], values, np.zeros((), slices.dtype))
 
-    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         at, size = positions.astype(jnp.int32), self.slice_shape[self.axis]
         at = jnp.where(at < size, at, size + jnp.arange(len(at)))  # no padding comes twice
-        slices = outside.reshape(self.slice_shape).at[(*[slice(None)] * self.axis, at)]
+        slices = flat.reshape(self.slice_shape).at[(*[slice(None)] * self.axis, at)]
         dense = slices.set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
         return dense.reshape(-1)
 
     def differentiate(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
     ) -> jax.Array | None:
-        """Returns the gradient of the kept slices; see `Storage`.
+        """Returns the gradient of the kept slices; see `FormatLayout`.
 
         Returns:
           `None` for a product of ragged rows, of groups of features, along an axis of space, or of

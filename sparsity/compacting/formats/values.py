@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter, Token
 from sparsity.compacting.formats.narrow_dtypes import unsigned_like
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType
 
 
-class Values(Storage):
+class Values(FormatLayout):
     """Kept values [*stack, k] at ascending positions of the flat slice.
 
     Positions beyond the slice are padding.
@@ -29,7 +29,8 @@ class Values(Storage):
         mask, stack = parameter.mask, parameter.stack
         positions = SliceLayout(mask.shape, stack).list_positions(mask)
         padding = positions.size - int(np.count_nonzero(mask))
-        return cls(mask.shape, stack, size=positions.shape[-1:], padding=padding), positions
+        k = positions.shape[-1]
+        return cls(mask.shape, stack, slice_kept_shape=(k,), padding=padding), positions
 
     def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
@@ -41,11 +42,11 @@ class Values(Storage):
         )
         return _write(kept.values, kept.positions, bits.reshape(self.slice_size))
 
-    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
-        return _scatter(outside, positions, values)
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return _scatter(flat, positions, values)
 
     def rows(self, mask: jax.Array) -> jax.Array:
-        return self.slices(mask).reshape(math.prod(self.batch), self.num_units)
+        return self.slices(mask).reshape(math.prod(self.batch_shape), self.num_units)
 
     def count_rows(self, pattern: SparsityType) -> int | None:
         return 1 if pattern.is_elementwise and pattern.ranks_units else None

@@ -6,33 +6,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparsity.compacting.deferred import make_token
-from sparsity.compacting.formats.storage import Storage, Token
+from sparsity.compacting.formats.base import FormatLayout, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
-
-
-class SliceMove(NamedTuple):
-    """Kept arrays of a slice, or of all slices as [*stack, ...], and where their entries go.
-
-    Attributes:
-      old: positions of the kept entries.
-      new: the new positions.
-      kept: kept values and moments.
-      fresh: values of entries that are new, for each of `kept`; `None` for 0.
-    """
-
-    old: jax.Array
-    new: jax.Array
-    kept: Sequence[jax.Array]
-    fresh: Sequence[jax.Array | None]
+from sparsity.masks.positions import carry_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,12 +24,12 @@ class Carrier:
     """Takes values of a parameter, and moments like them, to new positions.
 
     Attributes:
-      storage: storage of the kept values.
+      layout: layout of the kept values.
       positions: where the values lie before.
       new: the new positions, as `read_positions` takes them.
     """
 
-    storage: Storage
+    layout: FormatLayout
     positions: jax.Array
     new: jax.Array
 
@@ -59,39 +43,34 @@ class Carrier:
           fresh: values for entries that are new, for each of `kept`; `None` for 0.
           token: an int32 0 that depends on the arrays that were carried before.
         """
-        move = SliceMove(self.positions, self.new, kept, fresh)
-        carry = functools.partial(sharding.shard_like, [self.positions, *kept], self._carry)
-        # XLA carries a donated array in place in a branch, and all arrays at once without one.
-        positions, *values = lax.cond(token == 0, carry, lambda move: [move.old, *move.kept], move)
+        stored = [self.positions, *kept]
+        carry = functools.partial(sharding.shard_like, stored, self._carry)
+        # In a branch XLA carries a donated array in place; outside, it would carry all at once.
+        positions, *values = lax.cond(
+            token == 0, carry, lambda stored, *_: stored, stored, self.new, fresh
+        )
         return positions, values
 
-    def _carry(self, move: SliceMove) -> list[jax.Array]:
-        sizes = self.storage.batch
-        move = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(sizes) :]), move)
+    def _carry(
+        self, stored: list[jax.Array], new: jax.Array, fresh: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """Returns `stored`, positions and arrays of kept values, at new positions."""
+        batch_shape = self.layout.batch_shape
+        stored, new, fresh = jax.tree.map(
+            lambda x: x.reshape(-1, *x.shape[len(batch_shape) :]), (stored, new, fresh)
+        )
 
         def step(i: jax.Array, stored: list[jax.Array]) -> list[jax.Array]:
             # Each slice is written where it was read: donated arrays need no second copy.
-            old, *kept = stored
-            each: SliceMove = jax.tree.map(lambda x: x[i], move._replace(old=old, kept=kept))
-            each = each._replace(new=read_positions(each.new, old.dtype))
-            moved = [each.new, *self._carry_slice(each)]
+            (old, *kept), digits, starts = jax.tree.map(lambda x: x[i], (stored, new, fresh))
+            positions = read_positions(digits, old.dtype)
+            slots, stays = self.layout.find_slots(old, positions)
+            carry = functools.partial(carry_values, slots, stays)
+            moved = [positions, *map(carry, kept, starts)]
             return [x.at[i].set(y) for x, y in zip(stored, moved, strict=True)]
 
-        moved = lax.fori_loop(0, math.prod(sizes), step, [move.old, *move.kept])
-        return [x.reshape(*sizes, *x.shape[1:]) for x in moved]
-
-    def _carry_slice(self, move: SliceMove) -> list[jax.Array]:
-        slots, stays = self.storage.find_slots(move.old, move.new)
-
-        def pick(values: jax.Array, start: jax.Array | None) -> jax.Array:
-            shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))  # members of groups follow
-            if slots is not None:
-                at = slots.reshape(shape)
-                values = jnp.take_along_axis(values, at, stays.ndim - 1, mode="clip")
-            zero = jnp.zeros((), values.dtype)
-            return jnp.where(stays.reshape(shape), values, zero if start is None else start)
-
-        return [pick(*pair) for pair in zip(move.kept, move.fresh, strict=True)]
+        moved = lax.fori_loop(0, math.prod(batch_shape), step, stored)
+        return [x.reshape(*batch_shape, *x.shape[1:]) for x in moved]
 
 
 def carry_state(
@@ -117,7 +96,7 @@ def carry_state(
     kept, starts = ({owner: list[PyTree]() for owner in carriers.values()} for _ in range(2))
 
     def collect(owner: Carrier | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
-        is_kept = owner is not None and jnp.shape(leaf) == owner.storage.kept_shape
+        is_kept = owner is not None and jnp.shape(leaf) == owner.layout.kept_shape
         if owner is not None and is_kept:
             kept[owner].append(leaf)
             starts[owner].append(start)

@@ -60,7 +60,7 @@ def move_by_gradient(
             each = slices[path]
             observers[path] = _observe_positions(mover, each._replace(step=each.step + mapped))
         else:
-            arrays = jnp.broadcast_to(mapped, mover.storage.batch)
+            arrays = jnp.broadcast_to(mapped, mover.layout.batch_shape)
             observers[path] = dataclasses.replace(observers[path], arrays=arrays)
     moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
     by_dense_gradient = {path: movers[path] for path in movers if path not in at_once}
@@ -84,8 +84,8 @@ def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _observe_positions(mover: Mover, slices: SliceArrays) -> Observer:
     """Returns the observer that finds new positions, which leave as float32 numbers."""
-    storage = mover.part_storage
-    is_small = math.prod(storage.shape) + math.prod(storage.kept_shape) < _EXACT
+    layout = mover.part_layout
+    is_small = math.prod(layout.shape) + math.prod(layout.kept_shape) < _EXACT
 
     def find(part: SliceArrays, gradient: jax.Array) -> jax.Array:
         new = mover.move(part, gradient)
@@ -106,9 +106,9 @@ def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _observe_gradient(mover: Mover) -> Observer:
-    """Returns the observer that returns dense gradients, axes in the order of the storage."""
-    storage = mover.storage
-    shape = *storage.batch, *storage.slice_shape
+    """Returns the observer that returns dense gradients, axes in the order of the layout."""
+    layout = mover.layout
+    shape = *layout.batch_shape, *layout.slice_shape
     return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
 
 

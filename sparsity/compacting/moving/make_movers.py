@@ -1,4 +1,4 @@
-"""Mask updates of a compact model: those that its updater and storages allow."""
+"""Mask updates of a compact model: those that its updater and layouts allow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import chex
 
-from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.formats.base import FormatLayout
 from sparsity.compacting.moving.mover import Mover
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -17,14 +17,14 @@ from sparsity.training.updater import Updater, is_overridden
 
 
 def make_movers(
-    updater: Updater, example: PyTree, storages: Mapping[Path, Storage]
+    updater: Updater, example: PyTree, layouts: Mapping[Path, FormatLayout]
 ) -> dict[Path, Mover]:
     """Returns the mask updates of all masked parameters but those that keep all entries.
 
     Args:
       updater: the updater.
       example: the dense parameters, as shapes.
-      storages: storages of the masked parameters by path.
+      layouts: layouts of the masked parameters by path.
 
     Raises:
       ValueError: the updater, or its pattern for a parameter, may change the number of kept
@@ -36,22 +36,22 @@ def make_movers(
     rule, movers = updater.slice_rule(), {}
     for path in trees.leaves_by_path(example):
         names = trees.path_names(path)
-        if names in storages:
-            storage = storages[names]
+        if names in layouts:
+            layout = layouts[names]
             target = targets.get(path)
-            _check_site(updater, sites[path], storage, target)
-            if storage.num_kept and not storage.is_full:  # or nothing to drop, or to grow
-                each = rule if rule is not None and _fits(rule, storage, sites[path]) else None
-                movers[names] = Mover(updater, example, sites, target, path, storage, each)
+            _check_site(updater, sites[path], layout, target)
+            if layout.num_kept and not layout.is_full:  # or nothing to drop, or to grow
+                each = rule if rule is not None and _fits(rule, layout, sites[path]) else None
+                movers[names] = Mover(updater, example, sites, target, path, layout, each)
     return movers
 
 
-def _fits(rule: SliceRule, storage: Storage, site: Site) -> bool:
-    """Returns whether slices of a storage can move by a rule."""
+def _fits(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
+    """Returns whether slices of a layout can move by a rule."""
     if rule.move_matrix is None:
         return True
-    is_slice = site.batch_axes == len(storage.stack) < len(storage.shape)
-    return is_slice and storage.count_rows(site.pattern) == 1
+    is_slice = site.batch_axes == len(layout.stack) < len(layout.shape)
+    return is_slice and layout.count_rows(site.pattern) == 1
 
 
 def _check_updater(updater: Updater) -> None:
@@ -78,20 +78,20 @@ def _check_updater(updater: Updater) -> None:
 
 
 def _check_site(
-    updater: Updater, site: Site, storage: Storage, target: chex.Numeric | None
+    updater: Updater, site: Site, layout: FormatLayout, target: chex.Numeric | None
 ) -> None:
-    refused = f"The mask of {site.name!r} of shape {storage.shape} cannot move"
-    inner = [axis for axis in storage.stack if axis >= site.batch_axes]
+    refused = f"The mask of {site.name!r} of shape {layout.shape} cannot move"
+    inner = [axis for axis in layout.stack if axis >= site.batch_axes]
     if inner:
         raise ValueError(
             f"{refused}: axis {inner[0]} indexes slices, which store equally many values, but the "
             f"updater has batch_axes = {site.batch_axes} and lets slices trade entries. Give it "
             f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
         )
-    if storage.stores_all:
+    if layout.stores_all:
         return
-    kept = storage.num_kept // math.prod(storage.batch)
-    after = updater.count_after_move(site, storage.shape, kept, target)
+    kept = layout.num_kept // math.prod(layout.batch_shape)
+    after = updater.count_after_move(site, layout.shape, kept, target)
     if after != kept:
         number = "another number of" if after is None else after
         raise ValueError(
@@ -100,5 +100,5 @@ def _check_site(
             "or a Block that divides the axes, SRigL with min_salient=None, or "
             "formats={path: 'dense'}."
         )
-    if reason := storage.refuse(site):
+    if reason := layout.explain_refusal(site):
         raise ValueError(f"{refused}: {reason}")

@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import make_token
-from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.formats.base import FormatLayout
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.masks import Site, Sites, defer_scores
-from sparsity.masks.positions import map_rows, put
+from sparsity.masks.positions import map_rows, scatter
 from sparsity.patterns.base import keep_active
 from sparsity.selection import Scores, topk_mask
 from sparsity.training.hooks import SliceRule, StepInputs
@@ -59,7 +59,7 @@ class Mover:
       sites: table of the sites of the parameters.
       target: target sparsity of the parameter.
       path: key path of the parameter.
-      storage: storage of the parameter.
+      layout: layout of the parameter.
       rule: rule by which slices move one by one; `None` if the parameter moves at once.
     """
 
@@ -68,7 +68,7 @@ class Mover:
     sites: Sites
     target: chex.Numeric | None
     path: trees.KeyPath
-    storage: Storage
+    layout: FormatLayout
     rule: SliceRule | None
 
     @property
@@ -76,30 +76,30 @@ class Mover:
         return self.sites[self.path]
 
     @functools.cached_property
-    def part_storage(self) -> Storage:
-        """Storage of the part that moves at once: a slice with stack axes of size 1, or all."""
-        stack = () if self.rule is None else self.storage.stack
-        shape = (1 if axis in stack else size for axis, size in enumerate(self.storage.shape))
-        return dataclasses.replace(self.storage, shape=tuple(shape))
+    def part_layout(self) -> FormatLayout:
+        """Layout of the part that moves at once: a slice with stack axes of size 1, or all."""
+        stack = () if self.rule is None else self.layout.stack
+        shape = (1 if axis in stack else size for axis, size in enumerate(self.layout.shape))
+        return dataclasses.replace(self.layout, shape=tuple(shape))
 
     @property
     def depth(self) -> int:
         """Number of leading axes of `SliceArrays` that index parts."""
-        return 0 if self.rule is None else len(self.storage.stack)
+        return 0 if self.rule is None else len(self.layout.stack)
 
     @property
     def strides(self) -> list[int]:
         """Steps of the flat index of the parameter, for each axis."""
-        return hashing.flat_strides(self.storage.shape)
+        return hashing.flat_strides(self.layout.shape)
 
-    def kind(self) -> Hashable:
+    def program_key(self) -> Hashable:
         """Returns a key that is equal for parameters whose slices move by one program."""
         site, target = self.site, self.target
         dtype = trees.leaves_by_path(self.example)[self.path].dtype
         number = target if target is None or is_traced(target) else float(target)
-        return self.part_storage, site.pattern, site.batch_axes, number, dtype
+        return self.part_layout, site.pattern, site.batch_axes, number, dtype
 
-    def slices(
+    def make_slices(
         self,
         values: jax.Array,
         positions: jax.Array,
@@ -107,8 +107,8 @@ class Mover:
         gradient: jax.Array | None,
     ) -> SliceArrays:
         """Returns the slices of the parameter."""
-        stack = self.storage.stack[: self.depth]
-        sizes = [self.storage.shape[axis] for axis in stack]
+        stack = self.layout.stack[: self.depth]
+        sizes = [self.layout.shape[axis] for axis in stack]
         strides = [self.strides[axis] for axis in stack]
         offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
         return SliceArrays(
@@ -125,7 +125,7 @@ class Mover:
 
         Args:
           part: the part.
-          gradient: gradient of the dense part, sizes in the order of the storage.
+          gradient: gradient of the dense part, sizes in the order of the layout.
         """
         # Before a loop XLA computes, and stores, all that its rounds share, such as the flat
         # indices of entries. XLA takes nothing out of a branch.
@@ -136,16 +136,16 @@ class Mover:
         return moved
 
     def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
-        storage = self.part_storage
-        shape, positions = storage.kept_shape, part.positions.reshape(storage.positions_shape)
-        # A dense slice that waits for the gradient is not built before.
+        layout = self.part_layout
+        shape, positions = layout.kept_shape, part.positions.reshape(layout.positions_shape)
+        # With the token, XLA builds the dense slice only after the gradient.
         token = 0 if gradient is None else make_token([gradient])
 
         def densify(values: jax.Array) -> jax.Array:
-            return storage.wrap(values.reshape(shape), positions).densify(token)
+            return layout.wrap(values.reshape(shape), positions).densify(token)
 
         if gradient is not None:
-            kept = storage.wrap(part.values.reshape(shape), positions)
+            kept = layout.wrap(part.values.reshape(shape), positions)
             gradient = gradient.reshape(kept.sizes).transpose(kept.axes)
             if part.gradient is not None:
                 gradient = gradient + densify(part.gradient)
@@ -156,7 +156,7 @@ class Mover:
         else:
             mask = densify(jnp.ones(shape, jnp.uint8))
             move = self._move_parameter if self.rule is None else self._move_slice
-            new = storage.locate(move(part, param, mask, gradient))
+            new = layout.locate(move(part, param, mask, gradient))
         return new.astype(part.positions.dtype).reshape(part.positions.shape)
 
     def _move_parameter(
@@ -165,7 +165,7 @@ class Mover:
         """Returns the new mask of the parameter, from the hooks of the updater."""
         state = SparseState(self._tree(mask), None, self._tree(self.target), part.step, None)
         gradients = None if gradient is None else self._tree(gradient)
-        inputs = StepInputs(self._tree(param), gradients, self.sites, {})
+        inputs = StepInputs(self._tree(param), gradients, self.sites)
         masks = call_mask_hooks(self.updater, state, inputs).masks
         new: jax.Array = trees.leaves_by_path(masks)[self.path]
         return new
@@ -181,18 +181,18 @@ class Mover:
 
     def _rows(self) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
-        is_stack = self.site.batch_axes == len(self.part_storage.stack)
-        return self.part_storage.count_rows(self.site.pattern) if is_stack else None
+        is_stack = self.site.batch_axes == len(self.part_layout.stack)
+        return self.part_layout.count_rows(self.site.pattern) if is_stack else None
 
     def _move_units(
         self, part: SliceArrays, rows: int, param: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
         assert self.rule is not None
-        storage, pattern = self.part_storage, self.site.pattern
-        drop = storage.pool(jnp.abs(part.values), pattern)
+        layout, pattern = self.part_layout, self.site.pattern
+        drop = layout.pool(jnp.abs(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
-        shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
+        shape = (rows, -1) if move_matrix is None else (-1, layout.slice_shape[-1])
         grow: jax.Array | Scores | None = None
         if pattern.is_elementwise:
             flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
@@ -206,20 +206,20 @@ class Mover:
         else:
             drop, positions = (x.reshape(rows, -1) for x in (drop, part.positions))
             mask = _drop_and_grow(drop, grow, positions, fraction)
-        return storage.locate_rows(mask)
+        return layout.locate_rows(mask)
 
     def _grow_scores(
         self, part: SliceArrays, param: jax.Array, grad: jax.Array | None
     ) -> jax.Array:
         assert self.rule is not None
-        inputs = StepInputs(param, grad, self.sites, {})
+        inputs = StepInputs(param, grad, self.sites)
         state = SparseState(None, None, None, part.step, None)
         draw = functools.partial(self._draw, part)
         scores: jax.Array = inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
         return scores
 
     def move_alike(self, each: list[tuple[SliceArrays, jax.Array | None]]) -> list[jax.Array]:
-        """Returns the new positions of parameters of one `kind`, one part after the other."""
+        """Returns the new positions of parameters of one `program_key`, part by part."""
 
         def flatten(x: jax.Array) -> jax.Array:
             return x.reshape(-1, *x.shape[self.depth :])
@@ -247,7 +247,7 @@ class Mover:
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
-        index = hashing.flat_index(self.part_storage.shape, self.strides) + part.offset
+        index = hashing.flat_index(self.part_layout.shape, self.strides) + part.offset
         return hashing.hash_entries(index, *words)
 
 
@@ -261,12 +261,12 @@ def move_all(
     Args:
       movers: mask updates by path.
       slices: slices by path.
-      gradients: dense gradients, where a loss gives them; axes in the order of the storage.
+      gradients: dense gradients, where a loss gives them; axes in the order of the layout.
     """
     kinds: dict[Hashable, list[Path]] = {}
     for path, mover in movers.items():
         arrays = slices[path], gradients.get(path)
-        kind = mover.kind(), jax.tree.structure(arrays)
+        kind = mover.program_key(), jax.tree.structure(arrays)
         kinds.setdefault(path if mover.rule is None else kind, []).append(path)
     new: dict[Path, jax.Array] = {}
     for paths in kinds.values():
@@ -294,6 +294,6 @@ def _drop_and_grow(
       uint8[rows, units].
     """
     flags, lost = keep_active(positions < grow.shape[1], drop, drop_fraction, 1)
-    kept = map_rows(functools.partial(put, grow.shape[1]), positions, flags)
+    kept = map_rows(functools.partial(scatter, grow.shape[1]), positions, flags)
     mask: jax.Array = kept | topk_mask(grow, lost, where=kept == 0, batch_axes=1)
     return mask

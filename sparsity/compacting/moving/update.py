@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -25,23 +25,29 @@ from sparsity.training.base_updater import BaseUpdater
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 
 
+class Run(NamedTuple):
+    """A compact model in training.
+
+    Attributes:
+      model: the model.
+      params: its parameters.
+      opt_state: the optimizer's state of the parameters.
+      step: number of steps so far.
+    """
+
+    model: StoredModel
+    params: Params
+    opt_state: optax.OptState
+    step: chex.Numeric
+
+
 def move(
-    model: StoredModel,
-    params: Params,
-    opt_state: optax.OptState,
-    count: chex.Numeric,
-    *,
-    pruner: BaseUpdater,
-    loss: Loss | None,
-    tx: optax.GradientTransformation | None,
+    run: Run, pruner: BaseUpdater, loss: Loss | None, tx: optax.GradientTransformation | None
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Moves masks; outside of compiled functions, compiled for the arrays that `loss` holds.
 
     Args:
-      model: the model.
-      params: its parameters.
-      opt_state: the optimizer's state of the parameters.
-      count: number of steps so far.
+      run: the model in training.
       pruner: the updater.
       loss: ranks entries by gradient.
       tx: the optimizer, for states in which new entries are not 0.
@@ -56,19 +62,15 @@ def move(
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
-    arguments = model, params, opt_state, count, arrays
-    is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
-    run = _move if is_inside else _move_compiled
+    is_inside = any(map(is_traced, jax.tree.leaves((run, arrays))))
+    call = _move if is_inside else _move_compiled
     moved: tuple[PyTree, PyTree, PyTree]
-    moved = run(*arguments, pruner=pruner, static_loss=(treedef, objects), tx=tx)
+    moved = call(run, arrays, pruner=pruner, static_loss=(treedef, objects), tx=tx)
     return moved
 
 
 def _move(
-    model: StoredModel,
-    params: Params,
-    opt_state: optax.OptState,
-    count: chex.Numeric,
+    run: Run,
     arrays: list[jax.Array | None],
     *,
     pruner: BaseUpdater,
@@ -76,6 +78,7 @@ def _move(
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Moves masks as `move` does; the structure of a loss is static, its leaves are `arrays`."""
+    model, params, opt_state, step = run
     treedef, objects = static_loss
     if tx is not None:
         read_state(tx, params, opt_state)
@@ -87,7 +90,7 @@ def _move(
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
-    movers = make_movers(pruner, model.graph.model.example[0], dict(model.storages))
+    movers = make_movers(pruner, model.graph.model.example[0], dict(model.layouts))
     values, positions = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
@@ -100,7 +103,7 @@ def _move(
             lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
         )
     slices = {
-        path: mover.slices(values[path], positions[path], count, direct.get(path))
+        path: mover.make_slices(values[path], positions[path], step, direct.get(path))
         for path, mover in movers.items()
     }
     if loss is None:
@@ -115,8 +118,8 @@ def _move(
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
     carriers = {
-        path: Carrier(storage, positions[path], new[path])
-        for path, storage in model.storages
+        path: Carrier(layout, positions[path], new[path])
+        for path, layout in model.layouts
         if path in movers
     }
     new, params, opt_state = carry_state(carriers, params, opt_state, fresh, model.in_turn)

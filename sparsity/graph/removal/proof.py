@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
 
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.reductions import describe_reduction
@@ -28,7 +29,7 @@ from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
 
-RemovedEntry = tuple[int, Axis]  # an axis, and the variable that loses entries
+RemovedEntry: TypeAlias = tuple[int, Axis]  # an axis, and the variable that loses entries
 
 
 class Constants:

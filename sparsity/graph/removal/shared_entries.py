@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from sparsity.programs import entrywise
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
 # {value that is available where an equation runs: the equation that makes the value, if one does}
-AvailableValues = Mapping[Value, Equation | None]
+AvailableValues: TypeAlias = Mapping[Value, Equation | None]
 _MAX_EQUATIONS = 64  # equations that a smaller program evaluates for one sum
 
 

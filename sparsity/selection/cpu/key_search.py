@@ -6,7 +6,7 @@ lie above each of a few pivots. The first pivots come from a sample, the next on
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +189,7 @@ class State(NamedTuple):
     pivots: jax.Array
 
 
-Count = Callable[[State], list[jax.Array]]
+Count: TypeAlias = Callable[[State], list[jax.Array]]
 
 
 def search(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,9 @@ _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: three kernels count any of them
 _BRANCHES = 16  # of one switch, whose time to compile grows with the square of them
 
-Parts = Sequence["Rows | Visits"]
-Numbers = tuple[jax.Array, jax.Array, jax.Array]  # busy segments, their leaves, their slices
+Parts: TypeAlias = Sequence["Rows | Visits"]
+# Busy segments, their leaves, and their slices.
+Numbers: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:

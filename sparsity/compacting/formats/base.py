@@ -1,7 +1,7 @@
 """Formats of kept values: what a format must say, and a parameter that has one.
 
-A format is a subclass of `Storage` in `sparsity.compacting.formats`. A `Storage` holds shapes, and
-a `Kept` the arrays.
+A format is a subclass of `FormatLayout` in `sparsity.compacting.formats`. A `FormatLayout` holds
+shapes, and a `Kept` the arrays.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sparsity.compacting.formats.narrow_dtypes import (
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.masks import Site
-from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
-from sparsity.masks.slice_layout import SliceLayout
+from sparsity.masks.positions import kept_positions, map_rows, scatter, slots_of_positions
+from sparsity.masks.slice_layout import KeptLayout
 from sparsity.patterns import SparsityType
 from sparsity.programs.program import Equation
 
@@ -51,18 +51,17 @@ class MaskedParameter(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Storage(SliceLayout):
-    """The place of the kept values of one parameter; hashable, without arrays.
+class FormatLayout(KeptLayout):
+    """Layout of the kept values of one parameter in a format; hashable, without arrays.
 
-    A format overrides `make` and `build`, `rows` if masks move, and other methods where the format
-    differs from values in the order of the parameter.
+    A format overrides `make` and `scatter_slice`, `rows` if masks move, and other methods where
+    the format differs from values in the order of the parameter.
 
     Attributes:
       format: name of the format.
       refusal: why a parameter cannot have the format, and the remedy.
       multiplies: whether products need no dense array.
       stores_all: whether all entries have a slot, whatever the mask keeps.
-      size: shape of the kept values of a slice.
       padding: number of values that are no entries of the parameter, of all slices.
       frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
@@ -72,13 +71,12 @@ class Storage(SliceLayout):
     multiplies: ClassVar[bool] = False
     stores_all: ClassVar[bool] = False
 
-    size: tuple[int, ...]
     padding: int = 0
     frozen_dtype: np.dtype | None = None
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the positions of the kept values, `None` where none fits."""
+        """Returns the layout and the positions of the kept values, `None` where none fits."""
         raise NotImplementedError
 
     @classmethod
@@ -86,24 +84,19 @@ class Storage(SliceLayout):
         """Calls `make` for a parameter without a chosen format; `None` if another is faster."""
         return cls.make(parameter)
 
-    def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           values: the kept values of the slice.
           positions: where they lie.
-          outside: flat dense array whose entries stay outside the mask.
+          flat: flat dense array whose entries stay outside the mask.
         """
         raise NotImplementedError
 
     def rows(self, mask: jax.Array) -> jax.Array:
         """Returns the mask of the units, such as entries, to which positions count, [rows, n]."""
         raise NotImplementedError
-
-    @property
-    def kept_shape(self) -> tuple[int, ...]:
-        """Shape of the kept values."""
-        return (*self.batch, *self.size)
 
     @property
     def positions_shape(self) -> tuple[int, ...]:
@@ -130,7 +123,7 @@ class Storage(SliceLayout):
         """True if the values are float32 numbers in place of quantized ones."""
         return self.frozen_dtype is not None and is_quantized(self.frozen_dtype)
 
-    def shrink(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def describe_values(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Returns the type of the kept values of a parameter."""
         values = sharding.resize_struct(leaf, self.kept_shape)
         return sharding.with_dtype(values, np.float32) if self.is_quantized else values
@@ -160,14 +153,14 @@ class Storage(SliceLayout):
         start = jnp.asarray(0 if token is None else token)
         if kept.frozen is None or self.frozen_dtype is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
-            return self.build(kept.values, kept.positions, zeros)
+            return self.scatter_slice(kept.values, kept.positions, zeros)
         outside = lax.stop_gradient(kept.frozen).reshape(size)
         if jnp.issubdtype(self.frozen_dtype, jnp.floating):
             # Frozen entries wait, too: their copy is made when a product needs the slice.
             unsigned = unsigned_like(self.frozen_dtype)
             outside = lax.bitcast_convert_type(outside, unsigned) + start.astype(unsigned)
         outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
-        return self.build(kept.values, kept.positions + start, outside)
+        return self.scatter_slice(kept.values, kept.positions + start, outside)
 
     def read(self, kept: Kept) -> jax.Array | None:
         """Returns the dense array for an equation of the model, `None` to build its slices."""
@@ -231,7 +224,7 @@ class Storage(SliceLayout):
 
         def find(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
             old = old + jnp.min(new, initial=0).astype(old.dtype)  # 0, which waits for a move
-            kept = put(self.num_units, old, jnp.uint8(1))
+            kept = scatter(self.num_units, old, jnp.uint8(1))
             return slots_of_positions(kept, new.astype(jnp.int32))
 
         rows = (x.reshape(-1, x.shape[-1]) for x in (old, new))
@@ -246,8 +239,8 @@ class Storage(SliceLayout):
         """Returns the scores of the stored units, from those of their entries."""
         return scores
 
-    def refuse(self, site: Site) -> str:
-        """Returns why masks of a site may have no such storage, '' if all have."""
+    def explain_refusal(self, site: Site) -> str:
+        """Returns why masks of a site may have no such layout, '' if all have."""
         return ""
 
     # Devices
@@ -291,12 +284,12 @@ class Kept:
     """A masked array as the values that the mask keeps: a parameter, or layers of one.
 
     Attributes:
-      values: [*stack, *size] the kept values of each slice.
+      values: [*stack, *slice_kept_shape] the kept values of each slice.
       positions: [*stack, ...] where they lie.
       frozen: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of
         less than 32 bits are unsigned integers of the same bits, see `to_bits`.
       observer: gets the gradients of dense slices, in place of the kept values.
-      storage: says how the values of a slice lie in memory.
+      layout: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
       layers: in a step of a scan the values of all layers, and the number of the layer that is
@@ -307,7 +300,7 @@ class Kept:
     positions: jax.Array
     frozen: jax.Array | None
     observer: Observer | None
-    storage: Storage
+    layout: FormatLayout
     axes: tuple[int, ...]
     name: str
     layers: tuple[jax.Array, jax.Array] | None = None
@@ -315,12 +308,12 @@ class Kept:
     @property
     def depth(self) -> int:
         """Number of axes that index slices."""
-        return len(self.values.shape) - len(self.storage.size)
+        return len(self.values.shape) - len(self.layout.slice_kept_shape)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes [*stack, *slice] of the slices, one after the other."""
-        return (*self.values.shape[: self.depth], *self.storage.slice_shape)
+        return (*self.values.shape[: self.depth], *self.layout.slice_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -349,14 +342,14 @@ class Kept:
         """Returns the dense array.
 
         Args:
-          token: an int32 0; no array is allocated before its value exists. `None` copies the bits
-            of frozen entries, those of NaN included; a scan has no second derivatives of the copy.
+          token: an int32 0; no array is allocated before its value exists. `None` copies frozen
+            entries bit by bit, NaN included; within a scan the copy has no second derivatives.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
         if placed is None:
             return self._join_slices(kept, token)
-        divided = [*range(self.depth), *(self.depth + i for i in self.storage.divisible_axes)]
+        divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
         spec = dict(zip(divided, placed.spec, strict=False))
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
         dense = auto_axes(self._join_slices, out_sharding=sharding.fit(target, self.shape))
@@ -365,7 +358,7 @@ class Kept:
 
     def read(self, token: Token = 0) -> jax.Array:
         """Returns the dense array for an equation of the model; see `densify`."""
-        dense = self.storage.read(self)
+        dense = self.layout.read(self)
         dense = self.densify(token) if dense is None else dense
         if self.observer is None:
             return dense
@@ -373,7 +366,7 @@ class Kept:
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
     def _join_slices(self, kept: Self, token: Token | None) -> jax.Array:
-        densify = functools.partial(self.storage.densify_slice, token=token)
+        densify = functools.partial(self.layout.densify_slice, token=token)
         for _ in range(self.depth):
             densify = jax.vmap(densify)
         return densify(kept).reshape(self.sizes).transpose(self.axes)
@@ -394,7 +387,7 @@ class Kept:
 
 
 jax.tree_util.register_dataclass(
-    Kept, ["values", "positions", "frozen", "observer", "layers"], ["storage", "axes", "name"]
+    Kept, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
 )
 
 
