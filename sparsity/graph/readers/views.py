@@ -121,55 +121,60 @@ def follow(
     """
     value, output = equation.inputs[operand], equation.outputs[number]
     by_axis: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
-    share, indexed, layers = Fraction(1), list[int](), list[Factor]()
+    share, indexed, layers = view.share, list[int](), list[Factor]()
     is_changed = False
     for relation in relations:
-        sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
-        targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
-        kind, is_here = relation.kind, bool(sources and targets)
-        if kind == "mixed" and (targets or sources):
-            return None
-        if kind == "index" and sources:
-            indexed += [place.axis for place in sources]
-        elif kind == "stack" and targets:
-            share, is_changed = share / output.shape[targets[0].axis], True
-        elif relation.pair and is_here:
-            by_axis[targets[0].axis] = view.factors[sources[0].axis]
-        elif kind == "product" and is_here:
-            factors = _factors(view, relation)
-            cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
-            if cut is None:
+        sources, targets = _axes(relation.sources, operand), _axes(relation.targets, number)
+        is_here = bool(sources and targets)
+        match relation.kind:
+            case "mixed" if sources or targets:
                 return None
-            for place, split in zip(targets, cut, strict=True):
-                by_axis[place.axis] = split
-        elif kind == "reversed" and is_here:
-            source = view.factors[sources[0].axis]
-            by_axis[targets[0].axis] = [factor._replace(step=-factor.step) for factor in source]
-        elif is_here:  # a sum, or a cut
-            ((_, axis),), ((_, to),), is_changed = sources, targets, True
-            size, new = value.shape[axis], output.shape[to]
-            by_axis[to] = resize_axis(view.factors[axis], size, new)
-            if len(relation.sources) > 1:
-                share *= Fraction(size, new)
-            elif new == 1 < size:
-                layers += view.factors[axis]
+            case "index":
+                indexed += sources
+            case "stack" if targets:
+                share, is_changed = share / output.shape[targets[0]], True
+            case "product" if is_here:
+                split = _split_product(view, relation, [output.shape[axis] for axis in targets])
+                if split is None:
+                    return None
+                for axis, factors in zip(targets, split, strict=True):
+                    by_axis[axis] = factors
+            case "reversed" if is_here:
+                factors = view.factors[sources[0]]
+                by_axis[targets[0]] = [factor._replace(step=-factor.step) for factor in factors]
+            case "sum" | "cut" if is_here:
+                factors, is_changed = view.factors[sources[0]], True
+                size, new = value.shape[sources[0]], output.shape[targets[0]]
+                by_axis[targets[0]] = resize_axis(factors, size, new)
+                if len(relation.sources) > 1:
+                    share *= Fraction(size, new)
+                elif new == 1 < size:
+                    layers += factors
     read = view.select_entry(indexed)
     return dataclasses.replace(
         read,
         factors=tuple(map(tuple, by_axis)),
-        share=view.share * share,
+        share=share,
         changed_at=(*view.changed_at, output) if is_changed or indexed else view.changed_at,
         layers=(*read.layers, *layers),
     )
 
 
-def _factors(view: View, relation: Relation) -> list[Factor]:
-    """Returns the factors of the sources of a product, without factors of one entry."""
+def _axes(places: Iterable[Place | int], array: int) -> list[int]:
+    """Returns the axes of an array among the places of a relation."""
+    return [place.axis for place in places if isinstance(place, Place) and place.array == array]
+
+
+def _split_product(
+    view: View, relation: Relation, sizes: Sequence[int]
+) -> Sequence[Sequence[Factor]] | None:
+    """Returns the factors of the targets of a product; `None` where a cut falls within a factor."""
+    if relation.pair:
+        return [view.factors[relation.pair[0].axis]]
     factors: list[Factor] = []
     for place in relation.sources:
-        each = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
-        factors += [factor for factor in each if factor.size != 1]
-    return factors
+        factors += [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+    return _split_factors([factor for factor in factors if factor.size != 1], sizes)
 
 
 def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
