@@ -160,13 +160,7 @@ class Scores(LazyScores):
 
 def _compute_on_host(ranked: Ranked) -> PyTree:
     scores = ranked.scores
-    if not scores.is_on_host:
-        return NotImplemented
-    result = host.empty(scores.shape, scores.dtype)
-    flat, arrays = result.reshape(-1), [x.reshape(-1) for x in scores.arrays]
-    for at in host.chunks(scores.size):
-        flat[at] = scores.on_host([x[at] for x in arrays])
-    return result
+    return host.copy(scores.on_host(scores.arrays)) if scores.is_on_host else NotImplemented
 
 
 @host.instead(_compute_on_host)

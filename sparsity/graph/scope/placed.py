@@ -16,7 +16,7 @@ from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import ordered_sum, scaled
 from sparsity.core.kernels import compute_once
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, topk_masks
 
@@ -81,8 +81,7 @@ def spread_masks(
 ) -> list[jax.Array]:
     """Returns the masks of parameters from masks of channels."""
     xp = host.namespace(leaves.values())
-    ones: PyTree = host.ones if xp is np else xp.ones
-    spread = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
         for path, axis, positions in group.members:
