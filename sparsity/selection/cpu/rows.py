@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.exact_sums import sums
+from sparsity.core.exact_sums import count, sums
 from sparsity.core.kernels import read_part
 from sparsity.selection.scores import Ranked, Recipe
 
@@ -86,8 +86,7 @@ class Rows:
         allowed = self.recipe.eligible(self.arrays)
         if allowed is None:
             return entries
-        # The barrier keeps the second operand, and with it the fused loop.
-        counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
+        counted = count(allowed, [2])
         if not self.recipe.eligible_is_zero:
             return counted
         return counted - (self.width - entries)  # zeros of the padding
