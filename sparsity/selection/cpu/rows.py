@@ -98,9 +98,7 @@ class Rows:
 
     @jax.jit
     def _counts_above(self, pivots: jax.Array) -> jax.Array:
-        arrays, scalars, pivots = lax.optimization_barrier((self.arrays, self.scalars, pivots))
-        stored = dataclasses.replace(self, arrays=arrays, scalars=scalars)
-        keys = stored._keys(arrays, self._offset())
+        keys = self._keys(self.arrays, self._offset())
         pivots = pivots.astype(keys.dtype)
         counts = sums(
             [keys > _beside(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
@@ -162,23 +160,17 @@ class Rows:
         flat = [x.reshape(self.segments, -1) for x in self.arrays]
         if self.sizes is None:
             stride = self._stride(offset.shape[1])
-            picked = tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
-        else:
-            picked = tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
-        return stored
+            return tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
+        return tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
 
     @functools.partial(jax.jit, static_argnums=1)
     def _every(self, stride: int) -> tuple[jax.Array, ...]:
         """Reads the arrays at every stride-th entry of each segment, each [count]."""
         flat = [x.reshape(self.segments, -1) for x in self.arrays]
         if self.sizes is None:
-            picked = tuple(x[:, ::stride].reshape(-1) for x in flat)
-        else:
-            segment, offset = _every_place([self], stride)
-            picked = tuple(x[segment, offset] for x in flat)
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
-        return stored
+            return tuple(x[:, ::stride].reshape(-1) for x in flat)
+        segment, offset = _every_place([self], stride)
+        return tuple(x[segment, offset] for x in flat)
 
     def _sample_offsets(self) -> np.ndarray:
         """Returns the places of the sampled entries in their segments, int32[segments, count]."""
@@ -202,10 +194,7 @@ class Rows:
             else jnp.take_along_axis(x, row[:, None, None], 1)[:, 0]
             for x in self.arrays
         ]
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(
-            tuple(pad(x, width) for x in picked)
-        )
-        return stored
+        return tuple(pad(x, width) for x in picked)
 
 
 # ------------------------------------------------------------------ entries of many
@@ -275,11 +264,7 @@ def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
 
 
 def _join(x: Sequence[jax.Array]) -> jax.Array:
-    """Stores the concatenated arrays: a kernel that read each by itself would be large."""
-    if len(x) == 1:
-        return x[0]
-    stored: jax.Array = lax.optimization_barrier(jnp.concatenate(x))
-    return stored
+    return x[0] if len(x) == 1 else jnp.concatenate(x)
 
 
 def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:

@@ -157,7 +157,7 @@ class Visits:
             def here(x: jax.Array) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
-            segment = lax.optimization_barrier(jax.tree.map(here, tables))
+            segment = jax.tree.map(here, tables)
             counts: jax.Array = _switch(leaf_numbers[at], branches, *segment)[0]
             return counts
 
