@@ -15,7 +15,6 @@ import numpy as np
 from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import ordered_sum, scaled
-from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, topk_masks
@@ -60,8 +59,7 @@ def sum_importance(
     if order == 2:
         powers = [jnp.square(x) for x in scaled(powers)]
     by_path = dict(zip(scores, powers, strict=True))
-    importance = [_sum_members(group, by_path, order, normalize) for group in groups]
-    return importance if host.namespace(powers) is np else compute_once(importance)
+    return [_sum_members(group, by_path, order, normalize) for group in groups]
 
 
 def keep_best(
