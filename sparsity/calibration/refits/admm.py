@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsity.calibration.inverses import invert, pad, shift_diagonals
 from sparsity.calibration.refits.base import Select
@@ -118,8 +117,6 @@ def _start(
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.parameter(weights, dense.shape)
     products = statistic.parameter(_multiply(weights, gram), dense.shape)
-    if not isinstance(gram, np.ndarray):  # or XLA would hold both matrices
-        products, gram = lax.optimization_barrier((products, gram))
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
 
