@@ -20,6 +20,7 @@ import pytest
 
 import sparsity
 from sparsity.algorithms import global_pruners, sparse_trainers, ste
+from sparsity.programs.program import read_jaxpr
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Compiles programs as before the emitters of fusions, the only ones since jax 0.11.
@@ -27,6 +28,8 @@ WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info_
 # For programs that take longer to run than to compile; see `tests/environment.py`.
 OPTIMIZED = {"xla_backend_optimization_level": 1}
 SHAPE = (6, 10)  # of the kernel that `params` makes
+# For tests of what only XLA:CPU does, or numpy in its place.
+ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="holds on CPUs only")
 
 
 _COUNTS: list[list[int]] = []
@@ -50,6 +53,13 @@ def counted_programs():
         yield count
     finally:
         _COUNTS.remove(count)
+
+
+def list_scatters(fn, *args):
+    """Returns the equations of a program, loops included, that write at positions."""
+    programs = read_jaxpr(jax.make_jaxpr(fn)(*args)).nested()
+    equations = (equation for program in programs for equation in program.flat())
+    return [equation for equation in equations if equation.name.startswith("scatter")]
 
 
 @contextlib.contextmanager

@@ -262,6 +262,9 @@ def test_an_eager_init_transfers_nothing_implicitly(name, packed):
     with jax.transfer_guard("disallow"):
         state = tx.init(params)
     assert int(state.count) == 0
+    with jax.transfer_guard_device_to_host("disallow"):  # refuses nothing on CPUs
+        _, state = tx.update(params, state, params)
+    assert int(state.count) == 1
 
 
 def test_a_compiled_apply_is_refused():

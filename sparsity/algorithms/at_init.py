@@ -324,14 +324,17 @@ def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
         if target is None or is_traced(score):
             return
         role = f"The {name} scores of {trees.path_string(path)!r}"
-        if not jnp.all(jnp.isfinite(score)):
+        if not jax.device_get(jnp.all(jnp.isfinite(score))):
             raise ValueError(
                 f"{role} are not all finite. Look for NaN in the parameters and the data, or scale "
                 "the model down; jax.config.update('jax_enable_x64', True) widens the range."
             )
-        if score.size > 1 and (value := jnp.min(score)) == jnp.max(score):
+        if score.size < 2:
+            return
+        least, most = jax.device_get((jnp.min(score), jnp.max(score)))
+        if least == most:
             raise ValueError(
-                f"{role} are all {value} and rank nothing. Does the leaf take part in the output, "
+                f"{role} are all {least} and rank nothing. Does the leaf take part in the output, "
                 "and is it initialized to values that differ?"
             )
 

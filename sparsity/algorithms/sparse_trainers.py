@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import chex
 import jax
@@ -124,20 +124,6 @@ class StaticRandomSparse(SparseTraining):
         return sparse_state.masks
 
 
-class MaskMove(NamedTuple):
-    """Scores by which masks move.
-
-    Attributes:
-      drop_scores: tree of arrays or lazy scores; active weights with the highest are kept.
-      grow_scores: tree of arrays or lazy scores; of all others those with the highest grow.
-      fraction: fraction of the active weights to replace, in [0, 1].
-    """
-
-    drop_scores: ScoreTree
-    grow_scores: ScoreTree
-    fraction: chex.Numeric
-
-
 @dataclasses.dataclass(kw_only=True)
 class DropAndGrow(SparseTraining):
     """Moves the mask: drops active weights of the lowest magnitude and grows as many others.
@@ -191,15 +177,22 @@ class DropAndGrow(SparseTraining):
         return make_slice_rule(self)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
-        move = self.score_move(sparse_state, inputs)
-        return adapt_scope(self.scope, inputs.sites).move_tree(sparse_state.masks, *move)
+        scores_and_fraction = self.score_move(sparse_state, inputs)
+        scope = adapt_scope(self.scope, inputs.sites)
+        return scope.move_tree(sparse_state.masks, *scores_and_fraction)
 
-    def score_move(self, sparse_state: SparseState, inputs: StepInputs) -> MaskMove:
+    def score_move(
+        self, sparse_state: SparseState, inputs: StepInputs
+    ) -> tuple[ScoreTree, ScoreTree, chex.Numeric]:
         """Returns the scores by which masks move, and the fraction of weights to replace.
 
         Args:
           sparse_state: the current state.
           inputs: inputs of the step.
+
+        Returns:
+          Drop scores, by which active weights are kept; grow scores, by which others grow, both
+          trees of arrays or lazy scores; and the fraction of the active weights, in [0, 1].
         """
         draw = make_draw(inputs.weights)
 
@@ -215,7 +208,7 @@ class DropAndGrow(SparseTraining):
             # Even a constant fraction waits for the count: `training.regrow.pack_before_update`.
             fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
-        return MaskMove(score(self.get_drop_scores), score(self.get_grow_scores), fraction)
+        return score(self.get_drop_scores), score(self.get_grow_scores), fraction
 
     def compute_drop_fraction(self, step: chex.Numeric) -> chex.Numeric:
         """Returns the fraction of active weights to replace at a step."""

@@ -261,7 +261,7 @@ def move_fan_in(
     k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
     kept = topk_mask(drop_scores, k, where=is_active)
     neuron = jnp.where(kept > 0, positions % neurons, neurons)
-    counts = jnp.zeros(neurons, jnp.int32).at[neuron].add(1, mode="drop")
+    counts = jnp.zeros(neurons, jnp.int32).at[neuron].add(kept.astype(jnp.int32), mode="drop")
     kept = lax.cond(
         jnp.any(counts > fan_in),
         lambda: _keep_best(neuron, drop_scores, counts, fan_in),

@@ -118,7 +118,7 @@ def _check_finite(role: str, tree: PyTree, masks: Masks) -> None:
     def check(path: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> None:
         if mask is None or is_traced(weights):
             return
-        if not jnp.all(jnp.isfinite(weights) | (mask == 0)):
+        if not jax.device_get(jnp.all(jnp.isfinite(weights) | (mask == 0))):
             raise ValueError(
                 f"{role}: the weights at {trees.path_string(path)!r} are not all finite, so that "
                 "their magnitudes rank nothing. Lower the learning rate, or clip the gradients."

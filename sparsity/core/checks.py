@@ -213,6 +213,7 @@ def as_float(value: Any) -> float:
         return math.nan
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         is_number = _is_real_scalar(value)
+        value = jax.device_get(value)  # may be on another device: `float` would transfer unasked
     else:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return float(value) if is_number and _is_finite(value) else math.nan

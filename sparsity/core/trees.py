@@ -31,7 +31,7 @@ Params: TypeAlias = PyTree  # arrays of a model, and leaves that are no arrays
 Grads: TypeAlias = PyTree  # arrays in the shapes of the parameters
 Masks: TypeAlias = PyTree  # uint8, 1 for kept weights, or packed bits; `None` for a dense parameter
 Sparsities: TypeAlias = PyTree  # numbers, the fraction removed; `None` for a dense parameter
-ScoreTree: TypeAlias = PyTree  # arrays in the shapes of the parameters, or recipes (`LazyScores`)
+ScoreTree: TypeAlias = PyTree  # arrays in the shapes of the parameters, or `LazyScores`
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 

@@ -202,7 +202,7 @@ def read_supports(masks: Masks) -> dict[trees.KeyPath, Support]:
     check_values("masks", masks, "Call train_only outside of jit, scan and vmap.")
     supports = {}
     for path, mask in trees.leaves_by_path(masks).items():
-        name, array = trees.path_string(path), np.asarray(mask)
+        name, array = trees.path_string(path), np.asarray(jax.device_get(mask))
         check_entries(array, name)
         if array.any():
             supports[path] = _read_support(name, array != 0, _count_parts(mask))

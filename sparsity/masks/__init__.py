@@ -20,15 +20,14 @@ from sparsity.masks.bits import (
     unpack,
     unpack_masks,
 )
+from sparsity.masks.draws import Draw, make_draw
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, is_layerwise
 from sparsity.masks.lazy import (
-    Draw,
     defer_scores,
     elementwise,
     host_scores,
     is_marked_elementwise,
-    make_draw,
     may_score_slices,
 )
 from sparsity.masks.scopes import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import chex
@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, host
+from sparsity.core import exact
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
-from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
-from sparsity.masks.norms import norms
+from sparsity.masks.norms import divide_by_norms
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
-from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
+from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
 from sparsity.selection.kept_counts import num_kept, num_kept_int
@@ -69,33 +68,29 @@ class Global(DataclassBase):
         """Raises a ValueError for a ranking inside a parameter: by pattern, batch axes, topk_fn."""
         _check(pattern, batch_axes, topk_fn)
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
-        ranked, fixed = _split_overrides(leaves)
-        together = self._select_together(ranked, fixed) if ranked else []
-        return _merge_overrides(leaves, together, Layerwise().select(fixed, topk_fn))
+        competing, fixed = _split_overrides(scored_sites)
+        together = self._select_together(competing, fixed) if competing else []
+        return _merge_overrides(scored_sites, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
         self, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
-        _check_meshes(scored_sites)
-        check_slice_sizes(scored_sites)
-        total = _find_cost(
-            [(scored.site, scored.lazy_scores) for scored in (*scored_sites, *fixed)]
-        )
+        total = _find_cost([*scored_sites, *fixed])
+        if total is not None and total.slope(range(len(scored_sites))) is None:
+            return self._select_within(total, scored_sites, fixed)
         scores = [scored.lazy_scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
-        if total is None:
+        if total is not None:
+            k = exact.total(count_units(sizes, sparsities))
+        else:
             k = _count_in_total(sizes, sparsities)
             masks = None if self.use_normalization else _select_by_class(scores, k)
             if masks is not None:
                 return masks
-        elif total.slope(range(len(scored_sites))) is None:
-            return self._select_within(total, scored_sites, fixed)
-        else:
-            k = exact.total(count_units(sizes, sparsities))
-        ranked = [Ranked(x) for x in self._make_comparable(scores)]
+        ranked = [Ranked.wrap(x) for x in self._make_comparable(scores)]
         return topk_masks(ranked, k, across_leaves=True)
 
     def _select_within(
@@ -120,23 +115,23 @@ class Global(DataclassBase):
         scores = self._make_comparable([scored.lazy_scores for scored in scored_sites])
         return within_budget(scores, [scored.site.cost for scored in scored_sites], fits)
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
+    ) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
 
         Of the n active weights of all parameters the num_kept(n, drop_fraction) with the highest
         drop scores are kept. As many weights as were dropped grow anywhere. A parameter with an
         entry in `custom_sparsity_map` moves separately.
         """
-        ranked, fixed = _split_overrides(leaves)
-        together = self._move_together(ranked, drop_fraction) if ranked else []
-        return _merge_overrides(leaves, together, Layerwise().move(fixed, drop_fraction))
+        competing, fixed = _split_overrides(moving_sites)
+        together = self._move_together(competing, drop_fraction) if competing else []
+        return _merge_overrides(moving_sites, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
-        _check_meshes(moving_sites)
-        check_slice_sizes(moving_sites)
-        total = _find_cost([(moving.site, moving.lazy_drop_scores) for moving in moving_sites])
+        total = _find_cost(moving_sites)
         if total is not None and total.slope(range(len(moving_sites))) is None:
             raise ValueError(
                 "Under a global scope weights move between parameters whose weights cost "
@@ -145,29 +140,16 @@ class Global(DataclassBase):
             )
         drop = self._make_comparable([moving.lazy_drop_scores for moving in moving_sites])
         grow = self._make_comparable([moving.lazy_grow_scores for moving in moving_sites])
-        active = [
-            Ranked(x).restrict_to(moving.mask) for x, moving in zip(drop, moving_sites, strict=True)
-        ]
-        return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
+        active = [Ranked.wrap(x, moving.mask) for x, moving in zip(drop, moving_sites, strict=True)]
+        return move_units(active, [Ranked.wrap(x) for x in grow], drop_fraction, across_leaves=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
-        divided = [
-            i
-            for i, score in enumerate(lazy)
-            if self.use_normalization and jnp.issubdtype(score.dtype, jnp.floating) and score.size
-        ]
-        if divided:
-            scales = norms([lazy[i] for i in divided])
-            factors = _compute_factors(scales, self.normalization_eps)
-            for i, factor in zip(divided, factors, strict=True):
-                lazy[i] = _scale(lazy[i], factor)
-        dtype = promote(*(score.dtype for score in lazy))
-        return [
-            score if score.dtype == dtype else Scores.wrap(score.compute().astype(dtype))
-            for score in lazy
-        ]
+        if self.use_normalization:
+            lazy = divide_by_norms(lazy, self.normalization_eps)
+        dtype = promote(*(x.dtype for x in lazy))
+        return [x if x.dtype == dtype else Scores.wrap(x.compute().astype(dtype)) for x in lazy]
 
 
 def _check(
@@ -207,10 +189,12 @@ def _check_meshes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
 
 def _split_overrides(scored_sites: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
     """Returns the parameters that compete, checked, and those with a sparsity of their own."""
-    ranked = [scored for scored in scored_sites if not scored.site.has_override]
-    for scored in ranked:
+    competing = [scored for scored in scored_sites if not scored.site.has_override]
+    for scored in competing:
         _check(scored.site.pattern, scored.site.batch_axes, None, f" for {scored.site.name!r}")
-    return ranked, [scored for scored in scored_sites if scored.site.has_override]
+    _check_meshes(competing)
+    check_slice_sizes(competing)
+    return competing, [scored for scored in scored_sites if scored.site.has_override]
 
 
 def _merge_overrides(
@@ -250,53 +234,11 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
     return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 
-def _find_cost(params: Sequence[tuple[Site, jax.Array | LazyScores]]) -> Polynomial | None:
-    """Returns the cost of masks in the numbers of kept weights; `None` without a budget.
-
-    Args:
-      params: the site of each parameter, and scores, of which the shape is read.
-    """
-    budget = params[0][0].budget
-    named: Any = [(path_names(site.path), scores) for site, scores in params]
-    return None if budget is None else total_cost(budget, named)
-
-
-def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
-    factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
-    return [factors[i, ...] for i in range(len(factors))]  # numbers, as arrays
-
-
-@host.instead(_compute_factors_on_host)
-def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
-    """Returns the factor of the scores of each parameter, a number, from their norms."""
-    # A product: XLA turns a division into a product in some kernels and not in others.
-    return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
-
-
-def _scale(scores: Scores, factor: jax.Array) -> Scores:
-    """Returns scores times a number."""
-    fn = _Scaled(scores.fn, len(scores.arrays) + len(scores.scalars))
-    return dataclasses.replace(scores, fn=fn, scalars=(*scores.scalars, factor))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scaled:
-    """Product of `fn` of `count` values and the next value; equal for equal `fn` and `count`."""
-
-    fn: Callable[..., jax.Array]
-    count: int
-
-    def __call__(self, *values: jax.Array) -> jax.Array:
-        score = self.fn(*values[: self.count], *values[self.count + 1 :])
-        wide = score.astype(promote(score.dtype, jnp.float32))
-        return wide * values[self.count].astype(wide.dtype)
-
-    @property
-    def on_host(self) -> Callable[..., np.ndarray] | None:
-        """Function of arrays of numpy with the same bits; `None` if numpy does not know `fn`."""
-        return self._on_host if host.find_body(self.fn) else None
-
-    def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        score = host.call(self.fn, *values[: self.count], *values[self.count + 1 :])
-        wide = np.dtype(promote(score.dtype, jnp.float32))
-        return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))
+def _find_cost(scored_sites: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
+    """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
+    budget = scored_sites[0].site.budget
+    if budget is None:
+        return None
+    arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in scored_sites]
+    paths = [path_names(scored.site.path) for scored in scored_sites]
+    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # which reads shapes

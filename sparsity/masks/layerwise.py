@@ -47,10 +47,10 @@ class Layerwise(DataclassBase):
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Accepts all patterns, batch axes and functions."""
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter, by the pattern of the parameter."""
 
-        def one(scored: ScoredSite) -> jax.Array:
+        def select_alone(scored: ScoredSite) -> jax.Array:
             site = scored.site
             return site.pattern.select(
                 scored.scores,
@@ -61,22 +61,26 @@ class Layerwise(DataclassBase):
             )
 
         if topk_fn is not None:
-            return [one(scored) for scored in leaves]
-        check_slice_sizes(leaves)
-        return _search_by_kind(leaves, _select_ranked, one)
+            return [select_alone(scored) for scored in scored_sites]
+        check_slice_sizes(scored_sites)
+        return _search_by_kind(scored_sites, _select_ranked, select_alone)
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
+    ) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each parameter."""
 
-        def one(moving: MovingSite) -> jax.Array:
+        def move_alone(moving: MovingSite) -> jax.Array:
             site = moving.site
             scores = moving.drop_scores, moving.grow_scores
             return site.pattern.move(
                 moving.mask, *scores, drop_fraction, batch_axes=site.batch_axes
             )
 
-        check_slice_sizes(leaves)
-        return _search_by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
+        check_slice_sizes(moving_sites)
+        return _search_by_kind(
+            moving_sites, functools.partial(_move_ranked, drop_fraction), move_alone
+        )
 
 
 def is_layerwise(scope: object) -> bool:
@@ -90,7 +94,7 @@ def is_layerwise(scope: object) -> bool:
 def _search_by_kind(
     scored_sites: Sequence[AnySite],
     search: Callable[[Sequence[AnySite]], list[jax.Array]],
-    one: Callable[[AnySite], jax.Array],
+    mask_alone: Callable[[AnySite], jax.Array],
 ) -> list[jax.Array]:
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
@@ -104,7 +108,7 @@ def _search_by_kind(
             kind = scored.site.pattern.is_elementwise, find_site_mesh(scored)
             kinds.setdefault(kind, []).append(i)
         else:
-            masks[i] = one(scored)
+            masks[i] = mask_alone(scored)
     for members in kinds.values():
         masks.update(zip(members, search([scored_sites[i] for i in members]), strict=True))
     return [masks[i] for i in range(len(scored_sites))]
@@ -118,8 +122,8 @@ def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
         scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
     ) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        sizes, slices = [ranked.size for ranked in units], [ranked.slices for ranked in units]
-        leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
+        sizes = [ranked.slice_size for ranked in units]
+        leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
         if any(map(is_traced, sparsities)):
             kept = count_units(sizes, sparsities)
             low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
@@ -149,7 +153,7 @@ def _move_ranked(
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
         active = [
-            _pool_scores(site, scores).restrict_to(_pool_mask(site, mask))
+            _pool_scores(site, scores, mask)
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
         growing = [_pool_scores(*x) for x in zip(sites, grow, strict=True)]
@@ -172,21 +176,17 @@ def _shard(
     return sharding.shard_like(args[0], fn, *args)
 
 
-def _pool_scores(site: Site, scores: jax.Array | LazyScores) -> Ranked:
-    """Returns the scores of the units of a parameter."""
-    pattern = site.pattern
+def _pool_scores(
+    site: Site, scores: jax.Array | LazyScores, mask: jax.Array | None = None
+) -> Ranked:
+    """Returns the scores of the units of a parameter, of those that are ones in a mask, if any."""
+    pattern, batch_axes = site.pattern, site.batch_axes
     if pattern.is_elementwise:
-        return Ranked.wrap(scores, None, site.batch_axes)
-    units = pool_units(pattern, compute_array(scores), site.batch_axes, site.name)
-    return Ranked.wrap(units, None, site.batch_axes + pattern.group_axes)
-
-
-def _pool_mask(site: Site, mask: jax.Array) -> jax.Array:
-    """Returns the mask of the units, each of which is all ones or all zeros."""
-    if site.pattern.is_elementwise:
-        return mask
-    units: jax.Array = are_kept(site.pattern.pool(mask, site.batch_axes))
-    return units
+        return Ranked.wrap(scores, mask, batch_axes)
+    units = pool_units(pattern, compute_array(scores), batch_axes, site.name)
+    if mask is not None:  # of each unit all ones or all zeros
+        mask = are_kept(pattern.pool(mask, batch_axes))
+    return Ranked.wrap(units, mask, batch_axes + pattern.group_axes)
 
 
 def _expand_mask(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:

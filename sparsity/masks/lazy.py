@@ -1,34 +1,23 @@
-"""Lazy scores: hooks that work entry by entry run within the search."""
+"""Hooks that work entry by entry, which the search of the masks calls where it reads scores."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import host, trees
-from sparsity.core.checks import is_traced
-from sparsity.core.hashing import (
-    Seed,
-    generate_random_scores,
-    hash_entries,
-    hash_words,
-    leaf_word,
-    seed_words,
-)
-from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
-from sparsity.selection import Scores
+from sparsity.selection import Ranked, Scores
 
 _MARK = "is_marked_elementwise"  # attribute of a marked hook
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -76,61 +65,6 @@ def may_score_slices(hook: Callable[..., PyTree]) -> bool:
     dtype = np.dtype(np.float32)
     traced = _EntryScore.trace(hook, False, (dtype, dtype))
     return traced.is_entrywise or bool(traced.program.consts)
-
-
-class Draw(Protocol):
-    """Function that draws random scores: `generate_random_scores`, or a result of `make_draw`."""
-
-    def __call__(self, params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree: ...
-
-
-def make_draw(stored: PyTree) -> Draw:
-    """Returns a `generate_random_scores` whose scores are lazy if they are traced.
-
-    Args:
-      stored: tree of the parameters as they are stored. Scores depend only on the shape of a
-        parameter, so that masked parameters need not be computed.
-    """
-    likes = trees.leaves_by_path(stored)
-
-    def draw(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:
-        if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
-            return generate_random_scores(params, rng_seed, step)
-        words = _hash_leaves(trees.leaves_by_path(params), rng_seed, step)
-
-        def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
-            shape_only = (likes[path],)
-            return Scores(
-                _draw_entries, shape_only, words[path], uses_index=True, uses_arrays=False
-            )
-
-        return trees.map_matched(lazy, params)
-
-    return draw
-
-
-def _hash_leaves(
-    leaves: Mapping[trees.KeyPath, jax.Array], rng_seed: Seed, step: chex.Numeric
-) -> dict[trees.KeyPath, tuple[jax.Array, jax.Array]]:
-    """Returns the two words of each parameter for `hash_entries`; one program hashes them all.
-
-    Args:
-      leaves: the parameters that get random scores, by path.
-      rng_seed: as in `generate_random_scores`.
-      step: as in `generate_random_scores`.
-    """
-    leaf_words = np.array([leaf_word(path) for path in leaves], np.uint32)
-    states, offsets = hash_words(*seed_words(rng_seed, step), leaf_words)
-    # One kernel reads the words of every leaf, at a place that it gets when it runs. Such reads
-    # would change how XLA partitions arrays over devices: there each leaf has its kernel.
-    is_local = all(map(use_flat, leaves.values()))
-    split: Callable[[jax.Array], list[jax.Array]] = unstack if is_local else list
-    pairs = zip(split(states), split(offsets), strict=True)
-    return dict(zip(leaves, pairs, strict=True))
-
-
-def _draw_entries(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) -> jax.Array:
-    return hash_entries(index, state, offset)
 
 
 def defer_scores(
@@ -201,16 +135,16 @@ class _EntryScore:
           ValueError: the hook joins entries.
         """
         call = functools.partial(_call_hook, hook, masked)
-        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
-        steps = [] if program.consts else [*_list_live(read_jaxpr(program))]
+        closed = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
+        if closed.consts:
+            return cls(hook, masked, dtypes, (0,), closed, str(closed), is_entrywise=False)
+        program = read_jaxpr(closed)
+        steps = _list_live(program)
         _check_joins(hook, steps)
-        is_entrywise = not program.consts and all(map(_is_entrywise, steps))
-        used = {*map(id, program.jaxpr.outvars)}
-        for eqn in reversed(program.jaxpr.eqns):
-            if not used.isdisjoint(map(id, eqn.outvars)):
-                used.update(map(id, eqn.invars))
-        read = tuple(i for i, x in enumerate(program.jaxpr.invars) if id(x) in used) or (0,)
-        return cls(hook, masked, dtypes, read, program, str(program), is_entrywise)
+        used = {*program.outputs, *(value for step in steps for value in step.inputs)}
+        read = tuple(i for i, x in enumerate(program.inputs) if x in used) or (0,)
+        is_entrywise = all(map(_is_entrywise, steps))
+        return cls(hook, masked, dtypes, read, closed, str(closed), is_entrywise)
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
@@ -315,9 +249,13 @@ _ON_HOST: dict[str, Callable[..., np.ndarray]] = {
 def host_scores(
     hook: Callable[..., PyTree], params: Params, grads: Grads | None
 ) -> ScoreTree | None:
-    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not."""
+    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not.
+
+    Raises:
+      ValueError: the hook is marked but joins entries, wherever the arrays are.
+    """
+    scores = defer_scores(hook, params, None, grads)
     if host.find_place(params, grads) is None:
         return None
-    scores = defer_scores(hook, params, None, grads)
-    is_on_host = all(score.is_on_host for score in jax.tree.leaves(scores))
+    is_on_host = all(Ranked.wrap(score).is_on_host for score in jax.tree.leaves(scores))
     return scores if is_on_host else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -42,7 +41,7 @@ def move_units(
       uint8 masks, each with the shape and sharding of its parameter.
     """
     move = functools.partial(_move_units, across_leaves=across_leaves)
-    likes = [leaf.scores.arrays[0] for leaf in drop]
+    likes = [leaf.arrays[0] for leaf in drop]
     return sharding.shard_like(likes, move, drop, grow, fraction)
 
 
@@ -60,7 +59,7 @@ def _move_units(
         return kept, exact.minus(active, num_kept_words(active, fraction))
 
     def unchanged() -> tuple[list[jax.Array], Words]:
-        n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)
+        n = jnp.zeros(1 if across_leaves else sum(leaf.num_slices for leaf in drop), jnp.uint32)
         masks = [_current_mask(leaf) for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else are_kept(x) for x in masks], (n, n)
@@ -70,9 +69,7 @@ def _move_units(
 
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
         pairs = zip(grow, kept, strict=True)
-        free = [
-            dataclasses.replace(leaf, where=mask, eligible_is_zero=True) for leaf, mask in pairs
-        ]
+        free = [leaf.restrict_to(mask, eligible_is_zero=True) for leaf, mask in pairs]
         masks, _ = select_best(free, lost, across_leaves=across_leaves)
         return [a | b for a, b in zip(kept, masks, strict=True)]
 
@@ -84,5 +81,5 @@ def _move_units(
 
 def _current_mask(drop: Ranked) -> jax.Array:
     """Returns the mask under drop scores."""
-    assert drop.where_position is not None  # only a mask moves
-    return drop.arrays[drop.where_position]
+    assert drop.recipe.where_position is not None  # only a mask moves
+    return drop.arrays[drop.recipe.where_position]

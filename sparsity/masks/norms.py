@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,57 @@ _LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
 
 
+def divide_by_norms(scores: Sequence[Scores], eps: float) -> list[Scores]:
+    """Divides the scores of each parameter by their L2 norm; integers and empty ones stay.
+
+    Args:
+      scores: scores of each parameter.
+      eps: number added to the norm.
+    """
+    divided = list(scores)
+    places = [i for i, x in enumerate(scores) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
+    if places:
+        factors = _compute_factors(norms([scores[i] for i in places]), eps)
+        for i, factor in zip(places, factors, strict=True):
+            fn, scalars = _Scaled(scores[i].fn), (*scores[i].scalars, factor)
+            divided[i] = dataclasses.replace(scores[i], fn=fn, scalars=scalars)
+    return divided
+
+
+def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
+    factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
+    return [factors[i, ...] for i in range(len(factors))]  # numbers, as arrays
+
+
+@host.instead(_compute_factors_on_host)
+def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
+    """Returns the factor of the scores of each parameter, a number, from their norms."""
+    # A product: XLA turns a division into a product in some kernels and not in others.
+    return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """Product of `fn` of all values but the last, and the last; equal for equal `fn`."""
+
+    fn: Callable[..., jax.Array]
+
+    def __call__(self, *values: jax.Array) -> jax.Array:
+        score = self.fn(*values[:-1])
+        wide = score.astype(promote(score.dtype, jnp.float32))
+        return wide * values[-1].astype(wide.dtype)
+
+    @property
+    def on_host(self) -> Callable[..., np.ndarray] | None:
+        """Function of arrays of numpy with the same bits; `None` if numpy does not know `fn`."""
+        return self._on_host if host.find_body(self.fn) else None
+
+    def _on_host(self, *values: np.ndarray) -> np.ndarray:
+        score = host.call(self.fn, *values[:-1])
+        wide = np.dtype(promote(score.dtype, jnp.float32))
+        return host.product(score.astype(wide, copy=False), values[-1].astype(wide))
+
+
 def norms(scores: Sequence[Scores]) -> jax.Array:
     """Returns the L2 norm of the finite scores of each parameter.
 
@@ -35,16 +86,15 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     Returns:
       float32[parameters]; float64 if any scores are.
     """
-    return _norms([Ranked(x) for x in scores])
+    return _norms([Ranked.wrap(x) for x in scores])
 
 
 def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
     """Does what `norms` does: the same integers are summed."""
-    scores = [leaf.scores for leaf in leaves]
-    if not all(x.is_on_host for x in scores):
+    if not all(leaf.is_on_host for leaf in leaves):
         return NotImplemented
-    real = np.dtype(jnp.result_type(promote(jnp.float32, *(x.dtype for x in scores))))
-    squares, exponents = zip(*(_square_on_host(x, real) for x in scores), strict=True)
+    real = np.dtype(jnp.result_type(promote(jnp.float32, *(leaf.dtype for leaf in leaves))))
+    squares, exponents = zip(*(_square_on_host(leaf, real) for leaf in leaves), strict=True)
     if min(exponents) < _LEAST_EXPONENT:
         return NotImplemented
     words = [exact.split(x) for x in squares]
@@ -53,15 +103,15 @@ def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
     return np.ldexp(np.sqrt(np.ldexp(square, -_BITS)), np.array(exponents, np.int32))
 
 
-def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
+def _square_on_host(leaf: Ranked, real: np.dtype) -> tuple[int, int]:
     """Returns a parameter's sum of squares in units of 2**-30, and the exponent of the unit."""
-    arrays: list[PyTree] = [x.reshape(-1) for x in scores.arrays]
+    arrays: list[PyTree] = [x.reshape(-1) for x in leaf.arrays]
 
     def read(at: slice) -> np.ndarray:
-        values = np.abs(scores.on_host([x[at] for x in arrays])).astype(real)
+        values = np.abs(leaf.compute_on_host([x[at] for x in arrays])).astype(real)
         return values if np.isfinite(values.sum()) else np.where(np.isfinite(values), values, 0)
 
-    chunks = list(host.chunks(scores.size))
+    chunks = list(host.chunks(leaf.size))
     exponent = int(np.frexp(max(read(at).max() for at in chunks))[1])
     scale, total = np.ldexp(real.type(1), [(i - exponent) // 2 for i in (0, 1)]), 0
     for at in chunks:
@@ -73,15 +123,15 @@ def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
 
 @host.instead(_norms_on_host)
 def _norms(ranked: Sequence[Ranked]) -> jax.Array:
-    real = jnp.result_type(promote(jnp.float32, *(x.scores.dtype for x in ranked)))
-    leaves, axes = zip(*(_in_rows(x.scores) for x in ranked), strict=True)
+    real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in ranked)))
+    leaves, axes = zip(*(_in_rows(x) for x in ranked), strict=True)
     rows = [_largest(*leaf, real) for leaf in zip(leaves, axes, strict=True)]
     largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
     scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
     factors = zip(*map(unstack, scales), strict=True)
-    shapes = [leaf.scores.shape for leaf in leaves]
+    shapes = [leaf.shape for leaf in leaves]
     summands = max(
         math.prod(shape[i] for i in summed) for shape, summed in zip(shapes, axes, strict=True)
     )
@@ -99,20 +149,20 @@ def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     return norm
 
 
-def _in_rows(scores: Scores) -> tuple[Ranked, range]:
+def _in_rows(leaf: Ranked) -> tuple[Ranked, range]:
     """Returns scores, as [rows, width] if they may be reshaped, and the axes to sum over."""
-    if scores.uses_index or not all(map(use_flat, scores.arrays)):
-        return Ranked(scores), range(scores.ndim)
-    rows = next(rows for rows in range(_ROWS, 0, -1) if scores.size % rows == 0)
-    arrays = tuple(x.reshape(rows, -1) for x in scores.arrays)
-    return Ranked(dataclasses.replace(scores, arrays=arrays)), range(1, 2)
+    if leaf.recipe.reads_index or not all(map(use_flat, leaf.arrays)):
+        return leaf, range(len(leaf.shape))
+    rows = next(rows for rows in range(_ROWS, 0, -1) if leaf.size % rows == 0)
+    arrays = tuple(x.reshape(rows, -1) for x in leaf.arrays)
+    return dataclasses.replace(leaf, arrays=arrays), range(1, 2)
 
 
 # Both are traced once for each shape.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _largest(leaf: Ranked, axes: range, real: np.dtype) -> jax.Array:
     """Returns the largest finite absolute value of each row."""
-    return exact_sums.max_abs(leaf.scores.compute().astype(real), tuple(axes))
+    return exact_sums.max_abs(leaf.compute().astype(real), tuple(axes))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -122,7 +172,7 @@ def _digits(
     """Returns the sum of each digit of the scaled squares in each row, the lowest digit first."""
     # A separate fused loop: without the barrier, values that `_largest` reads too are stored.
     leaf = lax.optimization_barrier(leaf)
-    values = exact_sums.finite(leaf.scores.compute().astype(real)) * factors[0] * factors[1]
+    values = exact_sums.finite(leaf.compute().astype(real)) * factors[0] * factors[1]
     squares = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     squares = jnp.minimum(squares, 2**_BITS - 1)
     parts = [(squares >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]

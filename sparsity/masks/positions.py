@@ -84,9 +84,8 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
         return slot + n
     words = read_words(mask)
     # The first slot of each word that keeps entries names the word; later slots repeat the name.
-    is_empty = words.bits == 0
-    first = jnp.where(is_empty, k, words.starts)
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
+    first = jnp.where(words.bits == 0, k + names, words.starts)
     named = put(k, first, names)
     word = jax.lax.cummax(named)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
@@ -97,15 +96,18 @@ def put(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
     """Returns zeros [n] with values at some positions.
 
     The zeros wait for the positions: XLA on CPUs begins a program with its buffers of zeros, and
-    would hold those of all parameters at once.
+    would hold those of all parameters at once. Without the promise that no position comes twice,
+    XLA on GPUs under `--xla_gpu_deterministic_ops` flattens the positions of all slices under
+    `vmap`, and writes those of n or more into the next slice.
 
     Args:
       n: number of entries.
-      positions: int32[k]; those of n or more are left out.
+      positions: int32[k], no position twice; those of n or more are left out.
       values: [k], or a scalar.
     """
     zero = jnp.min(positions, initial=0).astype(jnp.result_type(values))
-    return jnp.broadcast_to(zero, n).at[positions].set(values, mode="drop")
+    places = jnp.broadcast_to(zero, n).at[positions]
+    return places.set(values, mode="drop", unique_indices=True)
 
 
 def map_rows(fn: Callable[..., PyTree], *rows: jax.Array) -> PyTree:

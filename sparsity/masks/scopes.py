@@ -19,7 +19,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, check_real_array, find_missing_method
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
-from sparsity.selection import LazyScores, Scores, compute_array
+from sparsity.selection import LazyScores, compute_array
 
 
 class ScoredSite(NamedTuple):
@@ -38,10 +38,14 @@ class ScoredSite(NamedTuple):
     target: chex.Numeric
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.lazy_scores.shape
+
+    @property
     def scores(self) -> jax.Array:
         """Scores as an array."""
-        scores: jax.Array = compute_array(self.lazy_scores)
-        return scores
+        return compute_array(self.lazy_scores)
 
 
 class MovingSite(NamedTuple):
@@ -60,16 +64,19 @@ class MovingSite(NamedTuple):
     lazy_grow_scores: jax.Array | LazyScores
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.mask.shape
+
+    @property
     def drop_scores(self) -> jax.Array:
         """Scores to drop by as an array."""
-        scores: jax.Array = compute_array(self.lazy_drop_scores)
-        return scores
+        return compute_array(self.lazy_drop_scores)
 
     @property
     def grow_scores(self) -> jax.Array:
         """Scores to grow by as an array."""
-        scores: jax.Array = compute_array(self.lazy_grow_scores)
-        return scores
+        return compute_array(self.lazy_grow_scores)
 
 
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
@@ -78,9 +85,7 @@ AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 def check_slice_sizes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
     for scored in scored_sites:
-        scored.site.check_size(
-            (scored.mask if isinstance(scored, MovingSite) else scored.lazy_scores).shape
-        )
+        scored.site.check_size(scored.shape)
 
 
 def find_site_mesh(scored: ScoredSite | MovingSite) -> Mesh | None:
@@ -113,10 +118,10 @@ class Scope(Protocol):
       ...     def check(self, pattern, batch_axes, topk_fn):
       ...         pass
       ...
-      ...     def select(self, leaves, topk_fn):
-      ...         return [(leaf.scores > 1).astype(jnp.uint8) for leaf in leaves]
+      ...     def select(self, scored_sites, topk_fn):
+      ...         return [(scored.scores > 1).astype(jnp.uint8) for scored in scored_sites]
       ...
-      ...     def move(self, leaves, drop_fraction):
+      ...     def move(self, moving_sites, drop_fraction):
       ...         raise NotImplementedError
       >>> half = sparsity.Uniform(0.5)
       >>> pruner = sparsity.MagnitudePruning(scope=AboveOne(), sparsity_distribution_fn=half)
@@ -138,19 +143,24 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None, /) -> list[jax.Array]:
+    def select(
+        self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None, /
+    ) -> list[jax.Array]:
         """Returns a mask for each parameter: uint8, of the shape of its scores.
 
         Args:
-          leaves: each with a `site`, `scores`, the current `sparsity`, and the `target` of a ramp.
+          scored_sites: each with a `site`, `scores`, the current `sparsity`, and the `target` at
+            the end of a ramp.
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def move(self, leaves: Sequence[MovingSite], drop_fraction: chex.Numeric, /) -> list[jax.Array]:
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric, /
+    ) -> list[jax.Array]:
         """Returns each parameter's mask with a fraction of the active weights replaced.
 
         Args:
-          leaves: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
+          moving_sites: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
           drop_fraction: fraction of the active weights to replace, in [0, 1].
         """
 
@@ -261,59 +271,47 @@ class AdaptedScope(TreeScope):
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         scored_sites: list[ScoredSite] = []
 
-        def collect(
-            path: KeyPath,
-            score: jax.Array | Scores,
-            sparsity: chex.Numeric | None,
-            target: chex.Numeric | None,
-        ) -> None:
+        def collect(path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
                 check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
                 target = sparsity if target is None else target
                 scored_sites.append(ScoredSite(self.sites[path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
-        return self._place(
-            "select", scored_sites, self.scope.select(scored_sites, self.topk_fn), scores
-        )
+        masks = self.scope.select(scored_sites, self.topk_fn)
+        return self._place("select", scored_sites, masks, scores)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> Masks:
         moving_sites: list[MovingSite] = []
 
-        def collect(
-            path: KeyPath,
-            drop: jax.Array | Scores,
-            grow: PyTree,
-            mask: jax.Array | None,
-        ) -> None:
+        def collect(path: KeyPath, drop: PyTree, grow: PyTree, mask: jax.Array | None) -> None:
             if mask is not None:
                 moving_sites.append(MovingSite(self.sites[path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
-        return self._place(
-            "move", moving_sites, self.scope.move(moving_sites, drop_fraction), masks
-        )
+        moved = self.scope.move(moving_sites, drop_fraction)
+        return self._place("move", moving_sites, moved, masks)
 
     def _place(
         self,
-        hook: str,
-        scored_sites: Sequence[ScoredSite] | Sequence[MovingSite],
+        method: str,
+        scored_sites: Sequence[ScoredSite | MovingSite],
         masks: Iterable[jax.Array],
         like: PyTree,
     ) -> Masks:
         """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+        method = f"{type(self.scope).__name__}.{method}"
         if isinstance(masks, Iterator):
             masks = list(masks)
         if not isinstance(masks, Sequence) or len(masks) != len(scored_sites):
             raise ValueError(
-                f"{type(self.scope).__name__}.{hook} must return a list of masks, one for each of "
+                f"{method} must return a list of masks, one for each of "
                 f"{len(scored_sites)} parameters, got {reprlib.repr(masks)}."
             )
-        paths, by_path = [scored.site.path for scored in scored_sites], {}
-        for path, mask in zip(paths, masks, strict=True):
-            who = f"the mask of {trees.path_string(path)!r} by {type(self.scope).__name__}.{hook}"
-            check_real_array(who, mask)
-            by_path[path] = mask
+        by_path = {}
+        for scored, mask in zip(scored_sites, masks, strict=True):
+            check_real_array(f"the mask of {scored.site.name!r} by {method}", mask)
+            by_path[scored.site.path] = mask
         return trees.map_matched(lambda path, _: by_path.get(path), like)

@@ -16,7 +16,7 @@ import numpy as np
 from sparsity.core import host
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import mask_by_sorting, numpy_keys
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import Ranked
 
 _SAMPLE = 1 << 13
 _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
@@ -29,19 +29,19 @@ def select_on_host(
 
     Returns `NotImplemented` if only jax computes the scores.
     """
-    if not all(leaf.scores.is_on_host for leaf in leaves):
+    if not all(leaf.is_on_host for leaf in leaves):
         return NotImplemented
-    slices = 1 if across_leaves else sum(leaf.slices for leaf in leaves)
+    rows = [_Rows.read(leaf) for leaf in leaves]
+    slices = 1 if across_leaves else sum(len(x.mask) for x in rows)
     high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
     counts = (high << 32) | low
-    rows = [_Rows.read(leaf) for leaf in leaves]
     if across_leaves:
         _select_best([x.entries(0) for x in rows], counts[0])
     else:
-        ends = np.cumsum([leaf.slices for leaf in leaves])
+        ends = np.cumsum([len(x.mask) for x in rows])
         for x, end in zip(rows, ends, strict=True):
             x.write_mask(counts[end - len(x.mask) : end])
-    return [x.unfold(leaf) for x, leaf in zip(rows, leaves, strict=True)]
+    return [x.leaf.from_slices(x.mask) for x in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,29 +49,23 @@ class _Rows:
     """Parameter whose slices are rows.
 
     Attributes:
-      scores: the scores; arrays are read from `arrays`.
-      arrays: [slices, size] each.
+      leaf: the parameter.
+      arrays: the arrays of its scores, [slices, size] each.
       eligible: bool[slices, size]; `None` for all entries.
       mask: uint8[slices, size], to be written.
     """
 
-    scores: Scores
+    leaf: Ranked
     arrays: Sequence[np.ndarray]
     eligible: np.ndarray | None
     mask: np.ndarray
 
     @classmethod
     def read(cls, leaf: Ranked) -> _Rows:
-        shape = leaf.slices, leaf.size
-        arrays: list[PyTree] = [x.transpose(leaf.order).reshape(shape) for x in leaf.arrays]
-        stored = arrays[: len(leaf.scores.arrays)]
-        eligible: PyTree = leaf.eligible(arrays)
-        return cls(leaf.scores, stored, eligible, host.empty(shape, np.uint8))
-
-    def unfold(self, leaf: Ranked) -> np.ndarray:
-        """Returns the mask in the shape of the parameter."""
-        mask = self.mask.reshape([leaf.scores.shape[axis] for axis in leaf.order])
-        return mask.transpose(np.argsort(leaf.order))
+        arrays: PyTree = [leaf.to_slices(x) for x in leaf.arrays]
+        eligible: PyTree = leaf.recipe.eligible(arrays)
+        mask = host.empty((leaf.num_slices, leaf.slice_size), np.uint8)
+        return cls(leaf, arrays[: leaf.recipe.num_arrays], eligible, mask)
 
     def write_mask(self, counts: np.ndarray) -> None:
         """Writes the mask of the best entries of each row."""
@@ -81,13 +75,10 @@ class _Rows:
             for i, count in enumerate(counts):
                 _select_best([self.entries(i)], count)
             return
-        step = max(1, host.CHUNK // max(self.mask.shape[1], 1))
+        step = max(1, host.CHUNK // self.mask.shape[1])
         for start in range(0, len(self.mask), step):
             at = slice(start, start + step)
-            keys, kept = (
-                numpy_keys(self.scores.on_host([x[at] for x in self.arrays])),
-                counts[at, None],
-            )
+            keys, kept = _compute_keys(self.leaf, self.arrays, at), counts[at, None]
             eligible = None if self.eligible is None else self.eligible[at]
             if eligible is not None:
                 kept = np.minimum(kept, eligible.sum(axis=1, keepdims=True))
@@ -95,41 +86,46 @@ class _Rows:
             self.mask[at] = mask_by_sorting(keys, eligible, kept)
 
     def entries(self, row: int) -> _Entries:
-        """Returns the entries of a row."""
-        eligible = None if self.eligible is None else np.flatnonzero(self.eligible[row])
-        return _Entries(self.scores, [x[row] for x in self.arrays], eligible, self.mask[row])
+        """Returns the eligible entries of a row."""
+        arrays, mask = [x[row] for x in self.arrays], self.mask[row]
+        if self.eligible is None:
+            return _Entries(self.leaf, arrays, mask)
+        index = np.flatnonzero(self.eligible[row])
+        mask[:] = 0
+        picked = [x[index] for x in arrays]
+        return _Entries(self.leaf, picked, np.empty(len(index), np.uint8), mask, index)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Entries:
     """Entries that compete, of one row.
 
-    Args:
-      scores: scores of the leaf.
-      arrays: arrays of the row.
-      index: the eligible entries; `None` for all.
-      row: the mask of the row, to be written.
+    Attributes:
+      leaf: the parameter.
+      arrays: the arrays of the scores, at these entries.
+      mask: the mask of the entries, to be written.
+      row_mask: the mask of the row, to be written; `None` if all entries of the row compete.
+      index: places of the entries in the row.
     """
 
-    def __init__(
-        self,
-        scores: Scores,
-        arrays: Sequence[np.ndarray],
-        index: np.ndarray | None,
-        row: np.ndarray,
-    ) -> None:
-        self._arrays = arrays if index is None else [x[index] for x in arrays]
-        self._scores, self._index, self._row = scores, index, row
-        self.mask = row if index is None else np.empty(len(index), np.uint8)
+    leaf: Ranked
+    arrays: Sequence[np.ndarray]
+    mask: np.ndarray
+    row_mask: np.ndarray | None = None
+    index: np.ndarray | None = None
 
     def keys(self, at: slice | np.ndarray) -> np.ndarray:
         """Returns the keys of some entries."""
-        return numpy_keys(self._scores.on_host([x[at] for x in self._arrays]))
+        return _compute_keys(self.leaf, self.arrays, at)
 
     def finish(self) -> None:
         """Writes the mask to the row."""
-        if self._index is not None:
-            self._row[:] = 0
-            self._row[self._index] = self.mask
+        if self.row_mask is not None:
+            self.row_mask[self.index] = self.mask
+
+
+def _compute_keys(leaf: Ranked, arrays: Sequence[np.ndarray], at: slice | np.ndarray) -> np.ndarray:
+    return numpy_keys(leaf.compute_on_host([x[at] for x in arrays]))
 
 
 def _select_best(parts: Sequence[_Entries], count: int) -> None:

@@ -36,17 +36,18 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
     one_n = not is_traced(n) and np.ndim(n) == 0
     if not is_traced(n):
         most = 2**40 if one_n else 2**31 - 1
-        counts = np.asarray(n)
+        counts = np.asarray(jax.device_get(n))
         if counts.dtype.kind not in "iu" or np.any(counts < 0) or np.any(counts > most):
             raise ValueError(f"n must be an integer in [0, {most}], got n = {n!r}.")
     if not is_traced(sparsity):
-        fraction = np.asarray(sparsity)
+        fraction = np.asarray(jax.device_get(sparsity))
         if not is_real(fraction.dtype) or not np.all((fraction >= 0) & (fraction <= 1)):
             raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity!r}.")
         if one_n and fraction.ndim == 0:
-            return min(int(n), max(1, round(int(n) * (1 - Fraction(float(np.float32(fraction)))))))
-    if one_n and int(n) >= 2**31:
-        kept: Words = _num_kept(exact.split(int(n)), sparsity)
+            n = int(counts)
+            return min(n, max(1, round(n * (1 - Fraction(float(np.float32(fraction)))))))
+    if one_n and int(counts) >= 2**31:
+        kept: Words = _num_kept(exact.split(int(counts)), sparsity)
         return kept
     low = jnp.asarray(n).astype(jnp.uint32)
     return num_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)

@@ -26,12 +26,17 @@ def readable(scores: chex.Array) -> jax.Array:
             scores = jnp.asarray(scores)
         except (TypeError, ValueError):
             raise ValueError(f"scores must be an array of real numbers, got {scores!r}.") from None
-    dtype = _readable_dtype(scores.dtype)
+    dtype = readable_dtype(scores.dtype)
     return scores if dtype == scores.dtype else scores.astype(dtype)
 
 
 @functools.lru_cache
-def _readable_dtype(dtype: np.dtype) -> np.dtype:
+def readable_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype as which a search reads scores of a dtype.
+
+    Raises:
+      ValueError: the dtype has no order.
+    """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(
             f"Cannot rank {dtype} scores. This is because complex numbers have no order; "
@@ -114,7 +119,7 @@ def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
 
 def numpy_keys(scores: np.ndarray) -> np.ndarray:
     """Does what `readable` and `to_keys` do with an array of numpy."""
-    return to_keys(scores.astype(_readable_dtype(scores.dtype), copy=False))
+    return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
 
 
 def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:

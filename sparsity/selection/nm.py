@@ -53,7 +53,7 @@ def nm_mask(
     keep = None if keep is None else jnp.asarray(keep)
     axis = int(axis) % scores.ndim
     m = min(int(m), max(scores.shape[axis], 1))  # a larger group holds no other entries
-    fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, min(int(n), m))
+    fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, min(int(jax.device_get(n)), m))
     mask: jax.Array = fn(scores, n, keep, m, axis)
     return mask
 

@@ -3,14 +3,15 @@
     name                       made by                          read by
     -------------------------  -------------------------------  ------------------------------------
     LazyScores                 `LampPruning`, classes of users  scopes: `compute`, `select_together`
-    Scores, of an entry        `masks.defer_scores` for hooks   scopes; searches, through `Ranked`
+    Scores, of an entry        `masks.defer_scores` for hooks   scopes
                                marked `elementwise`;
-                               `make_draw` for random scores;
-                               `Scores.wrap` for stored arrays
-    Ranked, with the mask of   scopes, `topk_masks`             searches, by its `Recipe`
-    entries that compete
+                               `masks.make_draw`, at random;
+                               `Scores.wrap`, of an array
+    Ranked, with the mask of   `Ranked.wrap`, in scopes and     searches, by its `Recipe`
+    entries that compete       in `topk_mask`
 
-The page on the design says what each of them saves.
+Trees hold `Scores` as leaves. A search takes a `Ranked`, a pytree that goes through `jit`. The page
+on the design says what each of them saves.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Self, TypeVar
 
 import chex
 import jax
@@ -31,7 +32,9 @@ from sparsity.core.exact import Words
 from sparsity.core.hashing import hash_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import eligible_keys, readable
+from sparsity.selection.keys import eligible_keys, readable, readable_dtype
+
+AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
 _DTYPES: weakref.WeakKeyDictionary[
@@ -74,7 +77,7 @@ class LazyScores:
         raise NotImplementedError
 
     @classmethod
-    def select_together(cls, leaves: Sequence[Self], k: Words) -> list[jax.Array] | None:
+    def select_together(cls, scores: Sequence[Self], k: Words) -> list[jax.Array] | None:
         """Returns uint8 masks of the k highest scores of all parameters.
 
         A class may override this method by a search that computes fewer scores, with the masks of
@@ -90,111 +93,64 @@ class Scores(LazyScores):
     Leaves whose `fn` is the same object are searched by the same part of the program.
 
     Attributes:
-      fn: maps an entry's values in `arrays`, then `scalars`, then its flat index if `uses_index`,
-        to its score; called with arrays of any shape that broadcast.
+      fn: maps an entry's values in `arrays`, then `scalars`, to its score; called with arrays of
+        any shape that broadcast.
       arrays: stored arrays, all of one shape; at least one.
       scalars: values that hold for all entries.
-      uses_index: whether `fn` takes the int32 flat index of each entry, too; of arrays with 2**31
-        entries or more the number of `hash_index`.
-      uses_arrays: whether `fn` reads `arrays`; otherwise they only give the shape.
+      reads_index: whether `fn` takes the int32 flat index of an entry, by `hash_index`, in place of
+        the values in `arrays`, which only give the shape.
     """
 
     fn: Callable[..., jax.Array]
     arrays: tuple[jax.Array, ...]
     scalars: tuple[jax.Array, ...] = ()
-    uses_index: bool = False
-    uses_arrays: bool = True
+    reads_index: bool = False
 
     @classmethod
     def wrap(cls, scores: chex.Array | LazyScores) -> Scores:
         """Returns stored scores, checked, or lazy scores as they are."""
         if isinstance(scores, Scores):
             return scores
-        scores = readable(compute_array(scores))
-        return cls(_itself, (scores,))
+        return cls(_itself, (readable(compute_array(scores)),))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.arrays[0].shape
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
     def dtype(self) -> np.dtype:
         """Dtype of the scores, as the search reads them."""
-        index = [np.dtype(np.int32)] * self.uses_index
-        values: tuple[np.dtype, ...] = (*(x.dtype for x in (*self.arrays, *self.scalars)), *index)
-        dtypes = _DTYPES.setdefault(self.fn, {})
-        if values not in dtypes:
-            structs = [jax.ShapeDtypeStruct((), dtype) for dtype in values]
-            dtypes[values] = jax.eval_shape(lambda *x: readable(self.fn(*x)), *structs).dtype
-        return dtypes[values]
-
-    @property
-    def is_on_host(self) -> bool:
-        """Returns whether `on_host` computes the scores."""
-        return host.find_body(self.fn) is not None and not self.uses_index
-
-    def on_host(self, arrays: Sequence[chex.Array]) -> np.ndarray:
-        """Computes scores by numpy.
-
-        Args:
-          arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
-        """
-        scores: np.ndarray = host.call(self.fn, *arrays, *self.scalars)
-        return scores
+        return Ranked.wrap(self).dtype
 
     def compute(self) -> jax.Array:
         """Returns the scores as an array."""
-        return _compute(Ranked(self))  # a pytree, as scores are leaves of trees
-
-    def _compute(self) -> jax.Array:
-        index: tuple[jax.Array, ...] = ()
-        if self.uses_index:  # sharded as the scores shall be, which may depend on nothing else
-            like = self.arrays[0]
-            index = (shard_like(like, functools.partial(hash_index, like.shape)),)
-        return self.fn(*self.arrays, *self.scalars, *index)
+        return Ranked.wrap(self).compute()
 
 
-def _compute_on_host(ranked: Ranked) -> PyTree:
-    scores = ranked.scores
-    return host.copy(scores.on_host(scores.arrays)) if scores.is_on_host else NotImplemented
-
-
-@host.instead(_compute_on_host)
-def _compute(ranked: Ranked) -> jax.Array:
-    return ranked.scores._compute()
-
-
-def compute_array(scores: PyTree) -> PyTree:
-    """Returns lazy scores as an array, and anything else unchanged."""
+def compute_array(scores: PyTree) -> jax.Array:
+    """Returns lazy scores as an array, and an array unchanged."""
     return scores.compute() if isinstance(scores, LazyScores) else scores
 
 
 class Recipe(NamedTuple):
-    """Recipe that computes keys from parts of the arrays of a `Ranked`.
-
-    Parameters with one recipe are ranked by one search.
+    """Recipe for the keys of entries, from their values in the arrays of a `Ranked`.
 
     Attributes:
       fn: as in `Scores`.
-      dtype: dtype of the scores.
-      dtypes: dtypes of `Ranked.arrays`, then of the scalars.
-      num_arrays: the number of arrays that `fn` takes.
+      num_arrays: number of arrays that `fn` takes, the first ones; 0 if it takes the index.
       where_position: position of the array that says which entries are eligible; None: all are.
-      uses_index: as in `Scores`.
-      eligible_is_zero: as in `Ranked`.
+      eligible_is_zero: an entry is eligible where this array is zero, else where it is not zero.
     """
 
     fn: Callable[..., jax.Array]
-    dtype: np.dtype
-    dtypes: tuple[np.dtype, ...]
     num_arrays: int
-    where_position: int | None
-    uses_index: bool
-    eligible_is_zero: bool
+    where_position: int | None = None
+    eligible_is_zero: bool = False
+
+    @property
+    def reads_index(self) -> bool:
+        """Returns whether `fn` takes the index of an entry."""
+        return self.num_arrays == 0
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
         """Returns a bool mask of the eligible entries; None: all entries are eligible."""
@@ -203,130 +159,186 @@ class Recipe(NamedTuple):
         mask = arrays[self.where_position].astype(bool)
         return ~mask if self.eligible_is_zero else mask
 
-    def keys(
-        self,
-        arrays: Sequence[jax.Array],
-        scalars: tuple[jax.Array, ...],
-        index: jax.Array | None,
-        is_entry: jax.Array | None = None,
+    def scores(
+        self, arrays: Sequence[jax.Array], scalars: Sequence[jax.Array], index: jax.Array | None
     ) -> jax.Array:
-        """Computes the keys of some entries, of any shape: the lowest key unless eligible.
+        """Computes the scores of some entries, of any shape.
 
         Args:
           arrays: entries of `Ranked.arrays`.
           scalars: scalars of the scores, to be broadcast against the entries.
-          index: flat index of the entries in their parameter; not read unless `uses_index`.
+          index: flat index of the entries in their parameter; not read unless `reads_index`.
+        """
+        return self.fn(*([index] if self.reads_index else arrays[: self.num_arrays]), *scalars)
+
+    def keys(
+        self,
+        arrays: Sequence[jax.Array],
+        scalars: Sequence[jax.Array],
+        index: jax.Array | None,
+        is_entry: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the keys of some entries: the lowest key unless eligible.
+
+        Args:
+          arrays: as in `scores`.
+          scalars: as in `scores`.
+          index: as in `scores`.
           is_entry: False at padding; None: there is no padding.
         """
-        values = (*arrays[: self.num_arrays], *scalars, *[index][: self.uses_index])
-        return eligible_keys(self.fn(*values), self.eligible(arrays), is_entry)
+        scores = self.scores(arrays, scalars, index)
+        return eligible_keys(scores, self.eligible(arrays), is_entry)
 
 
-@jax.tree_util.register_pytree_node_class
+def _compute_on_host(ranked: Ranked) -> PyTree:
+    arrays = ranked.arrays
+    return host.copy(ranked.compute_on_host(arrays)) if ranked.is_on_host else NotImplemented
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "scalars"],
+    meta_fields=["recipe", "batch_axes", "last_axes"],
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ranked:
     """Scores of one parameter and the mask of its eligible entries, a pytree of its arrays.
 
     Attributes:
-      scores: the scores.
-      where: an entry is eligible where this array is not zero.
+      arrays: arrays that a search reads, all of one shape: those of the scores, and the mask.
+      scalars: scalars of the scores.
+      recipe: computes the keys.
       batch_axes: number of leading axes that index separate slices.
-      eligible_is_zero: an entry is eligible where the array is zero.
       last_axes: number of last axes that index separate slices, too.
-      where_in_scores: position of the array among those of the scores, in place of `where`, so that
-        an array that is used twice is one argument of a program. Without both, all entries are
-        eligible.
     """
 
-    scores: Scores
-    where: jax.Array | None = None
+    arrays: tuple[jax.Array, ...]
+    scalars: tuple[jax.Array, ...]
+    recipe: Recipe
     batch_axes: int = 0
-    eligible_is_zero: bool = False
     last_axes: int = 0
-    where_in_scores: int | None = None
 
     @classmethod
     def wrap(
-        cls, scores: chex.Array | LazyScores, where: jax.Array | None = None, batch_axes: int = 0
+        cls,
+        scores: chex.Array | LazyScores,
+        where: jax.Array | None = None,
+        batch_axes: int = 0,
+        last_axes: int = 0,
     ) -> Ranked:
-        """Returns stored or lazy scores as a search takes them."""
-        return cls(Scores.wrap(scores), where, batch_axes)
+        """Returns stored or lazy scores as a search takes them.
 
-    def restrict_to(self, where: jax.Array) -> Ranked:
-        """Returns the scores with entries that are eligible where an array is not zero."""
-        same = next((i for i, x in enumerate(self.scores.arrays) if x is where), None)
+        Args:
+          scores: the scores.
+          where: an entry is eligible where this array is not zero; None: all are.
+          batch_axes: as in `Ranked`.
+          last_axes: as in `Ranked`.
+        """
+        lazy = Scores.wrap(scores)
+        recipe = Recipe(lazy.fn, 0 if lazy.reads_index else len(lazy.arrays))
+        ranked = cls(lazy.arrays, lazy.scalars, recipe, batch_axes, last_axes)
+        return ranked if where is None else ranked.restrict_to(where)
+
+    def restrict_to(self, where: jax.Array, *, eligible_is_zero: bool = False) -> Ranked:
+        """Returns the scores with entries that are eligible where an array is not zero, or is."""
+        count = self.recipe.num_arrays
+        arrays = self.arrays[:count]
+        # An array that is used twice is one argument of a program.
+        position = next((i for i, x in enumerate(arrays) if x is where), count)
         return dataclasses.replace(
-            self, where=where if same is None else None, where_in_scores=same
+            self,
+            arrays=arrays if position < count else (*arrays, where),
+            recipe=self.recipe._replace(where_position=position, eligible_is_zero=eligible_is_zero),
         )
 
     @property
-    def slices(self) -> int:
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the scores."""
+        return self.arrays[0].shape
+
+    @property
+    def size(self) -> int:
+        """Number of entries of all slices."""
+        return math.prod(self.shape)
+
+    @property
+    def num_slices(self) -> int:
         return math.prod(self.batch)
 
     @property
-    def size(self) -> int:  # of a slice
-        return math.prod(self.scores.shape[axis] for axis in self.axes)
+    def slice_size(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.axes)
 
     @property
     def axes(self) -> range:
         """Axes of a slice."""
-        return range(self.batch_axes, self.scores.ndim - self.last_axes)
+        return range(self.batch_axes, len(self.shape) - self.last_axes)
 
     @property
     def batch(self) -> tuple[int, ...]:
         """Sizes of the axes that index slices."""
-        shape = self.scores.shape
-        return shape[: self.axes.start] + shape[self.axes.stop :]
+        return self.shape[: self.axes.start] + self.shape[self.axes.stop :]
 
     @property
     def order(self) -> tuple[int, ...]:
         """The axes of the scores, those that index slices first."""
-        return (*range(self.axes.start), *range(self.axes.stop, self.scores.ndim), *self.axes)
+        return (*range(self.axes.start), *range(self.axes.stop, len(self.shape)), *self.axes)
+
+    def to_slices(self, x: AnyArray) -> AnyArray:
+        """Returns an array of the shape of the scores as [num_slices, slice_size]."""
+        return x.transpose(self.order).reshape(self.num_slices, self.slice_size)
+
+    def from_slices(self, x: AnyArray) -> AnyArray:
+        """Undoes `to_slices`."""
+        ordered = x.reshape([self.shape[axis] for axis in self.order])
+        return ordered.transpose(np.argsort(self.order))
 
     @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        """Arrays that a search reads, each of them once: the arrays of the scores, then `where`."""
-        if self.where is None:
-            return self.scores.arrays
-        return (*self.scores.arrays, self.where) if self.scores.uses_arrays else (self.where,)
+    def dtype(self) -> np.dtype:
+        """Dtype of the scores, as the search reads them."""
+        recipe, dtypes = self.recipe, _DTYPES.setdefault(self.recipe.fn, {})
+        index = [np.dtype(np.int32)] * recipe.reads_index
+        read = *self.arrays[: recipe.num_arrays], *self.scalars
+        values: tuple[np.dtype, ...] = (*index, *(x.dtype for x in read))
+        if values not in dtypes:
+            structs = [jax.ShapeDtypeStruct((), dtype) for dtype in values]
+            dtypes[values] = readable_dtype(jax.eval_shape(recipe.fn, *structs).dtype)
+        return dtypes[values]
 
     @property
-    def where_position(self) -> int | None:
-        """Position in `arrays` of the array that says what is eligible; None: all entries are."""
-        return self.where_in_scores if self.where is None else len(self.arrays) - 1
+    def kind(self) -> Hashable:
+        """Equal for parameters whose keys come from one recipe, of arrays that may be joined."""
+        return self.recipe, tuple(x.dtype for x in (*self.arrays, *self.scalars))
+
+    def eligible(self) -> jax.Array | None:
+        """Returns the mask of the eligible entries; None: all are."""
+        return self.recipe.eligible(self.arrays)
+
+    def keys(self) -> jax.Array:
+        """Computes keys in the shape of the scores."""
+        index = hash_index(self.shape) if self.recipe.reads_index else None
+        return self.recipe.keys(self.arrays, self.scalars, index)
+
+    @host.instead(_compute_on_host)
+    def compute(self) -> jax.Array:
+        """Returns the scores as an array."""
+        index: jax.Array | None = None
+        if self.recipe.reads_index:  # sharded as the scores shall be, which read nothing else
+            like = self.arrays[0]
+            index = shard_like(like, functools.partial(hash_index, like.shape))
+        return self.recipe.scores(self.arrays, self.scalars, index)
 
     @property
-    def recipe(self) -> Recipe:
-        """Recipe that computes the keys."""
-        scores, arrays = self.scores, self.arrays
-        return Recipe(
-            fn=scores.fn,
-            dtype=scores.dtype,
-            dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
-            num_arrays=min(len(scores.arrays), len(arrays)),
-            where_position=self.where_position,
-            uses_index=scores.uses_index,
-            eligible_is_zero=self.eligible_is_zero,
-        )
+    def is_on_host(self) -> bool:
+        """Returns whether `compute_on_host` computes the scores."""
+        return host.find_body(self.recipe.fn) is not None and not self.recipe.reads_index
 
-    def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
-        return self.recipe.eligible(arrays)
+    def compute_on_host(self, arrays: Sequence[chex.Array]) -> np.ndarray:
+        """Computes scores by numpy.
 
-    def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Computes keys in the shape of the scores, by values of `self.arrays`."""
-        index = hash_index(self.scores.shape) if self.scores.uses_index else None
-        return self.recipe.keys(arrays, self.scores.scalars, index)
-
-    def tree_flatten(self) -> tuple[PyTree, PyTree]:
-        """Splits off the arrays."""
-        x = self.scores
-        fields = self.batch_axes, self.eligible_is_zero, self.last_axes, self.where_in_scores
-        return (x.arrays, x.scalars, self.where), (x.fn, x.uses_index, x.uses_arrays, *fields)
-
-    @classmethod
-    def tree_unflatten(cls, static: PyTree, children: PyTree) -> Ranked:
-        """Undoes `tree_flatten`."""
-        fn, uses_index, uses_arrays, *fields = static
-        arrays, scalars, where = children
-        return cls(Scores(fn, arrays, scalars, uses_index, uses_arrays), where, *fields)
+        Args:
+          arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
+        """
+        values = arrays[: self.recipe.num_arrays]
+        scores: np.ndarray = host.call(self.recipe.fn, *values, *self.scalars)
+        return scores

@@ -89,29 +89,29 @@ def select_by_counting(
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
       as words like k.
     """
-    counters, sizes = [SliceCounter(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
+    counters, sizes = [SliceCounter(leaf) for leaf in leaves], [leaf.num_slices for leaf in leaves]
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
-    eligible = totals([x.eligible() + zero for x in counters], across_leaves)
+    eligible = totals([x.count_eligible() + zero for x in counters], across_leaves)
     k = limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
         each = zip(counters, per_leaf(pivots, sizes, across_leaves), strict=True)
-        return totals([x.above(rows) for x, rows in each], across_leaves)
+        return totals([x.count_above(rows) for x, rows in each], across_leaves)
 
-    score_keys = key_range(leaves[0].scores.dtype)
+    score_keys = key_range(leaves[0].dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
     keys = per_leaf(find_thresholds(above, k, lowest, score_keys), sizes, across_leaves)
-    counts = [x.above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
+    counts = [x.count_above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, totals([x[:, 0] for x in counts], across_leaves))
     share = tie_shares(ties, need, across_leaves)
 
     def above_among_ties(pivots: jax.Array) -> Words:
         each = zip(counters, per_leaf(pivots, sizes), keys, strict=True)
-        return totals([x.above(rows, key) for x, rows, key in each])
+        return totals([x.count_above(rows, key) for x, rows, key in each])
 
-    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.size for leaf in leaves), -1)
+    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.slice_size for leaf in leaves), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
         jnp.any((share > 0) & (share < ties)),
@@ -126,8 +126,8 @@ class SliceCounter:
     """Counts and masks the slices of one parameter, in its shape: no entry moves."""
 
     def __init__(self, leaf: Ranked) -> None:
-        shape = leaf.scores.shape
-        if leaf.size >= 2**31:
+        shape = leaf.shape
+        if leaf.slice_size >= 2**31:
             raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {shape}.")
         self._leaf, self._shape = leaf, shape
         self._axes = axes = leaf.axes
@@ -135,41 +135,41 @@ class SliceCounter:
         # Of an index within a slice.
         self._strides = [0] * leaf.batch_axes + strides + [0] * leaf.last_axes
 
-    def eligible(self) -> jax.Array:
+    def count_eligible(self) -> jax.Array:
         """Counts the eligible entries, int32[slices]."""
-        mask = self._leaf.eligible(self._leaf.arrays)
+        mask = self._leaf.eligible()
         if mask is None:
-            return jnp.full(self._leaf.slices, self._leaf.size, jnp.int32)
+            return jnp.full(self._leaf.num_slices, self._leaf.slice_size, jnp.int32)
         return count(mask, self._axes).reshape(-1)
 
-    def above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
+    def count_above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
         """Counts the keys above pivots[slices, n], int32[slices, n].
 
         With tied[slices], ties of that key have ~index as their key, all others the lowest key.
         """
         # Without a barrier that pivots pass, too, XLA moves keys out of the loop and stores them.
-        state = self._leaf.arrays, pivots, [jnp.int32(stride) for stride in self._strides], tied
-        arrays, pivots, strides, tied = lax.optimization_barrier(state)
+        state = self._leaf, pivots, [jnp.int32(stride) for stride in self._strides], tied
+        leaf, pivots, strides, tied = lax.optimization_barrier(state)
         if tied is None:
-            keys = self._leaf.keys(arrays)
+            keys = leaf.keys()
         else:
-            ties, index = self._compared(arrays, tied)[1], flat_index(self._shape, strides)
+            ties, index = self._compare(leaf, tied)[1], flat_index(self._shape, strides)
             keys = jnp.where(ties, ~index, np.int32(-(2**31)))
         return self._sums([keys > self._spread(pivot) for pivot in pivots.T])
 
-    def above_and_ties(self, key: jax.Array) -> jax.Array:
+    def count_above_and_ties(self, key: jax.Array) -> jax.Array:
         """Counts keys above key[slices] and eligible keys equal to it, int32[slices, 2]."""
-        return self._sums(self._compared(self._leaf.arrays, key))
+        return self._sums(self._compare(self._leaf, key))
 
     def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
         """Returns the uint8 mask of keys above the key, and of ties with ~index >= cut[slices]."""
-        above, ties = self._compared(self._leaf.arrays, key)
+        above, ties = self._compare(self._leaf, key)
         is_early = ~flat_index(self._shape, self._strides) >= self._spread(cut)
         return (above | (ties & is_early)).astype(jnp.uint8)
 
-    def _compared(self, arrays: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
+    def _compare(self, leaf: Ranked, key: jax.Array) -> list[jax.Array]:
         """Returns masks of keys above key[slices], and of eligible keys equal to it."""
-        keys, key, where = self._leaf.keys(arrays), self._spread(key), self._leaf.eligible(arrays)
+        keys, key, where = leaf.keys(), self._spread(key), leaf.eligible()
         return [keys > key, keys == key if where is None else (keys == key) & where]
 
     def _spread(self, x: jax.Array) -> jax.Array:

@@ -73,11 +73,12 @@ def topk_mask(
       Array([0, 0, 1, 1], dtype=uint8)
     """
     lazy = Scores.wrap(scores)
-    check_int("batch_axes", batch_axes, 0, lazy.ndim)
-    check_int("last_axes", last_axes, 0, lazy.ndim - batch_axes)
-    ranked = Ranked(lazy, batch_axes=batch_axes, last_axes=last_axes)
-    ranked = _restrict(ranked, "where", where)
-    return topk_masks([ranked], _k_words(k, ranked.size, ranked.batch))[0]
+    ndim = len(lazy.shape)
+    check_int("batch_axes", batch_axes, 0, ndim)
+    check_int("last_axes", last_axes, 0, ndim - batch_axes)
+    mask = _read_where("where", where, lazy.shape)
+    ranked = Ranked.wrap(lazy, mask, batch_axes, last_axes)
+    return topk_masks([ranked], _k_words(k, ranked.slice_size, ranked.batch))[0]
 
 
 def topk_masks(
@@ -95,7 +96,7 @@ def topk_masks(
       uint8 masks, each of its leaf's shape and sharding, 1 = keep.
     """
     topk = functools.partial(_topk_masks, across_leaves=across_leaves)
-    likes = [leaf.scores.arrays[0] for leaf in leaves]
+    likes = [leaf.arrays[0] for leaf in leaves]
     with jax.transfer_guard("allow"):  # of a constant k; to send it before takes 0.1 ms
         return sharding.shard_like(likes, topk, leaves, k)
 
@@ -125,28 +126,28 @@ def global_topk_mask(
     leaves = list[Ranked]()
 
     def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        ranked = Ranked.wrap(leaf)
-        leaves.append(_restrict(ranked, f"where at {trees.path_string(path)!r}", mask))
+        scores, name = Scores.wrap(leaf), f"where at {trees.path_string(path)!r}"
+        leaves.append(Ranked.wrap(scores, _read_where(name, mask, scores.shape)))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
-    dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
     if len(dtypes) > 1:
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
-    words = _k_words(k, sum(leaf.scores.size for leaf in leaves), (1,))
+    words = _k_words(k, sum(leaf.size for leaf in leaves), (1,))
     return jax.tree.unflatten(
         jax.tree.structure(tree), topk_masks(leaves, words, across_leaves=True)
     )
 
 
 # ------------------------------------------------------------------ arguments
-def _restrict(ranked: Ranked, name: str, where: chex.Array | None) -> Ranked:
+def _read_where(name: str, where: chex.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     if where is None:
-        return ranked
+        return None
     where = where if hasattr(where, "dtype") else np.asarray(where)
-    check_real_array(name, where, ranked.scores.shape)
-    return ranked.restrict_to(jnp.asarray(where))
+    check_real_array(name, where, shape)
+    return jnp.asarray(where)
 
 
 def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
@@ -190,7 +191,7 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 def _topk_masks(
     leaves: Sequence[Ranked], k: Words | np.ndarray, *, across_leaves: bool
 ) -> list[jax.Array]:
-    slices = 1 if across_leaves else sum(leaf.slices for leaf in leaves)
+    slices = 1 if across_leaves else sum(leaf.num_slices for leaf in leaves)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
     return select_best(leaves, (high, low), across_leaves=across_leaves)[0]
 
@@ -216,14 +217,16 @@ def select_best(
     one_search = choose_search(leaves)
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if leaf.scores.size:
-            kind = leaf.recipe if one_search is cpu.select_by_rows else leaf.scores.dtype
+        if leaf.size:
+            kind = leaf.kind if one_search is cpu.select_by_rows else leaf.dtype
             kinds.setdefault(None if across_leaves else kind, []).append(i)
-    ends = np.cumsum([leaf.slices for leaf in leaves])
-    masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
+    ends = np.cumsum([leaf.num_slices for leaf in leaves])
+    masks = [jnp.zeros(leaf.shape, jnp.uint8) for leaf in leaves]
     eligible = (jnp.zeros(1 if across_leaves else ends[-1], jnp.uint32),) * 2
     for members in kinds.values():
-        slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
+        slices = np.concatenate(
+            [np.arange(ends[i] - leaves[i].num_slices, ends[i]) for i in members]
+        )
         is_all = across_leaves or len(slices) == ends[-1]
         kind_k = k if is_all or isinstance(k, Removed) else (k[0][slices], k[1][slices])
         ranked = [leaves[i] for i in members]

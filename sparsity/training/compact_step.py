@@ -206,7 +206,7 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
 
 def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
     """Returns the largest number of entries that a mask, perhaps packed, keeps of a slice."""
-    entries = np.asarray(mask)
+    entries = np.asarray(jax.device_get(mask))
     if entries.shape == packed_shape(shape) != shape:
         entries = np.unpackbits(entries, axis=-1, count=(shape or (1,))[-1])
     elif entries.shape != shape:

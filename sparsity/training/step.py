@@ -173,7 +173,7 @@ class Step(abc.ABC):
             result: tuple[SparseState, MaskChange]
             result = jax.lax.cond(is_update, replace, keep, state)
             return result
-        return replace(state) if is_update else (state, MaskChange(False))
+        return replace(state) if jax.device_get(is_update) else (state, MaskChange(False))
 
     def replace_masks(
         self, state: SparseState, inputs: StepInputs, regrows: bool

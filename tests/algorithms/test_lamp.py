@@ -151,6 +151,7 @@ def _small_layers(kind):
     return [jnp.asarray(x, jnp.float32) for x in layers]
 
 
+@helpers.ON_CPU
 def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monkeypatch):
     # One layer is smaller than the room for a sample, two are larger, of the same size.
     monkeypatch.setattr(search_module, "_ROOM", (64, 128))
@@ -166,6 +167,7 @@ def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monke
             assert is_proved or kind == "ties"
 
 
+@helpers.ON_CPU
 def test_layers_of_one_type_with_a_large_one_are_searched_on_hosts_without_a_sort(monkeypatch):
     monkeypatch.setattr(search_module, "search", lambda arrays, k: ([*arrays], True))
     large, small, bits16 = jnp.zeros(16_385), jnp.ones(16_384), jnp.ones(3, jnp.bfloat16)

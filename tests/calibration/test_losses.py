@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from tests.helpers import counted_programs
+from tests.helpers import ON_CPU, counted_programs
 
 HALF = sparsity.Uniform(0.5, filter_fn=lambda *_: True)
 
@@ -45,6 +45,7 @@ def refuse(*_):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+@ON_CPU
 def test_lost_outputs_run_through_the_program_of_the_product(name, monkeypatch):
     monkeypatch.setattr(
         sys.modules["sparsity.calibration.statistics.capture"], "sum_outputs", refuse

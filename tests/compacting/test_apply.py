@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 
 from sparsity import compact, trace
 from tests.compacting.models import FIRST_ORDER, MODELS, masked
-from tests.helpers import slow_but
+from tests.helpers import ON_CPU, slow_but
 
 
 def loss(apply):
@@ -89,6 +89,7 @@ def test_layers_are_taken_from_a_stack_without_a_dense_copy():
         ("bei,eio->beo", [(4, 2, 48), (2, 48, 32)]),
     ],
 )
+@ON_CPU
 def test_gradients_sum_few_rows_along_last_axes(product, shapes):
     rng = np.random.default_rng(0)
     mask = rng.random(shapes[1]) < 0.4
@@ -127,6 +128,7 @@ def test_equal_layers_are_traced_and_lowered_once(name):
     assert count_products(7) == count_products(4) > 0
 
 
+@jax.default_matmul_precision("default")
 def test_products_of_equal_shapes_keep_their_axes_and_precision():
     rng = np.random.default_rng(0)
     x, *params = (jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for _ in range(5))

@@ -9,7 +9,7 @@ import pytest
 import sparsity
 from sparsity import compact, trace
 from sparsity.compacting import tune
-from tests.helpers import slow_but
+from tests.helpers import list_scatters, slow_but
 
 
 def layer(h, w):
@@ -49,6 +49,24 @@ def draw(name, group):
         batch_axes=int(name in ("scanned", "experts")),
     )
     return fn, *pruner.instant_sparsify(w), x, graph
+
+
+@pytest.mark.parametrize(
+    ("format", "outside"), [("values", "zero"), ("grouped", "zero"), ("slices", "frozen")]
+)
+def test_padding_of_a_layer_writes_nothing_in_the_next_layer(format, outside):
+    """XLA on GPUs with deterministic operations needs the promise that no position comes twice."""
+    shape, fn = MODELS["scanned"]
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=size).astype(np.float32) for size in (shape, (5, 12)))
+    mask = np.zeros(shape, np.uint8)
+    for layer_mask, count in zip(mask, (2, 4, 3), strict=True):
+        layer_mask[np.r_[0, rng.choice(np.arange(1, 12), count - 1, replace=False)]] = 1
+    w *= mask
+    model = compact(trace(fn, w, x), w, mask, outside=outside, formats={(): format})
+    np.testing.assert_array_equal(model.dense(model.params), w)
+    scatters = list_scatters(model.dense, model.params)
+    assert [equation.params["unique_indices"] for equation in scatters] == [True]
 
 
 @pytest.mark.parametrize("group", [4, 1])

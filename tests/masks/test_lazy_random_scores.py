@@ -36,7 +36,7 @@ def _masks_of_a_start_and_an_update(updater):
 def test_a_compiled_update_draws_the_masks_of_one_that_stores_its_scores(cls, options, monkeypatch):
     updater = cls(sparsity_distribution_fn=sparsity.Uniform(0.75), **options)
     lazy = _masks_of_a_start_and_an_update(updater)
-    monkeypatch.setattr(masks_lib.lazy, "is_traced", lambda _: False)
+    monkeypatch.setattr(masks_lib.draws, "is_traced", lambda _: False)
     stored = _masks_of_a_start_and_an_update(updater)
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), lazy, stored)
 

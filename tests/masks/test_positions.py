@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparsity.masks.positions import kept_positions, read_words
+from sparsity.masks.positions import kept_positions, put, read_words
+from tests.helpers import list_scatters
 
 # Two words, one row of sums and one entry more, rows of rows of sums and one word more.
 SIZES = [1, 33, 32 * 32 + 1, 32**3 + 32, 32**4 + 33]
@@ -31,3 +32,15 @@ def test_kept_positions_are_those_of_numpy_under_vmap() -> None:
         kept = np.flatnonzero(mask)
         np.testing.assert_array_equal(row[: len(kept)], kept)
         np.testing.assert_array_equal(row[len(kept) :], 2500 + np.arange(k - len(kept)))
+
+
+def test_unused_slots_of_a_slice_write_nothing_in_the_next_slice() -> None:
+    """XLA on GPUs with deterministic operations needs the promise that no position comes twice."""
+    mask = np.zeros((3, 80), np.uint8)
+    mask[[0, 1, 1, 1], [5, 0, 33, 79]] = 1
+    locate = jax.vmap(lambda row: kept_positions(row, 3))
+    np.testing.assert_array_equal(locate(mask), [[5, 80, 81], [0, 33, 79], [80, 81, 82]])
+    spread = jax.vmap(lambda positions: put(80, positions, np.uint8(1)))
+    np.testing.assert_array_equal(spread(locate(mask)), mask)
+    for fn, rows in ((locate, mask), (spread, locate(mask))):
+        assert [x.params["unique_indices"] for x in list_scatters(fn, rows)] == [True]

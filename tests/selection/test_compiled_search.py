@@ -21,7 +21,7 @@ def compiled(shapes, across_leaves=False):
 
     def masks(leaves):
         k = jnp.full(1 if across_leaves else len(leaves), 1000, jnp.uint32)
-        lazy = [Ranked(Scores(jnp.abs, (x,))) for x in leaves]
+        lazy = [Ranked.wrap(Scores(jnp.abs, (x,))) for x in leaves]
         return selection.topk_masks(lazy, (k & 0, k), across_leaves=across_leaves)
 
     return jax.jit(masks).lower(leaves).compile()
@@ -45,7 +45,7 @@ def test_large_leaves_are_counted_where_they_are(both_searches):
 
 def test_rows_of_bfloat16_are_widened_as_they_are_read():
     def count(x, pivots, ends):
-        leaf = cut_rows([Ranked(Scores(jnp.abs, (x,)))], *x.shape)
+        leaf = cut_rows([Ranked.wrap(Scores(jnp.abs, (x,)))], *x.shape)
         return visits._count_above(leaf, pivots, *ends)
 
     leaf = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)

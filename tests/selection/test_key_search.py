@@ -12,7 +12,7 @@ from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, rows, visits
 from sparsity.selection.keys import KeyRange, key_range, to_keys
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import Ranked
 from tests.selection_oracle import any_bits, ranks
 
 FLOATS = [
@@ -75,22 +75,20 @@ def test_counts_are_of_eligible_keys_strictly_above():
         scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
         where = [rng.integers(0, 2, s).astype(np.uint8) if masked else None for s in shapes]
         leaves = [
-            Ranked(
-                Scores.wrap(x), None if leaf_mask is None else jnp.asarray(leaf_mask), batch_axes=1
-            )
+            Ranked.wrap(x, None if leaf_mask is None else jnp.asarray(leaf_mask), batch_axes=1)
             for x, leaf_mask in zip(scores, where, strict=True)
         ]
         parts, first = visits.arrange(leaves)
-        segments = sum(part.segments for part in parts)
+        segments = sum(part.num_segments for part in parts)
         assert segments == sum(len(x) for x in scores)
 
         @jax.jit
         def count(parts=parts):
             actual = []
             for part in parts:
-                pivot_rows = jnp.broadcast_to(pivots, (part.segments, 4))
-                busy, all_keys = jnp.ones(part.segments, bool), part.eligible()
-                counts = part.above(pivot_rows, busy, all_keys, all_keys * 0)
+                pivot_rows = jnp.broadcast_to(pivots, (part.num_segments, 4))
+                busy, all_keys = jnp.ones(part.num_segments, bool), part.count_eligible()
+                counts = part.count_above(pivot_rows, busy, all_keys, all_keys * 0)
                 actual.append([jnp.sum(counts, 1), jnp.sum(all_keys, 1)])
             return [jnp.concatenate(x) for x in zip(*actual, strict=True)]
 
@@ -105,9 +103,9 @@ def test_counts_are_of_eligible_keys_strictly_above():
             here = slice(start, start + len(x))
             np.testing.assert_array_equal(above[here].T, expected[0])
             np.testing.assert_array_equal(eligible[here], expected[1])
-            alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)))
+            alike = part.count_above(jnp.broadcast_to(pivots, (len(x), 4)))
             np.testing.assert_array_equal(alike.T, expected[0])
-            np.testing.assert_array_equal(part.eligible(), expected[1])
+            np.testing.assert_array_equal(part.count_eligible(), expected[1])
 
 
 def test_padding_is_not_eligible_where_zeros_are():
@@ -115,12 +113,12 @@ def test_padding_is_not_eligible_where_zeros_are():
     leaves, expected = [], []
     for shape in [(3, 5), (2, 1200), (1, 49_999)]:
         where = rng.integers(0, 2, shape).astype(np.uint8)
-        scores = Scores.wrap(rng.random(shape, np.float32))
-        leaves.append(Ranked(scores, jnp.asarray(where), batch_axes=1, eligible_is_zero=True))
+        ranked = Ranked.wrap(rng.random(shape, np.float32), batch_axes=1)
+        leaves.append(ranked.restrict_to(jnp.asarray(where), eligible_is_zero=True))
         expected += np.sum(where == 0, axis=1).tolist()
     parts, _ = visits.arrange(leaves)
     assert any(leaf.sizes is not None for part in parts for leaf in part.leaves)
-    counted = [jnp.sum(part.eligible(), axis=1).tolist() for part in parts]
+    counted = [jnp.sum(part.count_eligible(), axis=1).tolist() for part in parts]
     assert [count for part in counted for count in part] == expected
 
 
@@ -128,7 +126,7 @@ def test_padding_is_not_eligible_where_zeros_are():
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
     scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
-    leaves = [Ranked(Scores.wrap(x)) for x in (scores, scores[::-1])[:count]]
+    leaves = [Ranked.wrap(x) for x in (scores, scores[::-1])[:count]]
     (part,), _ = visits.arrange(leaves)
     pivots = np.array([100, 500, 997], np.int32)
     for few in (32, 256, 257):
@@ -140,10 +138,10 @@ def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
         @jax.jit
         def counts(at_least, above):
             pivot_rows = jnp.broadcast_to(pivots, (count, 3))
-            return part.above(pivot_rows, jnp.ones(count, bool), at_least, above)
+            return part.count_above(pivot_rows, jnp.ones(count, bool), at_least, above)
 
         for actual, leaf in zip(counts(at_least, above), leaves, strict=True):
-            expected = np.sum(np.asarray(leaf.scores.arrays[0])[..., None] > pivots, axis=1)
+            expected = np.sum(np.asarray(leaf.arrays[0])[..., None] > pivots, axis=1)
             if few <= 256:
                 expected[:30], expected[30 + few :] = 7, 0
             np.testing.assert_array_equal(actual, expected)
@@ -163,9 +161,13 @@ def find_key(count, low, high, rows, k):
     b = key_search.Bracket.begin(
         *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
     )
-    start = key_search.State(b, rows, [x & 0 for x in rows])
     first = jax.vmap(key_search.even_pivots)(b)
-    end = key_search.search(count, groups, k, start, first, max_misses=2, is_float=False)
+
+    def read(state):
+        return count(state.pivots)
+
+    start = key_search.State(b, rows, [x & 0 for x in rows], first)
+    end = key_search.search(read, groups, k, start, max_misses=2, is_float=False)
     return end.bracket.high[0], end.bracket.passes[0]
 
 
@@ -201,7 +203,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
     _, low, high, _ = key_range(np.dtype(np.int32))
 
-    def count(pivots, _=None):
+    def count(pivots):
         above = [1000 - jnp.searchsorted(row, pivots[0], side="right") for row in jnp.asarray(keys)]
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
@@ -291,7 +293,7 @@ def test_thresholds_on_a_mesh_are_keys_of_rank_k_in_few_passes(keys):
 @pytest.mark.parametrize("width", [4, 5], ids=["no padding", "padding"])
 def test_samples_are_every_stride_th_entry_of_each_segment(width):
     scores = np.random.default_rng(0).permutation(36).reshape(3, 12).astype(np.int32)
-    part = rows.cut_rows([Ranked(Scores.wrap(jnp.asarray(scores)), batch_axes=1)], 3, width)
+    part = rows.cut_rows([Ranked.wrap(scores, batch_axes=1)], 3, width)
     for stride in (1, 5):
         expected = scores[:, ::stride].ravel()
         np.testing.assert_array_equal(rows.sample_every([part], stride), expected)

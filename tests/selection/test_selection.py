@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsity import selection
-from tests.helpers import counted_programs
+from tests.helpers import ON_CPU, counted_programs
 from tests.selection_oracle import any_bits, best, ranks
 
 
@@ -142,6 +142,7 @@ def test_vmap_and_scan_give_what_a_loop_gives(every_search):
     np.testing.assert_array_equal(shared, np.stack([best(scores[0], j) for j in k]))
 
 
+@ON_CPU
 def test_eager_calls_compile_nothing():
     scores, ks = jnp.arange(37.0), (1, 2, np.int32(4), jnp.int32(5))
     with counted_programs() as count:

@@ -12,7 +12,7 @@ from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, sorting, threshold, visits
 from sparsity.selection.kept_counts import Removed
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import Ranked
 from tests import helpers
 from tests.selection_oracle import best, best_first
 
@@ -33,7 +33,7 @@ def select(leaves, k, name):
 
 
 def make_leaf(scores, where=None):
-    return Ranked(Scores.wrap(scores), where)
+    return Ranked.wrap(scores, where)
 
 
 def check(leaves, ks, search, *, at_most=None, name=""):
@@ -193,7 +193,7 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     rng = np.random.default_rng(0)
     scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)
     where = (rng.random((3, 40)) < [[0.2], [0.5], [0.9]]).astype(np.uint8)
-    leaf = Ranked(Scores.wrap(scores), jnp.asarray(where), batch_axes=1)
+    leaf = Ranked.wrap(scores, jnp.asarray(where), batch_axes=1)
     run = jax.jit(lambda leaf, x: search([leaf], Removed(x), across_leaves=False)[:2])
     ([mask], (_, eligible)) = run(leaf, jnp.float32(0.3))
     counts = where.sum(axis=1)
@@ -203,6 +203,7 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     np.testing.assert_array_equal(mask, expected)
 
 
+@helpers.ON_CPU
 def test_masks_of_leaves_of_one_shape_are_traced_once():
     leaves = [jax.ShapeDtypeStruct((60, 50), jnp.float32)] * 3
     search = jax.make_jaxpr(lambda tree: selection.global_topk_mask(tree, jnp.int32(900)))(leaves)

@@ -60,7 +60,7 @@ def random_ks(rng, sizes):
 @jax.jit
 def select_masks(scores, where, ks):
     where = where or [None] * len(scores)
-    leaves = [Ranked(Scores.wrap(x), part) for x, part in zip(scores, where, strict=True)]
+    leaves = [Ranked.wrap(x, part) for x, part in zip(scores, where, strict=True)]
     return topk_masks(leaves, words(ks))
 
 
@@ -94,7 +94,7 @@ def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
     axes = [1, 1, 2, 2]
     scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
-    leaves = [Ranked(Scores.wrap(x), None, n) for x, n in zip(scores, axes, strict=True)]
+    leaves = [Ranked.wrap(x, None, n) for x, n in zip(scores, axes, strict=True)]
     ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
     actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
     for x, n, k, mask in zip(scores, axes, ks, actual, strict=True):
@@ -116,7 +116,7 @@ def test_lazy_scores_are_those_that_they_compute():
 
     lazy = [Scores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)]
     ks = [30_000, 500, 2]
-    actual = jax.jit(lambda: topk_masks([Ranked(x) for x in lazy], words(ks)))()
+    actual = jax.jit(lambda: topk_masks([Ranked.wrap(x) for x in lazy], words(ks)))()
     for x, k, mask in zip(lazy, ks, actual, strict=True):
         np.testing.assert_array_equal(mask, expected(x.compute(), k))
     together = jax.jit(lambda: selection.global_topk_mask(lazy, 20_000))()
@@ -128,17 +128,17 @@ def test_lazy_scores_are_those_that_they_compute():
 def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
     shapes = [(5, 130, 128), (200, 9, 11), (64,)]
 
-    def hashed(_, word, index):
+    def hashed(index, word):
         return (index.astype(jnp.uint32) + word) * jnp.uint32(2654435761)
 
     leaves = [
-        Ranked(Scores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), uses_index=True), None, len(s) > 1)
+        Ranked.wrap(Scores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), True), None, len(s) > 1)
         for i, s in enumerate(shapes)
     ]
-    ks = [np.full(x.scores.shape[: x.batch_axes], 31) for x in leaves]
+    ks = [np.full(x.batch, 31) for x in leaves]
     actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
     for leaf, mask in zip(leaves, actual, strict=True):
-        scores = np.asarray(leaf.scores.compute()).reshape(leaf.slices, -1)
+        scores = np.asarray(leaf.compute()).reshape(leaf.num_slices, -1)
         each = [expected(part, 31) for part in scores]
         np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
 
@@ -150,7 +150,7 @@ def test_a_mapped_search_gives_the_masks_of_each():
     ks = jnp.asarray([[x[0].size // (i + 2) for x in scores] for i in range(3)])
 
     def select_one(scores, ks):
-        return topk_masks([Ranked(Scores.wrap(x)) for x in scores], words(ks))
+        return topk_masks([Ranked.wrap(x) for x in scores], words(ks))
 
     mapped = jax.jit(jax.vmap(select_one))(scores, ks)
     for i in range(3):
@@ -165,9 +165,7 @@ def test_a_search_may_stand_in_a_function_that_is_differentiated():
     x = jnp.linspace(-1, 1, 20_000)
 
     def loss(x):
-        masks = topk_masks(
-            [Ranked(Scores(jnp.abs, (x,))), Ranked(Scores(jnp.abs, (x + 1,)))], words([9, 9])
-        )
+        masks = topk_masks([Ranked.wrap(Scores(jnp.abs, (y,))) for y in (x, x + 1)], words([9, 9]))
         return jnp.sum(x**2 * masks[0])
 
     grad = jax.jit(jax.grad(loss))(x)
@@ -191,7 +189,7 @@ def test_no_cache_keeps_a_function_that_computes_scores():
         return x * scale
 
     scores = Scores(doubled, (jnp.arange(5.0),))
-    assert topk_masks([Ranked(scores)], words([2]))[0].tolist() == [0, 0, 0, 1, 1]
+    assert topk_masks([Ranked.wrap(scores)], words([2]))[0].tolist() == [0, 0, 0, 1, 1]
     assert scores.dtype == jnp.float32
     gone = weakref.ref(doubled)
     del doubled, scores
@@ -203,8 +201,8 @@ def test_no_cache_keeps_a_function_that_computes_scores():
 def test_an_array_that_scores_and_their_mask_share_is_one_argument():
     weights, mask = jnp.array([3.0, 2.0, -5.0, 1.0]), jnp.array([1.0, 1, 0, 1])
     scores = Scores(lambda weight, mask: -weight * mask, (weights, mask))
-    shared = Ranked(scores).restrict_to(mask)
-    separate = Ranked(scores).restrict_to(mask.copy())
+    shared = Ranked.wrap(scores, mask)
+    separate = Ranked.wrap(scores, mask.copy())
     assert [len(jax.tree.leaves(ranked)) for ranked in (shared, separate)] == [2, 3]
     for ranked in (shared, separate, jax.tree.map(lambda x: x, shared)):
         assert topk_masks([ranked], words([2]))[0].tolist() == [0, 1, 0, 1]

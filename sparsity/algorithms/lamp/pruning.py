@@ -43,8 +43,8 @@ class LampScores(LazyScores):
         return sharding.place_like(self.weights, scores)
 
     @classmethod
-    def select_together(cls, leaves: Sequence[Self], k: Words) -> list[jax.Array] | None:
-        return search_together([leaf.weights for leaf in leaves], k)
+    def select_together(cls, scores: Sequence[Self], k: Words) -> list[jax.Array] | None:
+        return search_together([layer.weights for layer in scores], k)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -231,12 +231,12 @@ class SplitScope(Layerwise):
     scope: Scope
     split_axes: Mapping[KeyPath, tuple[int, ...]]
 
-    def select(self, leaves: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
-        masks = self.scope.select([self._moved(scored) for scored in leaves], topk_fn)
+        masks = self.scope.select([self._moved(scored) for scored in scored_sites], topk_fn)
         return [
             _move_axes(mask, tuple(range(len(axes))), axes)
-            for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
+            for axes, mask in zip(map(self._axes, scored_sites), masks, strict=True)
         ]
 
     def _moved(self, scored: ScoredSite) -> ScoredSite:

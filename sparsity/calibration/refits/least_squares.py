@@ -190,12 +190,12 @@ def _solve_by_xla(
     outputs = len(gradient)
     at_once = max(1, min(_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs))
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
-    order = jnp.pad(order, (0, -outputs % at_once), constant_values=outputs)
+    order = jnp.append(order, outputs + jnp.arange(-outputs % at_once))
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:
         rows = lax.dynamic_slice_in_dim(order, i * at_once, at_once)
         solved = _by_factor(gradient[rows, None], kept[rows], gram, max_kept)[:, 0]
-        return gains.at[rows].set(solved, mode="drop")
+        return gains.at[rows].set(solved, mode="drop", unique_indices=True)
 
     count = jnp.sum(~is_solved, dtype=jnp.int32)
     solved: jax.Array = lax.fori_loop(0, (count + at_once - 1) // at_once, solve, gains)

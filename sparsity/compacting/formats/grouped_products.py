@@ -130,11 +130,13 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
     def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
         # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
         # buffers of zeros, and with copies of values that are written twice.
-        zero = jnp.min(_widen(indices), initial=0)
+        at = _widen(indices)
+        zero = jnp.min(at, initial=0)
+        at = jnp.where(at < inputs, at, inputs + jnp.arange(at.shape[1]))  # no padding comes twice
         empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
-        places = empty.at[_widen(indices), jnp.arange(groups)[:, None]]
+        places = empty.at[at, jnp.arange(groups)[:, None]]
         waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
-        matrix = places.set(waiting, mode="drop", wrap_negative_indices=False)
+        matrix = places.set(waiting, mode="drop", wrap_negative_indices=False, unique_indices=True)
         return matrix.reshape(inputs, groups * group)[:, :outputs]
 
     placed = explicit_sharding(jax.typeof(values))

@@ -84,9 +84,11 @@ class WholeSlices(Storage):
         return np.where(at < slices.shape[axis], values, np.zeros((), slices.dtype))
 
     def build(self, values: jax.Array, positions: jax.Array, outside: jax.Array) -> jax.Array:
-        places = (*(slice(None) for _ in range(self.axis)), positions.astype(jnp.int32))
-        dense = outside.reshape(self.slice_shape)
-        return dense.at[places].set(values, mode="drop").reshape(-1)
+        at, size = positions.astype(jnp.int32), self.slice_shape[self.axis]
+        at = jnp.where(at < size, at, size + jnp.arange(len(at)))  # no padding comes twice
+        slices = outside.reshape(self.slice_shape).at[(*[slice(None)] * self.axis, at)]
+        dense = slices.set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
+        return dense.reshape(-1)
 
     def differentiate(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array

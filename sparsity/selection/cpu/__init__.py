@@ -18,7 +18,7 @@ from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.key_search import find_by_guesses
 from sparsity.selection.cpu.visits import MAX_ENTRIES
 from sparsity.selection.kept_counts import Removed
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import Ranked
 
 __all__ = ["MAX_ENTRIES", "find_by_guesses", "select_by_rows", "use_flat"]
 
@@ -28,9 +28,9 @@ def select_by_rows(
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 
-    Parameters have one recipe, or compete together. No parameter is empty.
+    Parameters are of one kind, or compete together. No parameter is empty.
     """
-    if len({leaf.recipe for leaf in leaves}) > 1:
+    if len({leaf.kind for leaf in leaves}) > 1:
         leaves = _store(leaves)
     if sorting.is_small(leaves, across_leaves=across_leaves):
         return sorting.select_by_sorting(leaves, k, across_leaves=across_leaves)
@@ -40,7 +40,7 @@ def select_by_rows(
 
 def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
     """Computes the scores of parameters; all of them get masks of entries, or none does."""
-    masks = [leaf.eligible(leaf.arrays) for leaf in leaves]
+    masks = [leaf.eligible() for leaf in leaves]
     is_limited = any(mask is not None for mask in masks)
     stored = list[Ranked]()
     for leaf, mask in zip(leaves, masks, strict=True):
@@ -48,7 +48,6 @@ def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
         if mask is not None:
             where = mask.astype(jnp.uint8)
         elif is_limited:
-            where = jnp.ones(leaf.scores.shape, jnp.uint8)
-        scores = Scores.wrap(leaf.scores.compute())
-        stored.append(Ranked(scores, where, leaf.batch_axes, last_axes=leaf.last_axes))
+            where = jnp.ones(leaf.shape, jnp.uint8)
+        stored.append(Ranked.wrap(leaf.compute(), where, leaf.batch_axes, leaf.last_axes))
     return stored

@@ -23,16 +23,16 @@ def in_rows(leaf: Ranked) -> Ranked:
     """
     if not leaf.last_axes:
         return leaf
-    batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible(leaf.arrays)
+    batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible()
     if mask is None:
-        return Ranked.wrap(_move(leaf, leaf.scores.compute()), None, batch_axes)
-    _, _, top, _ = key_range(leaf.scores.dtype)
-    keys = leaf.keys(leaf.arrays)
+        return Ranked.wrap(_move(leaf, leaf.compute()), None, batch_axes)
+    _, _, top, _ = key_range(leaf.dtype)
+    keys = leaf.keys()
     if top == np.iinfo(keys.dtype).max:  # no key is free to mark an entry
         where = _move(leaf, mask.astype(jnp.uint8))
-        return Ranked.wrap(_move(leaf, leaf.scores.compute()), where, batch_axes)
+        return Ranked.wrap(_move(leaf, leaf.compute()), where, batch_axes)
     marked = _move(leaf, jnp.where(mask, _exchange(keys), 0))
-    return Ranked(Scores(_exchange, (marked,)), batch_axes=batch_axes, where_in_scores=0)
+    return Ranked.wrap(Scores(_exchange, (marked,)), marked, batch_axes)
 
 
 def _exchange(keys: jax.Array) -> jax.Array:
@@ -51,5 +51,5 @@ def _move(leaf: Ranked, x: jax.Array) -> jax.Array:
     # fast as a computed one, and would copy once for each kernel that reads the copy.
     zero = jnp.zeros((), x.dtype)  # 0 times a boolean is an integer
     flat = lax.cond(at_runtime(1) > 0, copy, lambda x: zero * x.reshape(-1), x)
-    rows: jax.Array = flat.reshape([leaf.scores.shape[axis] for axis in leaf.order])
+    rows: jax.Array = flat.reshape([leaf.shape[axis] for axis in leaf.order])
     return rows

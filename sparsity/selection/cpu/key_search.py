@@ -54,7 +54,7 @@ class Bracket(NamedTuple):
     at_least: Words  # number of keys >= low
     above: Words  # number of keys > high
     spread: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
-    poor: jax.Array  # int32: passes that left more than an eighth of the counted keys
+    poor_passes: jax.Array  # int32: passes that left more than an eighth of the counted keys
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
     passes: jax.Array  # int32
 
@@ -69,7 +69,7 @@ class Bracket(NamedTuple):
         above = zero_like(at_least[0]), zero_like(at_least[1])
         zero = above[1].astype(np.int32)
         spread = zero.astype(np.float32) + _SPREAD / _SHARPER
-        return cls(low, high, at_least, above, spread, poor=zero, misses=zero, passes=zero)
+        return cls(low, high, at_least, above, spread, poor_passes=zero, misses=zero, passes=zero)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -104,11 +104,11 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     offsets = (places * span).astype(width.dtype)
     # After a poor guess the k-th key may well be close to an end, beyond a gap.
     ends = jnp.stack([width >> _END_SHIFT, *offsets[1:-1], width - (width >> _END_SHIFT)])
-    offsets = jnp.where(b.poor % 2 == 1, ends, offsets)
+    offsets = jnp.where(b.poor_passes % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
     if is_float:  # first linear in the value, then in the key: about its logarithm
         first, last = _floats(b.low), _floats(b.high)
-        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (b.poor % 2 == 0)
+        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (b.poor_passes % 2 == 0)
         pivots = jnp.where(by_value, to_keys(first + places * (last - first)), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
     roundest = _roundest(b.low, b.high)
@@ -174,31 +174,26 @@ class Groups(NamedTuple):
 
 
 class State(NamedTuple):
-    """State of a search: its brackets, and the counts of each row at their ends.
+    """State of a search: its brackets, the counts of each row at their ends, and the next pivots.
 
     Attributes:
       bracket: [brackets].
       at_least: number of keys >= low, int32[segments, rows] of each part.
       above: number of keys > high, int32[segments, rows] of each part.
+      pivots: pivots of the next pass, [brackets, pivots].
     """
 
     bracket: Bracket
     at_least: list[jax.Array]
     above: list[jax.Array]
+    pivots: jax.Array
 
 
-Count = Callable[[jax.Array, State], list[jax.Array]]
+Count = Callable[[State], list[jax.Array]]
 
 
 def search(
-    count: Count,
-    groups: Groups,
-    k: Words,
-    start: State,
-    first: jax.Array,
-    *,
-    max_misses: int,
-    is_float: bool,
+    count: Count, groups: Groups, k: Words, start: State, *, max_misses: int, is_float: bool
 ) -> State:
     """Narrows brackets to one key each, all of them in the same passes.
 
@@ -207,12 +202,11 @@ def search(
     passes.
 
     Args:
-      count: maps pivots[brackets, pivots], and the state, to the numbers of keys above each
-        pivot, int32[segments, rows, pivots] of each part, in one pass.
+      count: maps the state to the numbers of keys above each pivot, int32[segments, rows, pivots]
+        of each part, in one pass.
       groups: the bracket of each segment.
       k: the rank of the key in each bracket, from 1.
-      start: the state before the first pass.
-      first: pivots of the first pass, [brackets, pivots].
+      start: the state before the first pass; its pivots need not lie within the brackets.
       max_misses: how many guesses may fail.
       is_float: whether the scores are floats.
 
@@ -220,11 +214,19 @@ def search(
       The brackets of the k-th keys alone, or of keys with exactly k keys above them.
     """
 
-    def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-        state = _narrow_groups(count, groups, k, *carry)
-        return state, _next_pivots(state.bracket, k, max_misses, is_float)
+    def step(state: State) -> State:
+        counts = count(state)
+        totals_above = groups.totals(counts)
+        bracket, at_low, at_high = _narrow_open(state.bracket, state.pivots, totals_above, k)
+        return State(
+            bracket,
+            at_least=_counts_at(counts, groups.spread(at_low), state.at_least),
+            above=_counts_at(counts, groups.spread(at_high), state.above),
+            pivots=_next_pivots(bracket, k, max_misses, is_float),
+        )
 
-    return lax.while_loop(lambda carry: jnp.any(carry[0].bracket.is_open), step, (start, first))[0]
+    start = start._replace(pivots=_move_inside(start.bracket, start.pivots))
+    return lax.while_loop(lambda state: jnp.any(state.bracket.is_open), step, start)
 
 
 def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
@@ -239,12 +241,11 @@ def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -
 
     def step(carry: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
         b, pivots = carry
-        pivots = _inside(b, pivots)
-        new, *_ = jax.vmap(narrow)(b, pivots, above(pivots), k)
-        b = jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b)
+        b, *_ = _narrow_open(b, pivots, above(pivots), k)
         return b, _next_pivots(b, k, _MAX_MISSES_ON_MESH, keys.is_float)
 
-    b, _ = lax.while_loop(lambda carry: jnp.any(carry[0].is_open), step, (b, first))
+    carry = b, _move_inside(b, first)
+    b, _ = lax.while_loop(lambda carry: jnp.any(carry[0].is_open), step, carry)
     # A pivot with exactly k keys above is no such key; the next one is.
     return b.high + (is_some & exact.equal(b.above, k)).astype(b.high.dtype)
 
@@ -252,28 +253,24 @@ def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -
 def _next_pivots(b: Bracket, k: Words, max_misses: int, is_float: bool) -> jax.Array:
     """Guesses pivots[brackets, pivots], or returns even ones after max_misses misses."""
     guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(b, k)
-    return jnp.where((b.misses < max_misses)[:, None], guesses, jax.vmap(even_pivots)(b))
+    is_guessed = (b.misses < max_misses)[:, None]
+    return _move_inside(b, jnp.where(is_guessed, guesses, jax.vmap(even_pivots)(b)))
 
 
-def _inside(b: Bracket, pivots: jax.Array) -> jax.Array:
+def _move_inside(b: Bracket, pivots: jax.Array) -> jax.Array:
     """Moves pivots between low and the key below high: no key lies below the lowest one."""
     last = jnp.where(b.is_open, b.high - 1, b.high)
     return jnp.clip(pivots, b.low[:, None], last[:, None])
 
 
-def _narrow_groups(
-    count: Count, groups: Groups, k: Words, state: State, pivots: jax.Array
-) -> State:
-    """Returns the state after one pass, which leaves brackets of one key as they are."""
-    b = state.bracket
-    pivots = _inside(b, pivots)
-    counts = count(pivots, state)
-    new, at_low, at_high = jax.vmap(narrow)(b, pivots, groups.totals(counts), k)
-    return State(
-        jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b),
-        _counts_at(counts, groups.spread(at_low & b.is_open[:, None]), state.at_least),
-        _counts_at(counts, groups.spread(at_high & b.is_open[:, None]), state.above),
-    )
+def _narrow_open(
+    b: Bracket, pivots: jax.Array, total: Words, k: Words
+) -> tuple[Bracket, jax.Array, jax.Array]:
+    """Does what `narrow` does with many brackets; those of one key stay, and get no end."""
+    new, *ends = jax.vmap(narrow)(b, pivots, total, k)
+    new = jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b)
+    at_low, at_high = (end & b.is_open[:, None] for end in ends)
+    return new, at_low, at_high
 
 
 def narrow(
@@ -302,7 +299,7 @@ def narrow(
         at_least=at_least,
         above=above,
         spread=jnp.where(poor, _SPREAD, b.spread / _SHARPER),
-        poor=b.poor + poor.astype(jnp.int32),
+        poor_passes=b.poor_passes + poor.astype(jnp.int32),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,
     )

@@ -52,12 +52,12 @@ class Rows:
         return [self]
 
     @property
-    def segments(self) -> int:
+    def num_segments(self) -> int:
         """Number of segments."""
         return self.arrays[0].shape[0]
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows of a segment."""
         return self.arrays[0].shape[1]
 
@@ -67,21 +67,23 @@ class Rows:
         return self.arrays[0].shape[2]
 
     @property
-    def entries(self) -> np.ndarray:
+    def num_entries(self) -> np.ndarray:
         """Numbers of entries, int32[segments]."""
-        sizes = (self.rows * self.width,) * self.segments if self.sizes is None else self.sizes
+        sizes = (
+            (self.num_rows * self.width,) * self.num_segments if self.sizes is None else self.sizes
+        )
         return np.array(sizes, np.int32)
 
     @property
     def row_ends(self) -> np.ndarray:
         """Ends of rows within their segments, int32[segments, rows]."""
-        ends = np.arange(1, self.rows + 1, dtype=np.int32) * self.width
-        return np.broadcast_to(ends, (self.segments, self.rows))
+        ends = np.arange(1, self.num_rows + 1, dtype=np.int32) * self.width
+        return np.broadcast_to(ends, (self.num_segments, self.num_rows))
 
     @jax.jit
-    def eligible(self) -> jax.Array:
+    def count_eligible(self) -> jax.Array:
         """Counts the eligible entries, int32[segments, rows]."""
-        room = self.entries[:, None] - (self.row_ends - self.width)
+        room = self.num_entries[:, None] - (self.row_ends - self.width)
         entries = jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
         allowed = self.recipe.eligible(self.arrays)
         if allowed is None:
@@ -91,17 +93,20 @@ class Rows:
             return counted
         return counted - (self.width - entries)  # zeros of the padding
 
-    def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
+    def count_above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """Counts eligible keys above pivots[segments, pivots]: int32[segments, rows, pivots]."""
-        counts: jax.Array = self._counts_above(pivots)
+        counts: jax.Array = self._count_above(pivots)
         return counts
 
     @jax.jit
-    def _counts_above(self, pivots: jax.Array) -> jax.Array:
-        keys = self._keys(self.arrays, self._offset())
+    def _count_above(self, pivots: jax.Array) -> jax.Array:
+        offset = lax.iota(jnp.int32, self.num_rows * self.width).reshape(
+            1, self.num_rows, self.width
+        )
+        keys = self._keys(offset)
         pivots = pivots.astype(keys.dtype)
         counts = sums(
-            [keys > _beside(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
+            [keys > _broadcast(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
         )
         return jnp.stack(counts, axis=-1)
 
@@ -114,13 +119,13 @@ class Rows:
           start: int32[1], the start of the segment.
         """
         arrays, sizes = self.arrays, self.sizes and self.sizes[:1]
-        if self.segments > 1:
+        if self.num_segments > 1:
             arrays = tuple(
                 lax.dynamic_slice_in_dim(x, number, 1, allow_negative_indices=False) for x in arrays
             )
         return Rows(arrays, scalars, start, self.recipe, sizes)
 
-    def some(self, numbers: jax.Array) -> Rows:
+    def copy_rows(self, numbers: jax.Array) -> Rows:
         """Copies rows of one segment without padding; each becomes a segment, [count, 1, width].
 
         Args:
@@ -130,67 +135,61 @@ class Rows:
         scalars = tuple(jnp.broadcast_to(x, numbers.shape) for x in self.scalars)
         return Rows(arrays, scalars, self.starts + numbers * self.width, self.recipe, None)
 
-    def _offset(self) -> jax.Array:
-        """Returns the place of each entry in its segment, int32[1, rows, width]."""
-        offset = lax.iota(jnp.int32, self.rows * self.width)
-        return offset.reshape(1, self.rows, self.width)
-
-    def _keys(self, arrays: tuple[jax.Array, ...], offset: jax.Array) -> jax.Array:
-        """Computes the keys of entries, of the shape of `arrays`.
+    def _keys(self, offset: jax.Array) -> jax.Array:
+        """Computes the keys of the entries, of the shape of the arrays.
 
         Args:
-          arrays: [segments, ...] each, entries of the stored arrays.
-          offset: int32[segments, ...] or int32[1, ...], their places in their segments.
+          offset: int32[segments, ...] or int32[1, ...], places of the entries in their segments.
         """
         shape = len(self.starts), *offset.shape[1:]
-        scalars = tuple(_beside(x, shape) for x in self.scalars)
-        index = _beside(self.starts, shape) + offset if self.recipe.uses_index else offset
-        return self.recipe.keys(arrays, scalars, index, self._is_entry(offset))
+        scalars = tuple(_broadcast(x, shape) for x in self.scalars)
+        index = _broadcast(self.starts, shape) + offset if self.recipe.reads_index else offset
+        return self.recipe.keys(self.arrays, scalars, index, self._is_entry(offset))
 
     def _is_entry(self, offset: jax.Array) -> jax.Array | None:
         """Returns whether places hold entries, bool[segments, ...]; None: there is no padding."""
         if self.sizes is None:
             return None
-        return offset < _beside(self.entries, (len(self.sizes), *offset.shape[1:]))
+        return offset < _broadcast(self.num_entries, (len(self.sizes), *offset.shape[1:]))
 
     @jax.jit
-    def _sampled(self) -> tuple[jax.Array, ...]:
+    def _read_sample(self) -> tuple[jax.Array, ...]:
         """Reads the arrays at some entries of every segment, each [segments, count]."""
         offset = self._sample_offsets()
-        flat = [x.reshape(self.segments, -1) for x in self.arrays]
+        flat = [x.reshape(self.num_segments, -1) for x in self.arrays]
         if self.sizes is None:
             stride = self._stride(offset.shape[1])
             return tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
         return tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
 
     @functools.partial(jax.jit, static_argnums=1)
-    def _every(self, stride: int) -> tuple[jax.Array, ...]:
+    def _read_every(self, stride: int) -> tuple[jax.Array, ...]:
         """Reads the arrays at every stride-th entry of each segment, each [count]."""
-        flat = [x.reshape(self.segments, -1) for x in self.arrays]
+        flat = [x.reshape(self.num_segments, -1) for x in self.arrays]
         if self.sizes is None:
             return tuple(x[:, ::stride].reshape(-1) for x in flat)
-        segment, offset = _every_place([self], stride)
+        segment, offset = _list_places([self], stride)
         return tuple(x[segment, offset] for x in flat)
 
     def _sample_offsets(self) -> np.ndarray:
         """Returns the places of the sampled entries in their segments, int32[segments, count]."""
-        room = self.rows * self.width
+        room = self.num_rows * self.width
         count = min(_SAMPLED[room >= LARGE], room)
         if self.sizes is None:
             offset = np.arange(count, dtype=np.int32) * self._stride(count)
-            return np.tile(offset, (self.segments, 1))
-        places: np.ndarray = np.arange(count) * self.entries[:, None] // count
+            return np.tile(offset, (self.num_segments, 1))
+        places: np.ndarray = np.arange(count) * self.num_entries[:, None] // count
         return places.astype(np.int32)
 
     def _stride(self, count: int) -> int:
-        return max(int(self.rows * self.width / count * _DRIFT), 1)
+        return max(int(self.num_rows * self.width / count * _DRIFT), 1)
 
     @functools.partial(jax.jit, static_argnums=2)
-    def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
+    def _read_row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
         """Reads one row of each segment, each array [segments, width]."""
         picked = [
             lax.dynamic_slice_in_dim(x, row[0], 1, 1, allow_negative_indices=False)[:, 0]
-            if self.segments == 1
+            if self.num_segments == 1
             else jnp.take_along_axis(x, row[:, None, None], 1)[:, 0]
             for x in self.arrays
         ]
@@ -202,26 +201,28 @@ class Rows:
 def sample(leaves: Sequence[Rows]) -> jax.Array:
     """Returns evenly spaced keys, [segments of all leaves, count]; leaves have one count."""
     offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])
-    arrays = zip(*[leaf._sampled() for leaf in leaves], strict=True)
-    return _chosen(leaves, np.arange(len(offset)))._keys(
-        tuple(map(_join, arrays)), jnp.asarray(offset)
-    )
+    arrays = [leaf._read_sample() for leaf in leaves]
+    return _join_segments(leaves, np.arange(len(offset)), arrays)._keys(jnp.asarray(offset))
 
 
 def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
     """Returns the key of every stride-th entry of each segment, [count] of all segments."""
-    segment, offset = _every_place(leaves, stride)
-    arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
-    return _chosen(leaves, segment)._keys(tuple(map(_join, arrays)), jnp.asarray(offset))
+    segment, offset = _list_places(leaves, stride)
+    arrays = [leaf._read_every(stride) for leaf in leaves]
+    return _join_segments(leaves, segment, arrays)._keys(jnp.asarray(offset))
 
 
-def _every_place(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
+def _list_places(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns every stride-th place: numbers of segments, and places in them, both [count]."""
-    each = [np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.entries]
+    each = [
+        np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.num_entries
+    ]
     return np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
 
 
-def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
+def find_tie_ends(
+    leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array
+) -> jax.Array:
     """Returns the place in each segment after the need-th tie of a row, int32[segments].
 
     Args:
@@ -230,32 +231,39 @@ def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array)
       key: [segments], entries with this key are ties.
       need: int32[segments], the number of ties to pass.
     """
-    widths = np.concatenate([np.full(leaf.segments, leaf.width, np.int32) for leaf in leaves])
+    widths = np.concatenate([np.full(leaf.num_segments, leaf.width, np.int32) for leaf in leaves])
     most = int(widths.max())
-    starts = np.cumsum([0, *(leaf.segments for leaf in leaves)]).tolist()
-    read = [
-        leaf._row(read_part(row, start, leaf.segments), most)
+    starts = np.cumsum([0, *(leaf.num_segments for leaf in leaves)]).tolist()
+    arrays = [
+        leaf._read_row(read_part(row, start, leaf.num_segments), most)
         for leaf, start in zip(leaves, starts, strict=False)
     ]
-    arrays = tuple(_join(values) for values in zip(*read, strict=True))
     place = lax.iota(jnp.int32, most)[None]
     offset = (row * widths)[:, None] + place
-    every = _chosen(leaves, np.arange(len(widths)))
-    keys = every._keys(arrays, offset)
+    segments = _join_segments(leaves, np.arange(len(widths)), arrays)
+    keys = segments._keys(offset)
     ties = (keys == key[:, None].astype(keys.dtype)) & (place < widths[:, None])
-    for allowed in (every.recipe.eligible(arrays), every._is_entry(offset)):
+    for allowed in (segments.recipe.eligible(segments.arrays), segments._is_entry(offset)):
         ties = ties if allowed is None else ties & allowed
-    return row * widths + places(ties, need)
+    return row * widths + find_tie(ties, need)
 
 
-def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
-    """Returns the segments with these numbers, [count], of many leaves, without their arrays."""
-    sizes = np.concatenate([leaf.entries for leaf in leaves])
+def _join_segments(
+    leaves: Sequence[Rows], segment: np.ndarray, arrays: Sequence[tuple[jax.Array, ...]]
+) -> Rows:
+    """Returns entries of the segments of many leaves, each as a segment of its own.
+
+    Args:
+      leaves: the segments.
+      segment: numbers of the segments of the entries, [count].
+      arrays: arrays of each leaf at these entries, [segments of the leaf, ...] or [count] together.
+    """
+    sizes = np.concatenate([leaf.num_entries for leaf in leaves])
     is_unpadded = all(leaf.sizes is None for leaf in leaves)
     is_all = np.array_equal(segment, np.arange(len(sizes)))
     scalars = map(_join, zip(*[leaf.scalars for leaf in leaves], strict=True))
     return Rows(
-        arrays=(),
+        arrays=tuple(map(_join, zip(*arrays, strict=True))),
         scalars=tuple(x if is_all else x[segment] for x in scalars),
         starts=np.concatenate([leaf.starts for leaf in leaves])[segment],
         recipe=leaves[0].recipe,
@@ -272,14 +280,14 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
 
     Copies several leaves, and leaves that need padding; one leaf without padding is reshaped.
     """
-    counts = [leaf.slices for leaf in leaves]
-    sizes = np.repeat([leaf.size for leaf in leaves], counts)
+    counts = [leaf.num_slices for leaf in leaves]
+    sizes = np.repeat([leaf.slice_size for leaf in leaves], counts)
 
     def cut(values: Sequence[jax.Array]) -> jax.Array:
         if len(values) == 1 and values[0].size == counts[0] * rows * width:
             return values[0].reshape(-1, rows, width)
         flat = [
-            pad(x.reshape(leaf.slices, leaf.size), rows * width)
+            pad(x.reshape(leaf.num_slices, leaf.slice_size), rows * width)
             for x, leaf in zip(values, leaves, strict=True)
         ]
         return jnp.concatenate(flat).reshape(-1, rows, width)
@@ -290,8 +298,10 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
 
     return Rows(
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
-        scalars=tuple(map(repeat_by_slices, zip(*[x.scores.scalars for x in leaves], strict=True))),
-        starts=np.concatenate([np.arange(x.slices, dtype=np.int32) * x.size for x in leaves]),
+        scalars=tuple(map(repeat_by_slices, zip(*[leaf.scalars for leaf in leaves], strict=True))),
+        starts=np.concatenate(
+            [np.arange(x.num_slices, dtype=np.int32) * x.slice_size for x in leaves]
+        ),
         recipe=leaves[0].recipe,
         sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
     )
@@ -305,7 +315,7 @@ def pad(x: jax.Array, size: int) -> jax.Array:
 
 
 @jax.vmap
-def places(ties: jax.Array, need: jax.Array) -> jax.Array:
+def find_tie(ties: jax.Array, need: jax.Array) -> jax.Array:
     """Returns the int32 index after the need-th of ties, bool[width]: by blocks, then in one."""
     width = ties.shape[0]
     block = 1 << (width.bit_length() // 2)
@@ -322,6 +332,6 @@ def places(ties: jax.Array, need: jax.Array) -> jax.Array:
     return at * block + place(block_ties.astype(jnp.int32), before)[0] + 1
 
 
-def _beside(x: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast(x: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts x[segments] to the shape of the entries."""
     return lax.broadcast_in_dim(x, shape, (0,))

@@ -23,8 +23,11 @@ MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on 
 def is_small(leaves: Sequence[Ranked], *, across_leaves: bool) -> bool:
     """Returns whether leaves should be sorted."""
     if across_leaves:
-        return sum(leaf.scores.size for leaf in leaves) <= MAX_SORTED
-    return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MAX_SORTED
+        return sum(leaf.size for leaf in leaves) <= MAX_SORTED
+    return (
+        sum(leaf.num_slices for leaf in leaves) * max(leaf.slice_size for leaf in leaves)
+        <= MAX_SORTED
+    )
 
 
 def select_by_sorting(
@@ -41,14 +44,9 @@ def select_by_sorting(
 
 def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
     """Returns keys of a leaf and the mask of the eligible ones, both [slices, size]."""
-    keys, allowed = leaf.keys(leaf.arrays), leaf.eligible(leaf.arrays)
+    keys, allowed = leaf.keys(), leaf.eligible()
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
-    return _by_slices(keys, leaf), _by_slices(allowed, leaf)
-
-
-def _by_slices(x: jax.Array, leaf: Ranked) -> jax.Array:
-    """Returns x[slices, size], of entries in the shape of a leaf."""
-    return x.transpose(leaf.order).reshape(leaf.slices, -1)
+    return leaf.to_slices(keys), leaf.to_slices(allowed)
 
 
 def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
@@ -64,15 +62,11 @@ def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
 
 def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> list[jax.Array]:
     if across_leaves:
-        ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
+        ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
         slices = jnp.split(best[0], ends)
     else:
-        ends = np.cumsum([leaf.slices for leaf in leaves])[:-1]
-        slices = [x[:, : leaf.size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)]
-    return [_entries(x, leaf) for x, leaf in zip(slices, leaves, strict=True)]
-
-
-def _entries(x: jax.Array, leaf: Ranked) -> jax.Array:
-    """Undoes `_by_slices`."""
-    moved = x.reshape([leaf.scores.shape[axis] for axis in leaf.order])
-    return moved.transpose(np.argsort(leaf.order))
+        ends = np.cumsum([leaf.num_slices for leaf in leaves])[:-1]
+        slices = [
+            x[:, : leaf.slice_size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)
+        ]
+    return [leaf.from_slices(x) for x, leaf in zip(slices, leaves, strict=True)]

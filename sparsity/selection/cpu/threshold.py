@@ -54,85 +54,75 @@ def select_by_thresholds(
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
-    Parameters have one recipe and lie on one device. No parameter is empty.
+    Parameters are of one kind and lie on one device. No parameter is empty.
     """
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
     order = np.concatenate(
-        [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
+        [start + np.arange(leaf.num_slices) for start, leaf in zip(first, leaves, strict=True)]
     )
-    groups = Groups(tuple(part.segments for part in parts), across_leaves)
+    groups = Groups(tuple(part.num_segments for part in parts), across_leaves)
     if not across_leaves and not isinstance(k, Removed):
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
-    eligible = [part.eligible() + zero for part in parts]
-    n = groups.totals(eligible)
-    k = limit_kept(n, k)
-    state = _kth_keys(parts, groups, leaves[0].scores.dtype, k, n, eligible, zero)
+    state, k, n = _find_kth_keys(parts, groups, k, leaves[0].dtype, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]
     need = exact.minus(k, state.bracket.above)
     keys = groups.spread(state.bracket.high)
     ends = _ends(parts, keys, ties, _shares(groups, ties, need, order))
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
-    masks = [
+    masks = []
+    for start, leaf in zip(first, leaves, strict=True):
+        leaf_key, leaf_end = (read_part(x, start, leaf.num_slices) for x in (key, end))
         # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
-        mask_entries(leaf, read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices))
-        for start, leaf in zip(first, leaves, strict=True)
-    ]
+        masks.append(mask_entries(leaf, leaf_key, -leaf_end))
     if not across_leaves:
         n = _permute(n[0], order), _permute(n[1], order)
     return Selected(masks, n, jnp.max(state.bracket.passes))
 
 
-def _kth_keys(
-    parts: Parts,
-    groups: Groups,
-    dtype: np.dtype,
-    k: Words,
-    n: Words,
-    eligible: list[jax.Array],
-    zero: jax.Array,
-) -> State:
+def _find_kth_keys(
+    parts: Parts, groups: Groups, k: Words | Removed, dtype: np.dtype, zero: jax.Array
+) -> tuple[State, Words, Words]:
     """Finds the k-th key of every bracket.
 
     Args:
       parts: the segments.
       groups: the bracket of each segment.
-      dtype: the dtype of the scores.
       k: the rank of the key in each bracket.
-      n: number of eligible entries of each bracket.
-      eligible: the same, int32[segments, rows] of each part.
+      dtype: the dtype of the scores.
       zero: 0, which varies over a mesh as the counts do.
+
+    Returns:
+      The brackets of the keys, k but at most n, and the number n of eligible entries.
     """
+    eligible = [part.count_eligible() + zero for part in parts]
+    n = groups.totals(eligible)
+    k = limit_kept(n, k)
     key_dtype, lowest, top, is_float = key_range(dtype)
     is_empty = (k[0] | k[1]) == 0
     is_full = exact.equal(k, n) & ~is_empty
     ends = zero_like(k[1]).astype(key_dtype)
     low, high = ends + lowest, ends + top
-    b = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
+    bracket = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
-    def count(pivots: jax.Array, state: State) -> list[jax.Array]:
-        each = map(groups.spread, (pivots, state.bracket.is_open))
+    def count(state: State) -> list[jax.Array]:
+        each = map(groups.spread, (state.pivots, state.bracket.is_open))
         args = zip(parts, *each, state.at_least, state.above, strict=True)
-        return [part.above(*values) + zero for part, *values in args]
+        return [part.count_above(*values) + zero for part, *values in args]
 
-    return key_search.search(
-        count,
-        groups,
-        k,
-        State(b, eligible, [zero_like(x) for x in eligible]),
-        _first_pivots(parts, groups, k).astype(low.dtype),
-        max_misses=_MAX_MISSES,
-        is_float=is_float,
-    )
+    first = _first_pivots(parts, groups, k).astype(key_dtype)
+    start = State(bracket, eligible, [zero_like(x) for x in eligible], first)
+    end = key_search.search(count, groups, k, start, max_misses=_MAX_MISSES, is_float=is_float)
+    return end, k, n
 
 
 def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     """Returns the pivots of the first pass, from sampled keys."""
     if groups.across_leaves:
-        total = sum(int(part.entries.sum(dtype=np.int64)) for part in parts)
+        total = sum(int(part.num_entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
         count = min(max(total >> _SAMPLE_SHIFT, least), most)
         stride = total // count | 1  # odd: not in step with rows
@@ -141,8 +131,8 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     words = zip(*(groups.spread(word) for word in k), strict=True)
     pivots = []
     for part, part_k in zip(parts, words, strict=True):
-        n = part.entries.astype(np.float32)
-        if part.segments < _MANY_SEGMENTS:
+        n = part.num_entries.astype(np.float32)
+        if part.num_segments < _MANY_SEGMENTS:
             pivots.append(key_search.sampled_pivots(rows.sample(part.leaves), n, part_k))
         else:
             stride = max(int(n.sum()) // _SAMPLE_SIZES[1], 1) | 1
@@ -183,7 +173,7 @@ def _ends(
 
     def cut() -> list[jax.Array]:
         return [
-            jnp.where(is_partial, rows.cut(part.leaves, *args), end)
+            jnp.where(is_partial, rows.find_tie_ends(part.leaves, *args), end)
             for part, args, is_partial, end in zip(parts, cuts, partials, ends, strict=True)
         ]
 

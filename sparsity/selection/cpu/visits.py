@@ -36,31 +36,31 @@ Numbers = tuple[jax.Array, jax.Array, jax.Array]  # busy segments, their leaves,
 
 
 def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
-    """Returns the segments of leaves of one recipe, and the number of each leaf's first segment."""
+    """Returns the segments of leaves of one kind, and the number of each leaf's first segment."""
     kinds: dict[int | str | None, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if leaf.size >= LARGE:
+        if leaf.slice_size >= LARGE:
             kind: int | str | None = None
-        elif leaf.size * leaf.slices >= LARGE:
+        elif leaf.size >= LARGE:
             kind = f"leaf {i}"
         else:
-            kind = next(size for size in _PADDED if leaf.size <= size)
+            kind = next(size for size in _PADDED if leaf.slice_size <= size)
         kinds.setdefault(kind, []).append(i)
     parts: list[Rows | Visits] = []
     first, number = [0] * len(leaves), 0
     for kind, members in kinds.items():
         for i in members:
             first[i] = number
-            number += leaves[i].slices
+            number += leaves[i].num_slices
         group = [leaves[i] for i in members]
         if kind is None:
-            counts = [_row_count(leaf.size) for leaf in group]
+            counts = [_row_count(leaf.slice_size) for leaf in group]
             each = zip(group, counts, strict=True)
-            parts.append(Visits([cut_rows([x], n, -(-x.size // n)) for x, n in each]))
+            parts.append(Visits([cut_rows([x], n, -(-x.slice_size // n)) for x, n in each]))
         elif isinstance(kind, int):
             parts.append(cut_rows(group, kind // _WIDTH, _WIDTH))
         else:
-            size = group[0].size
+            size = group[0].slice_size
             rows = _divisor(size, max(size // _LEAST_WIDTH, 1))
             parts.append(cut_rows(group, rows, size // rows))
     return parts, first
@@ -88,36 +88,36 @@ class Visits:
     leaves: Sequence[Rows]
 
     @property
-    def segments(self) -> int:
-        """Same as `Rows.segments`."""
+    def num_segments(self) -> int:
+        """Same as `Rows.num_segments`."""
         return sum(self._counts)
 
     @functools.cached_property
-    def rows(self) -> int:
-        """Same as `Rows.rows`."""
-        return max(leaf.rows for leaf in self.leaves)
+    def num_rows(self) -> int:
+        """Same as `Rows.num_rows`."""
+        return max(leaf.num_rows for leaf in self.leaves)
 
     @property
-    def entries(self) -> np.ndarray:
-        """Same as `Rows.entries`."""
-        return np.concatenate([leaf.entries for leaf in self.leaves])
+    def num_entries(self) -> np.ndarray:
+        """Same as `Rows.num_entries`."""
+        return np.concatenate([leaf.num_entries for leaf in self.leaves])
 
     @property
     def row_ends(self) -> np.ndarray:
         """Same as `Rows.row_ends`."""
-        missing = [[(0, 0), (0, self.rows - leaf.rows)] for leaf in self.leaves]
+        missing = [[(0, 0), (0, self.num_rows - leaf.num_rows)] for leaf in self.leaves]
         ends = zip(self.leaves, missing, strict=True)
         return np.concatenate([np.pad(leaf.row_ends, padding) for leaf, padding in ends])
 
-    def eligible(self) -> jax.Array:
-        """Does what `Rows.eligible` does."""
-        return jnp.concatenate([pad(leaf.eligible(), self.rows) for leaf in self.leaves])
+    def count_eligible(self) -> jax.Array:
+        """Does what `Rows.count_eligible` does."""
+        return jnp.concatenate([pad(leaf.count_eligible(), self.num_rows) for leaf in self.leaves])
 
-    def above(
+    def count_above(
         self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
     ) -> jax.Array:
-        """Does what `Rows.above` does; counts of segments that are not busy do not matter."""
-        if self.segments == 1:
+        """Does what `Rows.count_above` does; counts of segments that are not busy do not matter."""
+        if self.num_segments == 1:
             return _count_above(self.leaves[0], pivots, at_least, above)
         visits = jax.custom_batching.custom_vmap(self._count_in_turn)
 
@@ -141,7 +141,7 @@ class Visits:
     ) -> jax.Array:
         """Counts the keys above pivots[segments, pivots] of all segments of all leaves."""
         pairs = zip(leaves, jnp.split(pivots, np.cumsum(self._counts)[:-1]), strict=True)
-        return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in pairs])
+        return jnp.concatenate([pad(leaf.count_above(x), self.num_rows) for leaf, x in pairs])
 
     def _count_in_turn(
         self, leaves: Sequence[Rows], numbers: Numbers, pivots: jax.Array, *rows: jax.Array
@@ -151,68 +151,63 @@ class Visits:
         scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
         starts = jnp.concatenate([leaf.starts for leaf in leaves])
         tables = slice_numbers, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
-        branches = [functools.partial(self._branch, leaf) for leaf in leaves]
+        branches = [functools.partial(self._count_segment, leaf) for leaf in leaves]
 
         def visit(at: jax.Array) -> jax.Array:
-            def here(x: jax.Array) -> jax.Array:
+            def read(x: jax.Array) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
-            segment = jax.tree.map(here, tables)
-            counts: jax.Array = _switch(leaf_numbers[at], branches, *segment)[0]
+            segment = jax.tree.map(read, tables)
+            counts: jax.Array = _switch(leaf_numbers[at], branches, segment)[0]
             return counts
 
         # They vary over a mesh as what is counted.
         like = pivots[:, None].astype(jnp.int32)
-        shape = self.segments, self.rows, pivots.shape[1]
+        shape = self.num_segments, self.num_rows, pivots.shape[1]
         return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
 
-    def _branch(
-        self,
-        leaf: Rows,
-        number: jax.Array,
-        scalars: tuple[jax.Array, ...],
-        start: jax.Array,
-        pivots: jax.Array,
-        rows: Sequence[jax.Array],
-    ) -> jax.Array:
+    def _count_segment(self, leaf: Rows, segment: PyTree) -> jax.Array:
         """Counts keys of one segment of a leaf, int32[1, rows, pivots]."""
-        rows = [x[:, : leaf.rows] for x in rows]
-        return pad(_count_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.rows)
+        number, scalars, start, pivots, row_counts = segment
+        rows = [x[:, : leaf.num_rows] for x in row_counts]
+        return pad(
+            _count_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.num_rows
+        )
 
     @property
     def _counts(self) -> list[int]:
         """Number of segments of each leaf."""
-        return [leaf.segments for leaf in self.leaves]
+        return [leaf.num_segments for leaf in self.leaves]
 
 
 def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
-    """Does what `Rows.above` does for one segment: reads only rows with keys inside the bracket."""
-    if leaf.sizes is not None or leaf.rows * leaf.width < _MANY:
-        return leaf.above(pivots)
+    """Does what `Rows.count_above` does for a segment; reads only rows with keys of the bracket."""
+    if leaf.sizes is not None or leaf.num_rows * leaf.width < _MANY:
+        return leaf.count_above(pivots)
     holds = at_least[0] > above[0]
     count = jnp.sum(holds, dtype=jnp.int32)
-    is_few = count <= leaf.rows // _FEWER
+    is_few = count <= leaf.num_rows // _FEWER
 
     def count_few() -> jax.Array:
-        numbers = _numbers(holds)
+        numbers = _list_chosen(holds)
 
-        def some(i: jax.Array, counts: jax.Array) -> jax.Array:
+        def count_rows(i: jax.Array, counts: jax.Array) -> jax.Array:
             rows = lax.dynamic_slice_in_dim(numbers, i * _AT_ONCE, _AT_ONCE)
             # Without a barrier XLA:CPU turns all of a bfloat16 leaf into float32 before the loop.
             arrays, rows = lax.optimization_barrier((leaf.arrays, rows))
-            few = dataclasses.replace(leaf, arrays=arrays).some(rows)
-            row_counts = few.above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
+            few = dataclasses.replace(leaf, arrays=arrays).copy_rows(rows)
+            row_counts = few.count_above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
             return counts.at[0, rows].set(row_counts[:, 0])
 
         wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
-        few_counts: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), some, wide)
+        few_counts: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), count_rows, wide)
         return few_counts
 
-    counts: jax.Array = lax.cond(is_few, count_few, lambda: leaf.above(pivots))
+    counts: jax.Array = lax.cond(is_few, count_few, lambda: leaf.count_above(pivots))
     return counts
 
 
-def _numbers(chosen: jax.Array) -> jax.Array:
+def _list_chosen(chosen: jax.Array) -> jax.Array:
     """Returns the numbers of the chosen segments in order, then zeros: int32 like bool[count]."""
     place = jnp.cumsum(chosen.astype(jnp.int32))
     numbers = jnp.arange(len(chosen), dtype=jnp.int32)
@@ -241,7 +236,7 @@ def _for_each(
     chosen: jax.Array, visit: Callable[[jax.Array], jax.Array], zeros: jax.Array
 ) -> jax.Array:
     """Calls visit(number) for each chosen number, one after another; the others get zeros."""
-    todo = _numbers(chosen)
+    todo = _list_chosen(chosen)
 
     def step(i: jax.Array, results: jax.Array) -> jax.Array:
         updated: jax.Array = lax.dynamic_update_index_in_dim(results, visit(todo[i]), todo[i], 0)
