@@ -100,10 +100,11 @@ class Rows:
 
     @jax.jit
     def _count_above(self, pivots: jax.Array) -> jax.Array:
+        stored, pivots = lax.optimization_barrier((self, pivots))
         offset = lax.iota(jnp.int32, self.num_rows * self.width).reshape(
             1, self.num_rows, self.width
         )
-        keys = self._keys(offset)
+        keys = stored._keys(offset)
         pivots = pivots.astype(keys.dtype)
         counts = sums(
             [keys > _broadcast(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
