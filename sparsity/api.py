@@ -145,11 +145,11 @@ def _describe_instance(role: str, example: str, instance: object) -> str:
     )
 
 
-def _check_methods(role: str, kind: type, missing: str | None) -> None:
+def _check_methods(role: str, cls: type, missing: str | None) -> None:
     """Raises a ValueError if a class lacks a method."""
     if missing is not None:
         raise ValueError(
-            f"{role} must be a class with a method {missing}, got {role} = {kind!r}. "
+            f"{role} must be a class with a method {missing}, got {role} = {cls!r}. "
             f"sparsity.{role.title()} lists the methods to define."
         )
 
@@ -190,13 +190,13 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     options = {key: value for key, value in _as_dict(config).items() if value is not None}
     name = _take_name(options)
     algorithm = ALGORITHM_REGISTRY[name]
-    fields = _field_names(algorithm)
+    fields = _list_field_names(algorithm)
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
     # Some keys of algorithms are ignored below.
-    algorithm_keys = fields | _config_keys(ALGORITHM_REGISTRY.values())
-    other_keys = algorithm_keys | _config_keys(DISTRIBUTIONS.values())
+    algorithm_keys = fields | _list_config_keys(ALGORITHM_REGISTRY.values())
+    other_keys = algorithm_keys | _list_config_keys(DISTRIBUTIONS.values())
     options["scheduler"] = _take_scheduler(name, algorithm, options, other_keys)
     scope = _take_scope(algorithm, options, other_keys)
     if scope is not None:
@@ -206,7 +206,9 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    for key in _config_keys(ALGORITHM_REGISTRY.values()) - fields - _config_keys([algorithm]):
+    for key in (
+        _list_config_keys(ALGORITHM_REGISTRY.values()) - fields - _list_config_keys([algorithm])
+    ):
         options.pop(key, None)  # one configuration serves several algorithms
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
@@ -231,11 +233,13 @@ def _take_name(options: Options) -> str:
 
 def _check_keys(name: str, fields: set[str], options: Options) -> None:
     allowed = (
-        fields | {"dist_type", "schedule_type", "scope"} | _config_keys(ALGORITHM_REGISTRY.values())
+        fields
+        | {"dist_type", "schedule_type", "scope"}
+        | _list_config_keys(ALGORITHM_REGISTRY.values())
     )
-    allowed |= _config_keys(DISTRIBUTIONS.values()) | _config_keys(SCHEDULES.values())
+    allowed |= _list_config_keys(DISTRIBUTIONS.values()) | _list_config_keys(SCHEDULES.values())
     for scope in SCOPES.values():
-        allowed |= _field_names(scope)
+        allowed |= _list_field_names(scope)
     for key in options:
         if key not in allowed:
             raise ValueError(
@@ -256,29 +260,33 @@ def _take_scheduler(
       other_keys: keys of algorithms and distributions; a schedule with such a field gets the value,
         too.
     """
-    kind = options.pop("schedule_type", None)
+    schedule_type = options.pop("schedule_type", None)
     shared = other_keys & options.keys()
-    chosen = SCHEDULES.find("polynomial" if kind is None else kind)  # has the keys of defaults
-    keys = _pop_keys(options, _config_keys(SCHEDULES.values()) - shared)
+    # By default that of the polynomial, which has the keys of defaults.
+    schedule_class = SCHEDULES.find("polynomial" if schedule_type is None else schedule_type)
+    keys = _pop_keys(options, _list_config_keys(SCHEDULES.values()) - shared)
     if "scheduler" in options:
-        if keys or kind:
+        if keys or schedule_type:
             raise ValueError(
-                f"{_quote([*keys, *(['schedule_type'] if kind else [])])} cannot go with scheduler."
+                f"{_quote([*keys, *(['schedule_type'] if schedule_type else [])])} cannot go with "
+                "scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
         check_schedule(scheduler)
         return scheduler
-    keys |= {key: options[key] for key in shared & _config_keys([chosen])}
-    if kind is None:
-        kind, keys = _infer_kind(name, algorithm, keys)
-        for unused in shared - _config_keys([SCHEDULES.find(kind)]):
+    keys |= {key: options[key] for key in shared & _list_config_keys([schedule_class])}
+    if schedule_type is None:
+        schedule_type, keys = _infer_schedule_type(name, algorithm, keys)
+        for unused in shared - _list_config_keys([SCHEDULES.find(schedule_type)]):
             keys.pop(unused, None)
-        if kind == "none" and not keys:
+        if schedule_type == "none" and not keys:
             return algorithm.scheduler
-    return _make(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
+    return _make_instance(SCHEDULES.find(schedule_type), keys, f"schedule_type {schedule_type!r}")
 
 
-def _infer_kind(name: str, algorithm: type[BaseUpdater], keys: Options) -> tuple[str, Options]:
+def _infer_schedule_type(
+    name: str, algorithm: type[BaseUpdater], keys: Options
+) -> tuple[str, Options]:
     """Returns the kind of schedule that the steps of a ramp ask for, and the keys of this kind."""
     start, end = keys.get("update_start_step"), keys.get("update_end_step")
     if start is None and end is not None:
@@ -292,23 +300,25 @@ def _infer_kind(name: str, algorithm: type[BaseUpdater], keys: Options) -> tuple
         unused = {"update_freq", "update_start_step"}
         used = {key: value for key, value in keys.items() if key not in unused}
         return "none" if start is None else "one_shot", used
-    kind = algorithm.schedule_type
+    schedule_type = algorithm.schedule_type
     if "update_freq" not in keys:
         raise ValueError("update_start_step and update_end_step need an update_freq.")
-    return kind, keys if kind == "polynomial" else _drop_ramp(name, kind, keys)
+    return schedule_type, keys if schedule_type == "polynomial" else _drop_ramp(
+        name, schedule_type, keys
+    )
 
 
-def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
+def _drop_ramp(name: str, schedule_type: str, keys: Options) -> Options:
     """Converts the keys of a ramp to those of another kind of schedule; logs ignored keys."""
     keys = dict(keys)
-    if kind == "one_shot":
+    if schedule_type == "one_shot":
         keys["update_end_step"] = keys.pop("update_start_step", keys.get("update_end_step"))
         keys.pop("update_freq", None)
-    ignored = sorted(keys.keys() - _read_config_keys(SCHEDULES[kind]).keys())
+    ignored = sorted(keys.keys() - _read_config_keys(SCHEDULES[schedule_type]).keys())
     if ignored:
-        listed = ", ".join(ignored)
+        names = ", ".join(ignored)
         _log.warning(
-            "%s follows no ramp: its schedule is %r, which ignores %s.", name, kind, listed
+            "%s follows no ramp: its schedule is %r, which ignores %s.", name, schedule_type, names
         )
     return {key: value for key, value in keys.items() if key not in ignored}
 
@@ -325,19 +335,19 @@ def _take_scope(
         too.
     """
     scope = options.pop("scope", None)
-    if scope is not None and "scope" not in _field_names(algorithm):
+    if scope is not None and "scope" not in _list_field_names(algorithm):
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
-    kind = SCOPES.find(scope) if isinstance(scope, str) else None
-    chosen = _field_names(kind) if kind else set()
-    listed = {key for cls in SCOPES.values() for key in _field_names(cls)}
-    keys = {key: value for key, value in options.items() if key in chosen}
-    removed = _pop_keys(options, listed - other_keys)
-    for key in sorted(removed.keys() - chosen):
-        names = [repr(name) for name, cls in SCOPES.items() if key in _field_names(cls)]
+    scope_class = SCOPES.find(scope) if isinstance(scope, str) else None
+    chosen_keys = _list_field_names(scope_class) if scope_class else set()
+    scope_keys = {key for cls in SCOPES.values() for key in _list_field_names(cls)}
+    keys = {key: value for key, value in options.items() if key in chosen_keys}
+    removed = _pop_keys(options, scope_keys - other_keys)
+    for key in sorted(removed.keys() - chosen_keys):
+        names = [repr(name) for name, cls in SCOPES.items() if key in _list_field_names(cls)]
         raise ValueError(
             f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
         )
-    return kind(**keys) if kind else scope
+    return scope_class(**keys) if scope_class else scope
 
 
 def _take_distribution(
@@ -352,45 +362,49 @@ def _take_distribution(
       algorithm_keys: keys that algorithms take; a distribution with such a field gets the value,
         too.
     """
-    kind = options.pop("dist_type", None)
-    distribution = DISTRIBUTIONS.find("uniform" if kind is None else kind)
+    dist_type = options.pop("dist_type", None)
+    distribution = DISTRIBUTIONS.find("uniform" if dist_type is None else dist_type)
     missing = f"sparsity is missing in the configuration of {name!r}."
-    chosen, fields = _config_keys([distribution]), _field_names(algorithm)
-    listed = _config_keys(DISTRIBUTIONS.values())
-    keys = {key: options[key] for key in options if key in chosen or key in listed - algorithm_keys}
-    removed = _pop_keys(options, listed - algorithm_keys)
+    chosen_keys, fields = _list_config_keys([distribution]), _list_field_names(algorithm)
+    distribution_keys = _list_config_keys(DISTRIBUTIONS.values())
+    keys = {
+        key: options[key]
+        for key in options
+        if key in chosen_keys or key in distribution_keys - algorithm_keys
+    }
+    removed = _pop_keys(options, distribution_keys - algorithm_keys)
     if not algorithm.takes_distribution or "sparsity_distribution_fn" not in fields:
         if "sparsity" not in fields:
             unshared = {key: value for key, value in keys.items() if key not in fields}
-            _make(distribution, unshared, "a distribution")  # checks values
+            _make_instance(distribution, unshared, "a distribution")  # checks values
         elif "sparsity" not in options:
             raise ValueError(missing)
-        elif kind not in (None, "uniform"):
-            _log.warning("%s takes no distribution and has no use for %r.", name, kind)
+        elif dist_type not in (None, "uniform"):
+            _log.warning("%s takes no distribution and has no use for %r.", name, dist_type)
         return None
     if "sparsity_distribution_fn" in options:
-        if removed or kind:
+        if removed or dist_type:
             raise ValueError(
-                f"{_quote([*removed, *(['dist_type'] if kind else [])])} cannot go with "
+                f"{_quote([*removed, *(['dist_type'] if dist_type else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
     if "sparsity" not in keys:
         raise ValueError(missing)
-    return _make(distribution, keys, f"dist_type {kind or 'uniform'!r}")
+    return _make_instance(distribution, keys, f"dist_type {dist_type or 'uniform'!r}")
 
 
-def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
+def _make_instance(factory: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
     """Makes an instance of a class from keys of a configuration."""
-    fields = _read_config_keys(kind)
+    fields = _read_config_keys(factory)
     if unknown := sorted(keys.keys() - fields.keys()):
         words = "is no key" if len(unknown) == 1 else "are no keys"
         raise ValueError(
             f"{_quote(unknown)} {words} of {label}, which takes {', '.join(fields) or 'none'}."
-            + _who_takes(unknown[0])
+            + _name_takers(unknown[0])
         )
     try:
-        return kind(**{fields[key]: value for key, value in keys.items()})
+        return factory(**{fields[key]: value for key, value in keys.items()})
     except TypeError as error:
         raise ValueError(f"{label} cannot be made of {dict(keys)}: {error}") from None
 
@@ -400,13 +414,13 @@ def _quote(keys: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(keys)))
 
 
-def _who_takes(key: str) -> str:
+def _name_takers(key: str) -> str:
     """Returns the end of a message: the distributions or schedules that take a key."""
     takers = [
         f"{registry.role} {name!r}"
         for registry in (DISTRIBUTIONS, SCHEDULES)
-        for name, kind in registry.items()
-        if key in _read_config_keys(kind)
+        for name, factory in registry.items()
+        if key in _read_config_keys(factory)
     ]
     return f" {key!r} belongs to {' and '.join(takers)}."
 
@@ -415,28 +429,31 @@ def _pop_keys(options: Options, keys: set[str]) -> Options:
     return {key: options.pop(key) for key in keys & options.keys()}
 
 
-def _config_keys(kinds: Iterable[object]) -> set[str]:
+def _list_config_keys(factories: Iterable[object]) -> set[str]:
     """Returns the keys of a configuration that the classes take."""
-    return {key for kind in kinds for key in _read_config_keys(kind)}
+    return {key for factory in factories for key in _read_config_keys(factory)}
 
 
-def _read_config_keys(kind: object) -> Mapping[str, str]:
+def _read_config_keys(factory: object) -> Mapping[str, str]:
     """Returns {key of a configuration: field} of a class; a tuple lists keys of one name.
 
     Fields that subclasses of the class with `config_keys` add are keys, too. Those of algorithms
     are keys of one algorithm only, see `_check_keys`.
     """
-    stated: Mapping[str, str] | tuple[str, ...] = getattr(kind, "config_keys", ())
+    stated: Mapping[str, str] | tuple[str, ...] = getattr(factory, "config_keys", ())
     keys = stated if isinstance(stated, Mapping) else {key: key for key in stated}
-    if not isinstance(kind, type) or issubclass(kind, BaseUpdater):
+    if not isinstance(factory, type) or issubclass(factory, BaseUpdater):
         return keys
-    base = next((x for x in kind.__mro__ if "config_keys" in vars(x)), object)
-    return {**keys, **{name: name for name in sorted(_field_names(kind) - _field_names(base))}}
+    base = next((x for x in factory.__mro__ if "config_keys" in vars(x)), object)
+    return {
+        **keys,
+        **{name: name for name in sorted(_list_field_names(factory) - _list_field_names(base))},
+    }
 
 
-def _field_names(kind: type) -> set[str]:
+def _list_field_names(cls: type) -> set[str]:
     """Returns the names of the arguments of a dataclass."""
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     return {field.name for field in fields if field.init}
 
 

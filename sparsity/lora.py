@@ -59,8 +59,8 @@ def merge_lora(params: Tree, lora: PyTree, masks: Masks, *, scale: chex.Numeric 
         _check_adapter(trees.path_string(path), param, a, b)
         return sharding.shard_like(param, _merge, param, a, b, mask, scale)
 
-    read = read_masks(masks, params, may_be_packed=True)
-    merged: Tree = trees.map_matched(merge, params, read)
+    unpacked = read_masks(masks, params, may_be_packed=True)
+    merged: Tree = trees.map_matched(merge, params, unpacked)
     if factors:
         raise ValueError(
             f"lora has leaves at {trees.listed([trees.path_string(path) for path in factors])}, "

@@ -155,11 +155,11 @@ class PeriodicSchedule(BaseSchedule):
         if step is None:
             return False
         start = int(self.update_start_step)  # a uint8 of numpy would wrap around
-        on_beat = (step - start) % int(self.update_freq) == 0
+        is_periodic_step = (step - start) % int(self.update_freq) == 0
         if self.update_end_step is None:
-            return on_beat & (step >= start)
-        within = (step >= start) & (step <= int(self.update_end_step))
-        return within & (on_beat | (step == int(self.update_end_step)))
+            return is_periodic_step & (step >= start)
+        is_in_range = (step >= start) & (step <= int(self.update_end_step))
+        return is_in_range & (is_periodic_step | (step == int(self.update_end_step)))
 
     def update_range(self) -> tuple[int, int | None] | None:
         return self.update_start_step, self.update_end_step
@@ -214,7 +214,7 @@ class PolynomialSchedule(PeriodicSchedule):
         length = max(end - start, 1)
         steps = jnp.clip(end - step, 0, length).astype(jnp.float32)
         # XLA would divide by a constant as it multiplies by the rounded reciprocal.
-        remaining = _raise(steps / jnp.maximum(steps, length), float(self.power))
+        remaining = _raise_to_power(steps / jnp.maximum(steps, length), float(self.power))
 
         def ramp(target: chex.Numeric) -> jax.Array:
             target = jnp.asarray(target, jnp.float32)
@@ -228,7 +228,7 @@ class PolynomialSchedule(PeriodicSchedule):
         return jax.tree.map(ramp, target_sparsities)
 
 
-def _raise(x: jax.Array, power: float) -> jax.Array:
+def _raise_to_power(x: jax.Array, power: float) -> jax.Array:
     """Returns x**power, by the operations that XLA puts in the place of a constant power."""
     if power == 0.5:
         return jnp.sqrt(x)

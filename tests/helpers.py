@@ -57,8 +57,8 @@ def counted_programs():
 
 def list_scatters(fn, *args):
     """Returns the equations of a program, loops included, that write at positions."""
-    programs = read_jaxpr(jax.make_jaxpr(fn)(*args)).nested()
-    equations = (equation for program in programs for equation in program.flat())
+    programs = read_jaxpr(jax.make_jaxpr(fn)(*args)).nested_programs()
+    equations = (equation for program in programs for equation in program.flat_equations())
     return [equation for equation in equations if equation.name.startswith("scatter")]
 
 

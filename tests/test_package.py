@@ -237,6 +237,29 @@ def test_no_imports_run_in_a_circle():
     assert imports == {}
 
 
+def exported_by_folders():
+    """Names that the `__init__` of each folder of the package imports, by dotted path."""
+    for path in PACKAGE.rglob("*/__init__.py"):
+        folder = ".".join(path.parent.relative_to(ROOT).parts)
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+        yield folder, {alias.name for node in imports for alias in node.names}
+
+
+def test_names_of_other_folders_are_imported_from_the_folder_that_exports_them():
+    exported = dict(exported_by_folders())
+    past_the_folder = [
+        f"{path.relative_to(PACKAGE)}: {alias.name} of {node.module}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").count(".") > 1
+        for alias in node.names
+        if node.module.split(".")[1] != path.relative_to(PACKAGE).parts[0]
+        and alias.name in exported.get(".".join(node.module.split(".")[:2]), ())
+    ]
+    assert past_the_folder == []
+
+
 MOST_LINES = 60  # of a function, its docstring included
 
 

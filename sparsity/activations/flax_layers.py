@@ -66,7 +66,7 @@ def sparsify_linen(
     """
     linen = extras.load("flax.linen", "flax")
     in_filter = extras.load("flax.core.scope", "flax").in_filter
-    rules = _rules(layers, batch_axes, straight_through)
+    rules = _make_rules(layers, batch_axes, straight_through)
     _check_apply(apply, linen.Module)
 
     @functools.wraps(apply)
@@ -111,7 +111,7 @@ def sparsify_nnx(
       True
     """
     nnx = extras.load("flax.nnx", "flax")
-    rules = _rules(layers, batch_axes, straight_through)
+    rules = _make_rules(layers, batch_axes, straight_through)
     check_kind("model", model, nnx.Module, "an nnx.Module")
     copy: Module = nnx.merge(*nnx.split(model))
     nodes = nnx.iter_graph(copy)
@@ -122,19 +122,19 @@ def sparsify_nnx(
     }
     _check_keys(rules, modules)
 
-    def sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
+    def make_sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
         class Sparse(base):  # type: ignore[misc]  # a class that exists only at run time
             def __call__(self, *args: trees.PyTree, **kwargs: trees.PyTree) -> jax.Array:
-                out, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
+                output, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
                 if hasattr(self, "__captures__"):  # nnx.capture runs the model
                     self.sow(nnx.Intermediate, _REPORT, sparsity)
-                return out
+                return output
 
         return Sparse
 
     for name, module in modules.items():
         if (key := names.best_key(rules, name)) is not None:
-            module.__class__ = sparse_class(type(module), rules[key], name)
+            module.__class__ = make_sparse_class(type(module), rules[key], name)
     return copy
 
 
@@ -150,7 +150,7 @@ def _check_apply(apply: object, module: type) -> None:
     check_function("apply", apply, "the variables and the inputs, such as model.apply")
 
 
-def _rules(
+def _make_rules(
     layers: LayerPatterns, batch_axes: int, straight_through: bool
 ) -> dict[names.Key, PruneFn]:
     """Returns the functions that prune the outputs of layers, by key."""
@@ -159,11 +159,11 @@ def _rules(
     check_int("batch_axes", batch_axes, 0)
     check_bool("straight_through", straight_through)
 
-    def rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
+    def make_rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
         if isinstance(pattern, str | tuple | list | NByM):
-            kind = parse_nm(f"layers[{key!r}]", pattern)
+            nm = parse_nm(f"layers[{key!r}]", pattern)
             return functools.partial(
-                prune_act_struct, pattern=kind, straight_through=straight_through
+                prune_act_struct, pattern=nm, straight_through=straight_through
             )
         check_density(f"layers[{key!r}]", pattern)
         return functools.partial(
@@ -173,7 +173,7 @@ def _rules(
             straight_through=straight_through,
         )
 
-    return {key: rule(key, pattern) for key, pattern in layers.items()}
+    return {key: make_rule(key, pattern) for key, pattern in layers.items()}
 
 
 def _intercept(
@@ -193,14 +193,14 @@ def _intercept(
     if context.method_name != "__call__" or not name or name in running:
         return call(*args, **kwargs)  # a layer that runs calls `__call__` of its base class
     running.append(name)
-    out = call(*args, **kwargs)
+    output = call(*args, **kwargs)
     running.pop()
     reported[name] = True
     if (key := names.best_key(rules, name)) is None:
-        return out
-    out, sparsity = _prune_output(rules[key], out, name)
+        return output
+    output, sparsity = _prune_output(rules[key], output, name)
     reported[name] = context.module.sow("intermediates", _REPORT, sparsity)
-    return out
+    return output
 
 
 def _warn_of_unreported(reported: Mapping[str, bool]) -> None:
@@ -222,12 +222,12 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
             )
 
 
-def _prune_output(rule: PruneFn, out: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
+def _prune_output(rule: PruneFn, output: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
     """Prunes the output of a layer; returns the output and the fraction of zeros."""
-    if not trees.is_prunable(out):
+    if not trees.is_prunable(output):
         raise ValueError(
-            f"Layer {name!r} returns {type(out).__name__}, but a layer with sparse activations "
+            f"Layer {name!r} returns {type(output).__name__}, but a layer with sparse activations "
             "must return one array of floating or complex numbers."
         )
-    out = rule(out)
-    return out, jnp.mean(out == 0, dtype=jnp.float32)
+    output = rule(output)
+    return output, jnp.mean(output == 0, dtype=jnp.float32)

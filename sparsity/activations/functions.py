@@ -53,7 +53,7 @@ def prune_act_unstruct(
     if not isinstance(density, int | float):  # bfloat16 would round the difference
         density = jnp.asarray(density, promote(jnp.result_type(density), jnp.float32))
     create = functools.partial(Unstructured().select, sparsity=1 - density, batch_axes=batch_axes)
-    return _keep(x, create, straight_through)
+    return _apply_created_mask(x, create, straight_through)
 
 
 def prune_act_struct(
@@ -85,17 +85,19 @@ def prune_act_struct(
       >>> prune_act_struct(jnp.array([1.0, -4.0, 0.5, 3.0, 2.0]), (1, 4))
       Array([ 0., -4.,  0.,  0.,  2.], dtype=float32)
     """
-    kind = parse_nm("pattern", pattern, axis)
+    nm = parse_nm("pattern", pattern, axis)
 
     def create(scores: jax.Array) -> jax.Array:
-        select = functools.partial(selection.nm_mask, n=kind.n, m=kind.m, axis=kind.axis)
+        select = functools.partial(selection.nm_mask, n=nm.n, m=nm.m, axis=nm.axis)
         return shard_like(scores, select, scores)
 
-    return _keep(x, create, straight_through)
+    return _apply_created_mask(x, create, straight_through)
 
 
-def _keep(x: chex.Array, create: Callable[[jax.Array], jax.Array], everywhere: bool) -> jax.Array:
-    check_bool("straight_through", everywhere)
+def _apply_created_mask(
+    x: chex.Array, create: Callable[[jax.Array], jax.Array], straight_through: bool
+) -> jax.Array:
+    check_bool("straight_through", straight_through)
     check_kind("x", x, jax.Array | np.ndarray | np.generic | list | tuple | float, "an array")
     try:
         x = jnp.asarray(x)
@@ -105,4 +107,4 @@ def _keep(x: chex.Array, create: Callable[[jax.Array], jax.Array], everywhere: b
     if not trees.is_prunable(x):
         raise ValueError(f"x must be an array of floating or complex numbers, got {x.dtype}.")
     mask = create(jnp.abs(jax.lax.stop_gradient(x)))
-    return (apply_mask_straight_through if everywhere else apply_mask)(x, mask)
+    return (apply_mask_straight_through if straight_through else apply_mask)(x, mask)

@@ -55,5 +55,5 @@ class ACDC(MagnitudePruning):
         if end is not None:
             is_sparse |= sparse_state.count == end
         pruned = super().new_masks(sparse_state, inputs)
-        others = 1 - is_sparse.astype("uint8")
-        return jax.tree.map(lambda mask: mask | others, pruned)
+        is_dense = 1 - is_sparse.astype("uint8")
+        return jax.tree.map(lambda mask: mask | is_dense, pruned)

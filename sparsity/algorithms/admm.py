@@ -84,9 +84,9 @@ class ADMMPruning(MagnitudePruning):
         inputs = StepInputs(params, None, sites or self.sites(params))
         targets = self.compute_targets(params, inputs.sites)
         masked = adapt_scope(self.scope).masked_paths(params, targets)
-        start = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
-        z, _ = self._project(start, targets, inputs)
-        return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
+        weights = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
+        z, _ = self._project(weights, targets, inputs)
+        return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), weights)}
 
     def update_state(
         self,
@@ -98,13 +98,13 @@ class ADMMPruning(MagnitudePruning):
         **extra_args: ExtraArg,
     ) -> SparseState:
         inputs = StepInputs(params, grads, sites or self.sites(params), extra_args)
-        moved = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
-        z, support = self._project(moved, sparse_state.target_sparsities, inputs)
-        u = jax.tree.map(jnp.subtract, moved, z)
+        shifted = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
+        z, support = self._project(shifted, sparse_state.target_sparsities, inputs)
+        u = jax.tree.map(jnp.subtract, shifted, z)
         end = find_last_update(self.scheduler)
-        ends = sparse_state.count == (-1 if end is None else end)
+        is_end = sparse_state.count == (-1 if end is None else end)
         masks = trees.map_matched(
-            lambda _, old, mask: old if mask is None else jnp.where(ends, mask, old),
+            lambda _, old, mask: old if mask is None else jnp.where(is_end, mask, old),
             sparse_state.masks,
             support,
         )
@@ -122,8 +122,8 @@ class ADMMPruning(MagnitudePruning):
         ) -> jax.Array:
             if z is None or u is None:
                 return grad
-            force = rho.astype(z.dtype) * (param.astype(z.dtype) - z + u)
-            return grad + force.astype(grad.dtype)
+            penalty_gradient = rho.astype(z.dtype) * (param.astype(z.dtype) - z + u)
+            return grad + penalty_gradient.astype(grad.dtype)
 
         memory = _read_memory(sparse_state)
         return trees.map_matched(pull, grads, params, memory["z"], memory["u"])
@@ -167,10 +167,10 @@ def _widen(param: jax.Array) -> jax.Array:
 
 
 def _mask_weights(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:
-    return None if mask is None else _apply(weights, mask)
+    return None if mask is None else _apply_jitted(weights, mask)
 
 
-_apply = jax.jit(apply_mask)  # an eager call would send its zero to the device
+_apply_jitted = jax.jit(apply_mask)  # an eager call would send its zero to the device
 
 
 def _add_dual(_: trees.KeyPath, param: jax.Array, u: jax.Array | None) -> jax.Array | None:

@@ -147,12 +147,12 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
     # jax conjugates gradients by complex weights.
     direction = jax.tree.map(jnp.conj, _average_over(gradient, [weights], batches))
 
-    def product(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
-        slope = functools.partial(gradient, batch=batch)
-        return jax.jvp(slope, (weights,), (direction,))[1]
+    def multiply_by_hessian(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
+        batch_gradient = functools.partial(gradient, batch=batch)
+        return jax.jvp(batch_gradient, (weights,), (direction,))[1]
 
-    curved = _average_over(product, [weights, direction], batches)
-    return jax.tree.map(lambda w, h: jnp.real(multiply(w, h)), weights, curved)
+    hessian_products = _average_over(multiply_by_hessian, [weights, direction], batches)
+    return jax.tree.map(lambda w, h: jnp.real(multiply(w, h)), weights, hessian_products)
 
 
 def synflow_scores(
@@ -182,16 +182,16 @@ def synflow_scores(
     """
     check_function("fn", fn, "(params, inputs)")
     ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) if trees.is_prunable(x) else x, inputs)
-    sizes = jax.tree.map(jnp.abs, trees.prunable(params))
+    magnitudes = jax.tree.map(jnp.abs, trees.prunable(params))
 
-    def flow(sizes: PyTree, inputs: PyTree) -> jax.Array:
-        outputs = fn(_replace_weights(params, sizes), inputs)
-        sums, zero = [jnp.sum(x) for x in jax.tree.leaves(outputs)], jnp.zeros(())
-        dtype = promote(zero.dtype, *(x.dtype for x in sums))
-        return sum((x.astype(dtype) for x in sums), zero.astype(dtype))
+    def sum_outputs(magnitudes: PyTree, inputs: PyTree) -> jax.Array:
+        outputs = fn(_replace_weights(params, magnitudes), inputs)
+        output_sums, zero = [jnp.sum(x) for x in jax.tree.leaves(outputs)], jnp.zeros(())
+        dtype = promote(zero.dtype, *(x.dtype for x in output_sums))
+        return sum((x.astype(dtype) for x in output_sums), zero.astype(dtype))
 
-    slopes = jax.grad(flow)(sizes, ones)
-    return jax.tree.map(multiply, sizes, slopes)
+    gradients = jax.grad(sum_outputs)(magnitudes, ones)
+    return jax.tree.map(multiply, magnitudes, gradients)
 
 
 def prune_at_init(
@@ -240,8 +240,8 @@ def prune_at_init(
     check_int("rounds", rounds, 1)
     sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     _check_sources(name, sources)
-    scores_fn, needs = _SCORES[name]
-    function, data = (sources[key] for key in needs)
+    scores_fn, argument_names = _SCORES[name]
+    function, data = (sources[key] for key in argument_names)
     score = functools.partial(scores_fn, function)
     scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
@@ -272,19 +272,19 @@ def _prune_in_rounds(
 
     def prune(masks: Masks, sparsity: jax.Array) -> tuple[PyTree, None]:
         scores = score(_replace_weights(params, apply_masks(weights, masks)), inputs)
-        return highest_within(masks, scores, num_kept(total, sparsity)), None
+        return mask_highest(masks, scores, num_kept(total, sparsity)), None
 
-    sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
+    sparsities = [1 - (1 - sparsity) ** (number / rounds) for number in range(1, rounds)]
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 
 
-def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) -> Masks:
+def mask_highest(masks: Masks, scores: ScoreTree, num_weights: chex.Numeric | Words) -> Masks:
     """Returns the masks of the highest scores of all leaves, among the weights that masks keep.
 
     Args:
       masks: tree of the current masks, `None` for leaves that stay dense.
       scores: tree of real scores of any sign; scores of leaves without a mask do not count.
-      kept: number of weights to keep.
+      num_weights: number of weights to keep.
     """
     ranked = trees.map_matched(
         lambda _, score, mask: None if mask is None else score, scores, masks
@@ -293,7 +293,7 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
         return masks
     dtype = promote(*(score.dtype for score in jax.tree.leaves(ranked)))
     ranked = jax.tree.map(lambda score: score.astype(dtype), ranked)
-    return global_topk_mask(ranked, kept, where=masks)
+    return global_topk_mask(ranked, num_weights, where=masks)
 
 
 # Functions by name, each with the arguments of `prune_at_init` that it takes, without `params`.
@@ -308,9 +308,9 @@ def _check_sources(name: str, sources: Mapping[str, object]) -> None:
     """Raises a ValueError for unknown scores, or for a missing function or missing data."""
     if not isinstance(name, str) or name not in _SCORES:
         raise ValueError(f"name: {name!r} is not known. {suggest(name, _SCORES)}")
-    _, needs = _SCORES[name]
-    function, data = needs
-    if missing := [key for key in needs if sources[key] is None]:
+    _, argument_names = _SCORES[name]
+    function, data = argument_names
+    if missing := [key for key in argument_names if sources[key] is None]:
         raise ValueError(
             f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
             f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
@@ -366,8 +366,8 @@ def _average_over(
 
     @jax.jit
     def add(total: PyTree | None, args: list[PyTree], batch: PyTree) -> PyTree:
-        wide = jax.tree.map(lambda x: x.astype(promote(x.dtype, jnp.float32)), fn(*args, batch))
-        return wide if total is None else jax.tree.map(jnp.add, total, wide)
+        terms = jax.tree.map(lambda x: x.astype(promote(x.dtype, jnp.float32)), fn(*args, batch))
+        return terms if total is None else jax.tree.map(jnp.add, total, terms)
 
     check_iterable("batches", batches)
     total, count = None, 0

@@ -44,19 +44,21 @@ class MovementPruning(BaseUpdater):
     regrows: ClassVar[bool | None] = True
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
-        def start(_: trees.KeyPath, param: jax.Array, mask: jax.Array | None) -> jax.Array | None:
+        def make_zeros(
+            _: trees.KeyPath, param: jax.Array, mask: jax.Array | None
+        ) -> jax.Array | None:
             if mask is None:
                 return None
             real = jnp.finfo(param.dtype).dtype  # of the parts of a complex weight
             return sharding.zeros_like(param, promote(real, jnp.float32))
 
-        return trees.map_matched(start, params, masks)
+        return trees.map_matched(make_zeros, params, masks)
 
     def accumulate(self, sparse_state: SparseState, params: Params, grads: Grads) -> SparseState:
         def add(
             _: trees.KeyPath, param: jax.Array, grad: PyTree, total: jax.Array | None
         ) -> jax.Array | None:
-            return None if total is None else total + movement(param, grad)
+            return None if total is None else total + compute_movement(param, grad)
 
         sums = trees.map_matched(add, params, grads, sparse_state.algorithm_state)
         return sparse_state._replace(algorithm_state=sums)
@@ -73,12 +75,12 @@ class MovementPruning(BaseUpdater):
             )
 
         def score(_: trees.KeyPath, param: jax.Array, grad: PyTree) -> jax.Array:
-            return movement(param, grad)
+            return compute_movement(param, grad)
 
         return trees.map_matched(score, params, grads)
 
 
-def movement(param: jax.Array, grad: jax.Array) -> jax.Array:
+def compute_movement(param: jax.Array, grad: jax.Array) -> jax.Array:
     """Returns -param * grad, at least float32: the growth of |param| by a small descent step."""
     dtype = promote(param.dtype, jnp.float32)
     return -jnp.real(param.astype(dtype) * grad.astype(dtype))

@@ -227,8 +227,8 @@ class DropAndGrow(SparseTraining):
         fraction = fields.pop("drop_fraction", 0.3)
         check_fraction("drop_fraction", fraction)
         end = find_last_update(fields["scheduler"])
-        falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
-        return {"drop_fraction_fn": falling} | fields
+        drop_schedule = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
+        return {"drop_fraction_fn": drop_schedule} | fields
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -117,11 +117,11 @@ class SRigL(RigL):
                 )
         return super().init_state(params, sites=sites)
 
-    def _check_pattern(self, pattern: SparsityType, where: str = "") -> None:
+    def _check_pattern(self, pattern: SparsityType, place: str = "") -> None:
         if not pattern.is_elementwise:
             raise ValueError(
                 f"{type(self).__name__} keeps equally many weights in every neuron and needs "
-                f"sparsity_type = Unstructured(), got sparsity_type = {pattern!r}{where}. Use RigL."
+                f"sparsity_type = Unstructured(), got sparsity_type = {pattern!r}{place}. Use RigL."
             )
 
     def get_initial_masks(
@@ -135,8 +135,8 @@ class SRigL(RigL):
         ) -> jax.Array | None:
             if target is None:
                 return None
-            start = functools.partial(_draw_fan_in, sites[path].batch_axes)
-            return sharding.place_like(score, sharding.shard_like(score, start, score, target))
+            draw_mask = functools.partial(_draw_fan_in, sites[path].batch_axes)
+            return sharding.place_like(score, sharding.shard_like(score, draw_mask, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
 
@@ -160,8 +160,8 @@ class SRigL(RigL):
 
         def move(
             path: trees.KeyPath,
-            drop: jax.Array | Scores,
-            grow: jax.Array | Scores,
+            drop_score: jax.Array | Scores,
+            grow_score: jax.Array | Scores,
             mask: jax.Array | None,
             target: chex.Numeric,
         ) -> jax.Array | None:
@@ -172,9 +172,9 @@ class SRigL(RigL):
                 min_salient=self.min_salient,
                 batch_axes=inputs.sites[path].batch_axes,
             )
-            scores = map(compute_array, (drop, grow))
-            new = sharding.shard_like(mask, update, mask, *scores, fraction, target)
-            return sharding.place_like(mask, new)
+            scores = map(compute_array, (drop_score, grow_score))
+            moved = sharding.shard_like(mask, update, mask, *scores, fraction, target)
+            return sharding.place_like(mask, moved)
 
         masks, targets = sparse_state.masks, sparse_state.target_sparsities
         return trees.map_matched(move, drop_scores, grow_scores, masks, targets)
@@ -210,27 +210,29 @@ def constant_fan_in(
         return mask
     shape = mask.shape[batch_axes:]
     neurons, inputs = shape[-1], math.prod(shape[:-1])
-    inner = tuple(range(batch_axes, mask.ndim - 1))
+    input_axes = tuple(range(batch_axes, mask.ndim - 1))
     budget = jnp.asarray(num_kept(neurons * inputs, sparsity))
 
-    def by_neuron(mask: jax.Array) -> jax.Array:
-        return count(mask != 0, inner)
+    def count_by_neuron(mask: jax.Array) -> jax.Array:
+        return count(mask != 0, input_axes)
 
-    active = jnp.sum(by_neuron(mask), -1, jnp.int32)
+    active = jnp.sum(count_by_neuron(mask), -1, jnp.int32)
     k = jnp.asarray(num_kept(active, drop_fraction))
     kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
     grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
-    stays = _select_neurons(by_neuron(kept | grown), inputs, budget, min_salient)
-    fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
+    is_kept = _select_neurons(count_by_neuron(kept | grown), inputs, budget, min_salient)
+    fan_in = jnp.minimum(inputs, budget // jnp.sum(is_kept, -1, jnp.int32))
 
-    where = mask * jnp.expand_dims(stays, inner).astype(jnp.uint8)
+    candidates = mask * jnp.expand_dims(is_kept, input_axes).astype(jnp.uint8)
     kept = lax.cond(  # without a loss the k highest are those of all neurons
-        jnp.any(by_neuron(where) < by_neuron(mask)),
-        lambda: topk_mask(drop_scores, k, where=where, batch_axes=batch_axes),
+        jnp.any(count_by_neuron(candidates) < count_by_neuron(mask)),
+        lambda: topk_mask(drop_scores, k, where=candidates, batch_axes=batch_axes),
         lambda: kept,
     )
-    most = jnp.where(stays, fan_in[..., None], 0)
-    return _fill_neurons(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
+    max_kept = jnp.where(is_kept, fan_in[..., None], 0)
+    return _fill_neurons(
+        kept, count_by_neuron(kept), max_kept, drop_scores, grow_scores, batch_axes
+    )
 
 
 def move_fan_in(
@@ -264,7 +266,7 @@ def move_fan_in(
     counts = jnp.zeros(neurons, jnp.int32).at[neuron].add(kept.astype(jnp.int32), mode="drop")
     kept = lax.cond(
         jnp.any(counts > fan_in),
-        lambda: _keep_best(neuron, drop_scores, counts, fan_in),
+        lambda: _mask_best_of_each(neuron, drop_scores, counts, fan_in),
         lambda: kept,
     )
     mask = put(inputs * neurons, positions, kept).reshape(inputs, neurons)
@@ -295,7 +297,9 @@ def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
     return grown
 
 
-def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int) -> jax.Array:
+def _mask_best_of_each(
+    neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int
+) -> jax.Array:
     """Returns the mask of the weights with the highest scores of each neuron, uint8[k].
 
     Args:
@@ -315,17 +319,17 @@ def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: 
 def _fill_neurons(
     kept: jax.Array,
     counts: jax.Array,
-    most: jax.Array,
+    max_kept: jax.Array,
     drop_scores: jax.Array,
     grow_scores: jax.Array,
     batch_axes: int,
 ) -> jax.Array:
-    """Returns the mask with `most` weights of each neuron: the best of the kept ones, and grown."""
+    """Returns the mask with `max_kept` weights of each neuron: the best kept ones, and grown."""
     topk = functools.partial(topk_mask, batch_axes=batch_axes, last_axes=1)
     kept = lax.cond(
-        jnp.any(counts > most), lambda: topk(drop_scores, most, where=kept), lambda: kept
+        jnp.any(counts > max_kept), lambda: topk(drop_scores, max_kept, where=kept), lambda: kept
     )
-    return kept | topk(grow_scores, jnp.maximum(most - counts, 0), where=1 - kept)
+    return kept | topk(grow_scores, jnp.maximum(max_kept - counts, 0), where=1 - kept)
 
 
 def _select_neurons(
@@ -338,8 +342,8 @@ def _select_neurons(
     # Products from numpy: a compiled product may round to another integer.
     bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
     fewest = jnp.minimum(neurons, budget // inputs + 1)
-    reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
-    return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
+    highest_counts = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
+    return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], highest_counts)[..., None]
 
 
 def _draw_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.algorithms.at_init import highest_within
+from sparsity.algorithms.at_init import mask_highest
 from sparsity.core import trees
 from sparsity.core.checks import (
     check_fraction,
@@ -85,7 +85,7 @@ def lottery_ticket(
     for r in range(len(tickets), rounds + 1):
         start, masks = _rewind(tickets[-1], origin, rate, r) if r else (params, ones)
         # Copies, because train_fn may donate its arguments.
-        trained = train_fn(*jax.tree.map(_copy, (start, masks)))
+        trained = train_fn(*jax.tree.map(_copy_array, (start, masks)))
         _check_like("train_fn must return the parameters that it got,", trained, params)
         tickets.append((start, masks, trained))
     return tickets
@@ -99,17 +99,17 @@ def _check_arguments(train_fn: object, rounds: object, rate: object, done: objec
     check_iterable("done", done)
 
 
-def _check_like(must: str, tree: PyTree, params: Params) -> None:
+def _check_like(requirement: str, tree: PyTree, params: Params) -> None:
     """Raises a ValueError unless a tree has the leaves of the parameters."""
     shapes = [
         [
             f"{trees.path_string(path)}{list(jnp.shape(leaf))}"
-            for path, leaf in trees.leaves_by_path(each).items()
+            for path, leaf in trees.leaves_by_path(compared_tree).items()
         ]
-        for each in (params, tree)
+        for compared_tree in (params, tree)
     ]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"{must} {trees.listed(shapes[0])}, got {trees.listed(shapes[1])}.")
+        raise ValueError(f"{requirement} {trees.listed(shapes[0])}, got {trees.listed(shapes[1])}.")
 
 
 def _check_finite(role: str, tree: PyTree, masks: Masks) -> None:
@@ -143,11 +143,11 @@ def _check_done(r: int, ticket: Ticket[Tree], params: Tree, ones: Masks, rate: f
         _check_like(f"done[{r}]: {role} must have the leaves", tree, like)
     if any(map(is_traced, jax.tree.leaves(masks))):
         return
-    kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
-    expected = _num_kept(ones, rate, r)
-    if kept != expected:
+    num_kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
+    expected = _count_kept(ones, rate, r)
+    if num_kept != expected:
         raise ValueError(
-            f"done[{r}] keeps {kept} weights, and rate = {rate} keeps {expected} in round {r}. "
+            f"done[{r}] keeps {num_kept} weights, and rate = {rate} keeps {expected} in round {r}. "
             "Give the rate of the earlier call."
         )
 
@@ -156,7 +156,7 @@ def _make_ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) 
     return None if target is None else jnp.ones_like(param, jnp.uint8)
 
 
-def _copy(leaf: PyTree) -> PyTree:
+def _copy_array(leaf: PyTree) -> PyTree:
     return jnp.copy(leaf) if trees.is_array(leaf) else leaf
 
 
@@ -165,13 +165,13 @@ def _rewind(ticket: Ticket[Tree], origin: Tree, rate: float, r: int) -> tuple[Tr
     _, masks, trained = ticket
     _check_finite(f"what train_fn returned in round {r - 1}", trained, masks)
     magnitudes = jax.tree.map(jnp.abs, trees.prunable(trained))
-    masks = highest_within(masks, magnitudes, _num_kept(masks, rate, r))
+    masks = mask_highest(masks, magnitudes, _count_kept(masks, rate, r))
     return apply_masks(origin, masks), masks
 
 
-def _num_kept(masks: Masks, rate: float, r: int) -> int:
+def _count_kept(masks: Masks, rate: float, r: int) -> int:
     """Returns the number of weights that round r keeps."""
     n = sum(mask.size for mask in jax.tree.leaves(masks))
     # In float64: n * (1 - rate) of a float32 may round up to a half.
-    kept: int = round(n * (1 - float(rate)) ** r)
-    return max(1, kept)
+    num_kept: int = round(n * (1 - float(rate)) ** r)
+    return max(1, num_kept)

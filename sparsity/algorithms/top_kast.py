@@ -114,16 +114,20 @@ class TopKast(StraightThrough, MagnitudePruning):
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
-        explored = functools.partial(_explore, self.regularization)
+        compute_gradient = functools.partial(_regularize_gradient, self.regularization)
 
-        def explore(
+        def explore_parameter(
             _: trees.KeyPath, grad: jax.Array, param: jax.Array, mask: PyTree, *leaves: PyTree
         ) -> jax.Array:
-            return grad if mask is None else shard_like(grad, explored, grad, param, mask, *leaves)
+            return (
+                grad
+                if mask is None
+                else shard_like(grad, compute_gradient, grad, param, mask, *leaves)
+            )
 
         masks, backward = sparse_state.masks, sparse_state.algorithm_state
         targets = sparse_state.target_sparsities
-        return trees.map_matched(explore, grads, params, masks, backward, targets)
+        return trees.map_matched(explore_parameter, grads, params, masks, backward, targets)
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None
@@ -134,9 +138,9 @@ class TopKast(StraightThrough, MagnitudePruning):
         def update(
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, PyTree]:
-            new: PyTree
-            steps, new = tx.update(updates, state, params, **extra_args)
-            return mask_updates(steps, new.algorithm_state), new
+            new_state: PyTree
+            steps, new_state = tx.update(updates, state, params, **extra_args)
+            return mask_updates(steps, new_state.algorithm_state), new_state
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -152,16 +156,16 @@ class TopKast(StraightThrough, MagnitudePruning):
     ) -> PyTree:
         """Returns the masks of B: of A, and of the largest weights outside of A."""
         targets = jax.tree.map(on_device, targets)
-        backward_sparsity = functools.partial(_backward_sparsity, self.backward_sparsity)
-        sparsities = jax.tree.map(backward_sparsity, targets)
-        first = trees.map_matched(
+        compute_sparsity = functools.partial(_compute_backward_sparsity, self.backward_sparsity)
+        sparsities = jax.tree.map(compute_sparsity, targets)
+        raised = trees.map_matched(
             lambda _, score, mask: (
                 score if mask is None else shard_like(score, _raise_scores, score, mask)
             ),
             scores,
             masks,
         )
-        return inputs.create_masks(self.create_masks, first, sparsities, targets)
+        return inputs.create_masks(self.create_masks, raised, sparsities, targets)
 
 
 # Both are compiled, as eager calls would send their constants to the device.
@@ -172,11 +176,11 @@ def _raise_scores(score: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward_sparsity(sparsity: float | None, target: jax.Array) -> jax.Array:
+def _compute_backward_sparsity(sparsity: float | None, target: jax.Array) -> jax.Array:
     return jnp.maximum(2 * target - 1, 0) if sparsity is None else jnp.minimum(sparsity, target)
 
 
-def _explore(
+def _regularize_gradient(
     decay: float,
     grad: jax.Array,
     param: jax.Array,
@@ -186,10 +190,10 @@ def _explore(
 ) -> jax.Array:
     """Returns the gradient of B with its decay, and zeros elsewhere."""
     # A leaf may have a mask without a sparsity: a bias of pruned channels, or a mask of the user.
-    kept = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
-    density = jnp.maximum(kept, 1 / max(param.size, 1))  # one weight always stays
-    share = decay * jnp.where(mask > 0, 1, 1 / density)
-    return apply_mask(grad + (share.astype(param.dtype) * param).astype(grad.dtype), backward)
+    kept_share = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
+    density = jnp.maximum(kept_share, 1 / max(param.size, 1))  # one weight always stays
+    decay_rate = decay * jnp.where(mask > 0, 1, 1 / density)
+    return apply_mask(grad + (decay_rate.astype(param.dtype) * param).astype(grad.dtype), backward)
 
 
 def _check_backward(sparsity: float | None, targets: Sparsities) -> None:

@@ -25,7 +25,8 @@ def invert(matrices: jax.Array) -> jax.Array:
     """Inverts matrices by Gauss and Jordan's elimination of blocks; those of numpy in place.
 
     Args:
-      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad` returns.
+      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad_with_identity`
+        returns.
 
     Raises:
       numpy.linalg.LinAlgError: a block of an array of numpy is singular. XLA returns NaN.
@@ -34,14 +35,15 @@ def invert(matrices: jax.Array) -> jax.Array:
         for matrix in matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]):
             _invert_in_place(matrix)
         return matrices
-    return _by_blocks(matrices, lambda matrix: _loop(matrix, _eliminate))
+    return _call_on_blocks(matrices, lambda matrix: _loop_over_blocks(matrix, _eliminate))
 
 
 def factor_inverse(matrices: jax.Array) -> jax.Array:
     """Returns upper triangular U with U^T U = matrix^-1; for numpy, in place.
 
     Args:
-      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad` returns.
+      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad_with_identity`
+        returns.
 
     Raises:
       numpy.linalg.LinAlgError: an array of numpy has a matrix that is not positive definite. XLA
@@ -50,10 +52,13 @@ def factor_inverse(matrices: jax.Array) -> jax.Array:
     if isinstance(matrices, np.ndarray):
         _factor_in_place(matrices)
         return matrices
-    return _by_blocks(matrices, lambda x: _loop(_loop(x, _factor_block, True), _invert_block))
+    return _call_on_blocks(
+        matrices,
+        lambda x: _loop_over_blocks(_loop_over_blocks(x, _factor_block, True), _invert_block),
+    )
 
 
-def pad(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
+def pad_with_identity(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
     """Appends rows and columns of the identity matrix; matrices of numpy stay as they are.
 
     Args:
@@ -68,7 +73,7 @@ def pad(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
     return wide + jnp.diag(jnp.arange(size + padding) >= size).astype(matrices.dtype)
 
 
-def damping_shifts(matrices: chex.Array, damping: chex.Numeric) -> jax.Array:
+def compute_damping_shifts(matrices: chex.Array, damping: chex.Numeric) -> jax.Array:
     """Returns the numbers that damping adds to the diagonals of Gram matrices, [..., n].
 
     Args:
@@ -78,10 +83,10 @@ def damping_shifts(matrices: chex.Array, damping: chex.Numeric) -> jax.Array:
     """
     xp = host.namespace([matrices])
     diagonals = xp.diagonal(matrices, axis1=-2, axis2=-1)
-    live = diagonals > 0
-    count = xp.maximum(live.sum(axis=-1, keepdims=True), 1).astype(matrices.dtype)
+    is_live = diagonals > 0
+    count = xp.maximum(is_live.sum(axis=-1, keepdims=True), 1).astype(matrices.dtype)
     mean = diagonals.sum(axis=-1, keepdims=True) / count
-    shifts: jax.Array = (damping * mean + xp.where(live, 0, 1)).astype(matrices.dtype)
+    shifts: jax.Array = (damping * mean + xp.where(is_live, 0, 1)).astype(matrices.dtype)
     return shifts
 
 
@@ -99,15 +104,15 @@ def shift_diagonals(matrices: jax.Array, shift: chex.Numeric) -> jax.Array:
     return matrices + rows * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
-def _by_blocks(matrices: jax.Array, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _call_on_blocks(matrices: jax.Array, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Calls a function of matrices of entire blocks."""
     size = matrices.shape[-1]
     for _ in matrices.shape[:-2]:
         fn = jax.vmap(fn)
-    return fn(pad(matrices))[..., :size, :size]
+    return fn(pad_with_identity(matrices))[..., :size, :size]
 
 
-def _loop(
+def _loop_over_blocks(
     matrix: jax.Array,
     step: Callable[[jax.Array, int, jax.Array], jax.Array],
     reverse: bool = False,
@@ -119,37 +124,37 @@ def _loop(
     def step_block(i: jax.Array, matrix: jax.Array) -> jax.Array:
         return step(width * (count - 1 - i if reverse else i), width, matrix)
 
-    changed: jax.Array = lax.fori_loop(0, count, step_block, matrix)
-    return changed
+    result: jax.Array = lax.fori_loop(0, count, step_block, matrix)
+    return result
 
 
 def _invert_in_place(matrix: np.ndarray) -> None:
     for start in range(0, len(matrix), _BLOCK):
-        at = slice(start, start + _BLOCK)
-        pivot, column = np.linalg.inv(matrix[at, at]), matrix[:, at].copy()
-        row = pivot @ matrix[at]
-        row[:, at] = pivot
-        matrix[:, at] = 0
+        block = slice(start, start + _BLOCK)
+        pivot, column = np.linalg.inv(matrix[block, block]), matrix[:, block].copy()
+        row = pivot @ matrix[block]
+        row[:, block] = pivot
+        matrix[:, block] = 0
         for i in range(0, len(matrix), _BLOCK):
             matrix[i : i + _BLOCK] -= column[i : i + _BLOCK] @ row
-        matrix[at] = row
+        matrix[block] = row
 
 
 def _factor_in_place(matrices: np.ndarray) -> None:
     blocks = [slice(start, start + _BLOCK) for start in range(0, matrices.shape[-1], _BLOCK)]
-    for at in reversed(blocks):  # matrix = R R^T; the diagonal blocks of R are inverted
-        before = slice(0, at.start)
-        corner = np.linalg.cholesky(matrices[..., at, at][..., ::-1, ::-1])[..., ::-1, ::-1]
-        matrices[..., at, at] = inverse = np.triu(np.linalg.inv(corner))
-        above = matrices[..., before, at] @ inverse.swapaxes(-1, -2)
-        for rows in blocks[: blocks.index(at)]:
-            matrices[..., rows, before] -= above[..., rows, :] @ above.swapaxes(-1, -2)
-        matrices[..., before, at] = above
-        matrices[..., at, before] = 0
-    for at in blocks:  # U = R^-1
-        before = slice(0, at.start)
-        above = matrices[..., before, before] @ matrices[..., before, at]
-        matrices[..., before, at] = -above @ matrices[..., at, at]
+    for block in reversed(blocks):  # matrix = R R^T; the diagonal blocks of R are inverted
+        preceding = slice(0, block.start)
+        corner = np.linalg.cholesky(matrices[..., block, block][..., ::-1, ::-1])[..., ::-1, ::-1]
+        matrices[..., block, block] = inverse = np.triu(np.linalg.inv(corner))
+        above = matrices[..., preceding, block] @ inverse.swapaxes(-1, -2)
+        for rows in blocks[: blocks.index(block)]:
+            matrices[..., rows, preceding] -= above[..., rows, :] @ above.swapaxes(-1, -2)
+        matrices[..., preceding, block] = above
+        matrices[..., block, preceding] = 0
+    for block in blocks:  # U = R^-1
+        preceding = slice(0, block.start)
+        above = matrices[..., preceding, preceding] @ matrices[..., preceding, block]
+        matrices[..., preceding, block] = -above @ matrices[..., block, block]
 
 
 def _eliminate(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
@@ -166,7 +171,7 @@ def _eliminate(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
         rows -= dot(lax.dynamic_slice_in_dim(column, first, width), row)
         return lax.dynamic_update_slice_in_dim(matrix, rows, first, axis=0)
 
-    matrix = _loop(matrix, subtract)
+    matrix = _loop_over_blocks(matrix, subtract)
     return lax.dynamic_update_slice_in_dim(matrix, row, start, axis=0)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.calibration.statistics.validation import check
+from sparsity.calibration.statistics.validation import check_statistic
 from sparsity.core import trees
 from sparsity.core.checks import (
     check_fraction,
@@ -95,13 +95,13 @@ def owl(
     check_number("spread", spread, 0)
     leaves = _select_leaves(statistics, params, filter_fn)
     shares = jax.device_get(
-        [_outliers(param, statistics[path], threshold) for path, param in leaves.items()]
+        [_measure_outliers(param, statistics[path], threshold) for path, param in leaves.items()]
     )
     low, high = float(min(shares)), float(max(shares))
-    unit = [(float(x) - low) / (high - low) if high > low else 0.0 for x in shares]
-    mean = float(np.average(unit, weights=[param.size for param in leaves.values()]))
+    scaled_shares = [(float(x) - low) / (high - low) if high > low else 0.0 for x in shares]
+    mean = float(np.average(scaled_shares, weights=[param.size for param in leaves.values()]))
     rates = {}
-    for path, x in zip(leaves, unit, strict=True):
+    for path, x in zip(leaves, scaled_shares, strict=True):
         rate = rates[path] = float(sparsity - 2 * spread * (x - mean))
         if not 0 <= rate <= 1:
             raise ValueError(
@@ -133,12 +133,12 @@ def _select_leaves(
     if not selected:
         raise ValueError("owl: filter_fn selects no parameter that has a statistic.")
     for path, param in selected.items():
-        check(statistics[path], param.shape, trees.join_names(path))
+        check_statistic(statistics[path], param.shape, trees.join_names(path))
     return selected
 
 
 @jax.jit
-def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
+def _measure_outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
     """Returns D, the share of the scores above `threshold` times the mean of their matrix."""
     squares, weights = statistic.sums_of_squares(), jnp.abs(statistic.matrices(param))
     weights = weights.astype(promote(weights.dtype, squares.dtype))

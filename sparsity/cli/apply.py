@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.target} is the delta. Give another path.")
     delta = Delta.load(arguments.delta)
     delta = dataclasses.replace(delta, base=checkpoints.filter_leaves(delta.base, arguments.filter))
-    params = checkpoints.leaves_by_name(checkpoints.read(arguments.source))
+    params = checkpoints.arrays_by_name(checkpoints.read(arguments.source))
     changed = [
         (params[name], array.astype(params[name].dtype))  # the byte order, nothing else
         for name, array in delta.patches(params)

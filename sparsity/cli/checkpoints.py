@@ -31,7 +31,7 @@ class CheckpointFormat:
     """A format of checkpoints.
 
     Attributes:
-      is_at: returns whether what exists at a path has the format.
+      is_format_at: returns whether what exists at a path has the format.
       read: returns the tree of a checkpoint, with a `StoredArray` for each array and `None` for
         other values; may raise any exception that a damaged checkpoint leads to.
       write: `write(source, target, changed)` writes a copy with other values for some arrays;
@@ -39,7 +39,7 @@ class CheckpointFormat:
       find_foreign_files: returns the files of a folder that are not part of the checkpoint.
     """
 
-    is_at: Callable[[Path], bool]
+    is_format_at: Callable[[Path], bool]
     read: Callable[[Path], PyTree]
     write: Callable[[Path, Path, Changes], None] | None = None
     find_foreign_files: Callable[[Path], list[str]] = lambda path: []
@@ -76,7 +76,7 @@ def read(path: Path) -> PyTree:
         return file_format.read(path)
 
 
-def leaves_by_name(tree: PyTree) -> dict[str, StoredArray]:
+def arrays_by_name(tree: PyTree) -> dict[str, StoredArray]:
     """Returns the arrays of a tree by their paths, joined by '/'.
 
     Raises:
@@ -94,8 +94,8 @@ def filter_leaves(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
     """
     selected = {name: leaf for name, leaf in leaves.items() if key is None or matches(key, name)}
     if key is not None and not selected:
-        near = difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.0)
-        hint = f"the nearest of {len(leaves)} is {near[0]!r}" if near else "there are none"
+        closest = difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.0)
+        hint = f"the nearest of {len(leaves)} is {closest[0]!r}" if closest else "there are none"
         raise ValueError(
             f"--filter {key!r} names no parameter; {hint}. {explain_syntax(key)}"
             "'sparsity inspect' lists them."
@@ -121,8 +121,10 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         )
     if target.is_symlink():
         raise ValueError(f"{target} is a link, which is not replaced. Give the path it leads to.")
-    old, new = source.resolve(), target.resolve()
-    if old != new and (old.is_relative_to(new) or new.is_relative_to(old)):
+    source_path, target_path = source.resolve(), target.resolve()
+    if source_path != target_path and (
+        source_path.is_relative_to(target_path) or target_path.is_relative_to(source_path)
+    ):
         raise ValueError(f"{target} and {source} contain one another. Give a path outside.")
     if exists:
         _check_replaced(source, target)
@@ -170,7 +172,7 @@ def _check_replaced(source: Path, target: Path) -> None:
 
 def _find_format(path: Path) -> CheckpointFormat:
     for file_format in FORMATS.values():
-        if file_format.is_at(path):
+        if file_format.is_format_at(path):
             return file_format
     raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
 

@@ -56,25 +56,25 @@ def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
 
 def _find_units(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
     """Returns the channel pattern of a mask, or its block pattern."""
-    steps = [_step_of_changes(bits, shape, axis) for axis in range(len(shape))]
-    moving = [axis - len(shape) for axis, step in enumerate(steps) if step]
-    if len(moving) == 1 and len(shape) > 1:
-        return [f"channel_{moving[0]}"]
+    steps = [_find_change_step(bits, shape, axis) for axis in range(len(shape))]
+    changing_axes = [axis - len(shape) for axis, step in enumerate(steps) if step]
+    if len(changing_axes) == 1 and len(shape) > 1:
+        return [f"channel_{changing_axes[0]}"]
     rows, columns = [1, *(step or size for step, size in zip(steps, shape, strict=True))][-2:]
     return [f"block_{rows},{columns}"] if rows * columns > 1 else []
 
 
-def _step_of_changes(bits: np.ndarray, shape: tuple[int, ...], axis: int) -> int:
+def _find_change_step(bits: np.ndarray, shape: tuple[int, ...], axis: int) -> int:
     """Returns the largest step whose multiples are the only places where a mask changes; 0 = none.
 
     Places are counted along an axis.
     """
     size, width = shape[axis], math.prod(shape[axis + 1 :])
-    before, step = np.empty(width, np.uint8), 0
-    for start, columns, tile in _tiles(bits, math.prod(shape[: axis + 1]), width):
-        rows = np.concatenate([before[None, columns] if start else tile[:1], tile])
+    last_row, step = np.empty(width, np.uint8), 0
+    for start, columns, tile in _read_tiles(bits, math.prod(shape[: axis + 1]), width):
+        rows = np.concatenate([last_row[None, columns] if start else tile[:1], tile])
         places = (start + np.flatnonzero(np.any(rows[1:] != rows[:-1], axis=1))) % size
-        before[columns] = tile[-1]
+        last_row[columns] = tile[-1]
         step = int(np.gcd.reduce(places, initial=step))
         if step == 1:
             break
@@ -86,17 +86,18 @@ def _find_groups(
 ) -> tuple[int, int] | None:
     """Returns the sparsest N:M pattern of a mask along an axis; on ties the smallest M."""
     size, width = shape[axis], math.prod(shape[len(shape) + axis + 1 :])
-    most = {m: 0 for m in GROUPS if size % m == 0}
-    fewest = {m: -(-ones * m // math.prod(shape)) for m in most}  # ones in the fullest group
-    for _, _, tile in _tiles(bits, math.prod(shape) // width, width):
+    max_counts = {m: 0 for m in GROUPS if size % m == 0}
+    # The fewest ones that the fullest group can have.
+    fewest_counts = {m: -(-ones * m // math.prod(shape)) for m in max_counts}
+    for _, _, tile in _read_tiles(bits, math.prod(shape) // width, width):
         counts = tile
-        for m in most:
+        for m in max_counts:
             counts = counts[::2] + counts[1::2]
-            most[m] = max(most[m], int(counts.max()))
-        if all(most[m] > fewest[m] for m in most):
+            max_counts[m] = max(max_counts[m], int(counts.max()))
+        if all(max_counts[m] > fewest_counts[m] for m in max_counts):
             return None
-    holding = [(n, m) for m, n in most.items() if n == fewest[m] < m]
-    return min(holding, key=lambda nm: (nm[0] / nm[1], nm[1]), default=None)
+    candidates = [(n, m) for m, n in max_counts.items() if n == fewest_counts[m] < m]
+    return min(candidates, key=lambda nm: (nm[0] / nm[1], nm[1]), default=None)
 
 
 def _find_fan_in(
@@ -106,14 +107,17 @@ def _find_fan_in(
 
     Where outputs lie on both sides of the inputs, groups divide the axes behind them.
     """
-    first = contracted[0] + len(shape)
-    lead, width = math.prod(shape[:first]), math.prod(shape[first + len(contracted) :])
-    outputs = lead * width
+    first_axis = contracted[0] + len(shape)
+    outer_size, width = (
+        math.prod(shape[:first_axis]),
+        math.prod(shape[first_axis + len(contracted) :]),
+    )
+    outputs = outer_size * width
     if outputs == 1 or ones % outputs:
         return 0
     size = math.prod(shape) // outputs
     counts = np.zeros(width, np.int64)
-    for start, columns, tile in _tiles(bits, lead * size, width):
+    for start, columns, tile in _read_tiles(bits, outer_size * size, width):
         end = start + len(tile)
         cuts = np.arange(start // size * size, end, size)  # the first rows of outputs
         sums = np.add.reduceat(tile, np.maximum(cuts - start, 0), axis=0, dtype=np.int64)
@@ -124,12 +128,12 @@ def _find_fan_in(
             return 0
         counts[columns] = sums[-1]
     if width == 1:
-        return _step_of_changes(bits, (lead, size), 0) or lead
-    step = _step_of_changes(bits, (lead * size, width), 1) or width
-    return step if lead == 1 else math.gcd(step, width)
+        return _find_change_step(bits, (outer_size, size), 0) or outer_size
+    step = _find_change_step(bits, (outer_size * size, width), 1) or width
+    return step if outer_size == 1 else math.gcd(step, width)
 
 
-def _tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice, np.ndarray]]:
+def _read_tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice, np.ndarray]]:
     """Yields tiles of the mask as a matrix [rows, width]: first row, columns, uint8 entries.
 
     A tile holds complete groups of 32 rows, and all columns unless bytes divide them.

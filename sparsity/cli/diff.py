@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsity.cli import checkpoints
-from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table
+from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.finetuning.delta import Delta
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save and os.path.lexists(arguments.save):
         raise ValueError(f"{arguments.save} exists. Give another path to --save.")
     old, new = (
-        checkpoints.leaves_by_name(checkpoints.read(path))
+        checkpoints.arrays_by_name(checkpoints.read(path))
         for path in (arguments.old, arguments.new)
     )
     selected = checkpoints.filter_leaves(old | new, arguments.filter)
@@ -51,13 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         Delta.between(base, params).save(arguments.save)
     reports = {name: compare(old.get(name), new.get(name)) for name in selected}
     total = {key: sum(report.get(key, 0) for report in reports.values()) for key in COUNTS}
-    differing = {name: x for name, x in reports.items() if _differs(x)}
+    differing = {name: x for name, x in reports.items() if _has_differences(x)}
     if arguments.json:
         print_json({"leaves": reports, "total": total})
     elif differing:
-        rows = [[name, *_cells(report)] for name, report in differing.items()]
+        rows = [[name, *_format_cells(report)] for name, report in differing.items()]
         last = f"{len(differing)} of {len(reports)} parameters differ"
-        print_table(["parameter", "array", *COUNTS], rows, [last, *_cells(total)], text=2)
+        print_table(
+            ["parameter", "array", *COUNTS], rows, [last, *_format_cells(total)], num_text_columns=2
+        )
     else:
         print(f"No difference in {len(reports)} parameters.")
     return 1 if differing else 0
@@ -78,13 +80,13 @@ def _show_delta(arguments: argparse.Namespace) -> int:
             "shape": list(selected[name].shape),
             "dtype": selected[name].dtype,
             "weight": term.weight,
-            "entries": part.count,
-            "density": part.count / math.prod(selected[name].shape),
-            "bytes": part.nbytes,
-            "largest_change": abs(term.weight) * part.largest,
+            "entries": entries.count,
+            "density": entries.count / math.prod(selected[name].shape),
+            "bytes": entries.nbytes,
+            "largest_change": abs(term.weight) * entries.largest,
         }
         for term in delta.terms
-        for name, part in term.entries.items()
+        for name, entries in term.entries.items()
         if name in selected
     ]
     size = sum(math.prod(parameter.shape) for parameter in selected.values())
@@ -94,18 +96,23 @@ def _show_delta(arguments: argparse.Namespace) -> int:
     else:
         last = {"leaf": "total", "shape": [size], "density": total["entries"] / max(size, 1)}
         columns = ["parameter", "array", "weight", "entries", "density", "bytes", "largest change"]
-        print_table(columns, map(_delta_cells, rows), _delta_cells(last | total), text=2)
+        print_table(
+            columns,
+            map(_format_delta_cells, rows),
+            _format_delta_cells(last | total),
+            num_text_columns=2,
+        )
     return 1 if rows else 0
 
 
-def _delta_cells(row: JsonObject) -> list[str]:
+def _format_delta_cells(row: JsonObject) -> list[str]:
     return [
         row["leaf"],
         f"{trees.shape_text(row['shape'])} {row.get('dtype', '')}",
         f"{row['weight']:g}" if "weight" in row else "",
         f"{row['entries']:,}",
         f"{row['density']:.4%}",
-        bytes_text(row["bytes"]),
+        format_bytes(row["bytes"]),
         f"{row['largest_change']:.3g}" if "largest_change" in row else "",
     ]
 
@@ -118,7 +125,7 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
       shapes also counts of entries: `kept` are non-zero in both arrays, `dropped` in the old one
       only, `grown` in the new one only; `changed` are kept with another value. NaN equals NaN.
     """
-    report: JsonObject = {"old": _kind(old), "new": _kind(new)}
+    report: JsonObject = {"old": _describe_type(old), "new": _describe_type(new)}
     if old is None or new is None or old.shape != new.shape:
         return report
     counts = np.zeros(len(COUNTS), np.int64)
@@ -131,15 +138,15 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
     return report | dict(zip(COUNTS, counts.tolist(), strict=True))
 
 
-def _kind(array: StoredArray | None) -> JsonObject | None:
+def _describe_type(array: StoredArray | None) -> JsonObject | None:
     return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
-def _differs(report: JsonObject) -> bool:
+def _has_differences(report: JsonObject) -> bool:
     return report["old"] != report["new"] or any(report[key] for key in COUNTS[1:])
 
 
-def _cells(report: JsonObject) -> list[str]:
+def _format_cells(report: JsonObject) -> list[str]:
     """Returns the shape and dtype of an array, or those of both if they differ, and the counts."""
     kinds = [
         f"{trees.shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"

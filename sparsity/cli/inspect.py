@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.cli import checkpoints
 from sparsity.cli.detect import find_patterns
-from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table
+from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import extras, trees
 
@@ -31,17 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a row for each array of a checkpoint, and their sum."""
-    arrays = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
+    arrays = checkpoints.arrays_by_name(checkpoints.read(arguments.path))
     selected = checkpoints.filter_leaves(arrays, arguments.filter)
     zstd = _load_zstd()
-    reports = {name: describe(array, zstd) for name, array in selected.items()}
-    total = _total(list(reports.values()))
+    reports = {name: describe_array(array, zstd) for name, array in selected.items()}
+    total = _sum_reports(list(reports.values()))
     if arguments.json:
         print_json({"path": str(arguments.path), "leaves": reports, "total": total})
     else:
-        rows = [[name, *_cells(report)] for name, report in reports.items()]
+        rows = [[name, *_format_cells(report)] for name, report in reports.items()]
         columns = ["parameter", "shape", "dtype", "patterns", "sparsity", *BYTES]
-        print_table(columns, rows, ["total", *_cells(total)], text=4)
+        print_table(columns, rows, ["total", *_format_cells(total)], num_text_columns=4)
     return 0
 
 
@@ -54,7 +54,7 @@ def _load_zstd() -> ModuleType | None:
         return None
 
 
-def describe(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
+def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
     """Describes an array; reads it once, piece by piece.
 
     Args:
@@ -79,7 +79,7 @@ def describe(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
         "dtype": str(array.dtype),
         "size": array.size,
         "nonzeros": nonzeros,
-        "sparsity": _sparsity(nonzeros, array.size),
+        "sparsity": _compute_sparsity(nonzeros, array.size),
         "patterns": find_patterns(bits, array.shape),
         "bytes": {
             "dense": array.nbytes,
@@ -89,26 +89,29 @@ def describe(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
     }
 
 
-def _total(reports: list[JsonObject]) -> JsonObject:
+def _sum_reports(reports: list[JsonObject]) -> JsonObject:
     size, nonzeros = (sum(report[key] for report in reports) for key in ("size", "nonzeros"))
     counts = {kind: [report["bytes"][kind] for report in reports] for kind in BYTES}
     return {
         "size": size,
         "nonzeros": nonzeros,
-        "sparsity": _sparsity(nonzeros, size),
-        "bytes": {kind: None if None in each else sum(each) for kind, each in counts.items()},
+        "sparsity": _compute_sparsity(nonzeros, size),
+        "bytes": {
+            kind: None if None in counts_of_kind else sum(counts_of_kind)
+            for kind, counts_of_kind in counts.items()
+        },
     }
 
 
-def _sparsity(nonzeros: int, size: int) -> float:
+def _compute_sparsity(nonzeros: int, size: int) -> float:
     return (size - nonzeros) / max(size, 1)
 
 
-def _cells(report: JsonObject) -> list[str]:
+def _format_cells(report: JsonObject) -> list[str]:
     return [
         trees.shape_text(report["shape"]) if "shape" in report else f"{report['size']:,}",
         report.get("dtype", ""),
         " ".join(report.get("patterns", [])),
         f"{report['sparsity']:.4f}",
-        *(bytes_text(report["bytes"][kind]) for kind in BYTES),
+        *(format_bytes(report["bytes"][kind]) for kind in BYTES),
     ]

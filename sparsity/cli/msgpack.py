@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sparsity.cli.stored import StoredArray, split
+from sparsity.cli.stored import StoredArray, split_into_pieces
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import KeyPath, PyTree
@@ -21,31 +21,31 @@ from sparsity.core.trees import KeyPath, PyTree
 def read(path: Path) -> PyTree:
     """Returns the nested maps of a file, with `None` for values that are no arrays."""
 
-    def leaf(key: KeyPath, value: object) -> StoredArray | None:
+    def read_leaf(key: KeyPath, value: object) -> StoredArray | None:
         if not isinstance(value, np.ndarray | np.generic):
             return None
-        pieces = functools.partial(split, np.asarray(value))
+        pieces = functools.partial(split_into_pieces, np.asarray(value))
         return StoredArray(path, key, value.shape, value.dtype, pieces)
 
-    return _map(leaf, _restore(path))
+    return _map_leaves(read_leaf, _restore(path))
 
 
 def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]]) -> None:
     """Writes the maps of a file with other values for some of its arrays."""
     values = {leaf.key: array for leaf, array in changed}
 
-    def value(key: KeyPath, old: object) -> object:
-        new: PyTree = values.get(key, old)
-        return new[()] if isinstance(old, np.generic) else new
+    def replace_value(key: KeyPath, old_value: object) -> object:
+        new_value: PyTree = values.get(key, old_value)
+        return new_value[()] if isinstance(old_value, np.generic) else new_value
 
-    tree = _map(value, _restore(source))
+    tree = _map_leaves(replace_value, _restore(source))
     target.write_bytes(extras.load("flax.serialization", "cli").msgpack_serialize(tree))
 
 
-def _map(fn: Callable[[KeyPath, object], object], tree: PyTree) -> PyTree:
+def _map_leaves(fn: Callable[[KeyPath, object], object], tree: PyTree) -> PyTree:
     # A tuple is an extension that flax does not know: a code and bytes.
-    is_leaf = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(fn, tree, is_leaf=is_leaf)
+    is_tuple = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(fn, tree, is_leaf=is_tuple)
 
 
 def _restore(path: Path) -> PyTree:

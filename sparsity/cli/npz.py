@@ -15,11 +15,11 @@ from typing import IO
 
 import numpy as np
 
-from sparsity.cli.stored import PIECE, StoredArray, split
+from sparsity.cli.stored import PIECE, StoredArray, split_into_pieces
 from sparsity.core.checks import unique_keys
 
 MAX_RATIO = 1032  # the most bytes that deflate expands one byte to
-MANY = 0xFFFF  # stands for this number of files and any larger one
+MAX_FILE_COUNT = 0xFFFF  # stands for this number of files and any larger one
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -30,8 +30,8 @@ def read(path: Path) -> dict[str, StoredArray]:
         sizes = unique_keys((member.filename, member.file_size) for member in archive.infolist())
         if sum(sizes.values()) > MAX_RATIO * path.stat().st_size:
             raise ValueError("its files cannot be as large as it says")
-        count = _count(path, archive)
-        if count not in (len(sizes), MANY):
+        count = _read_file_count(path, archive)
+        if count not in (len(sizes), MAX_FILE_COUNT):
             raise ValueError(f"its directory has {len(sizes)} files, not {count}")
         for member, size in sizes.items():
             if not member.endswith(".npy"):
@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, StoredArray]:
             with archive.open(member) as file:
                 shape, _, dtype = _read_header(file)
                 nbytes = size - file.tell()
-            pieces = functools.partial(_pieces, path, member)
+            pieces = functools.partial(_read_pieces, path, member)
             leaf = StoredArray(path, member, shape, dtype, pieces)
             if leaf.nbytes != nbytes:
                 raise ValueError(f"{member!r} has {nbytes} bytes of entries, not {leaf.nbytes}")
@@ -52,20 +52,20 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
     values = {leaf.key: array for leaf, array in changed}
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for member in old.infolist():
-            made = new.open(copy.copy(member), "w", force_zip64=True)
-            with old.open(member) as file, made:
+            new_file = new.open(copy.copy(member), "w", force_zip64=True)
+            with old.open(member) as old_file, new_file:
                 if member.filename in values:
-                    np.lib.format.write_array(made, values[member.filename], allow_pickle=False)
+                    np.lib.format.write_array(new_file, values[member.filename], allow_pickle=False)
                 else:
-                    shutil.copyfileobj(file, made)
+                    shutil.copyfileobj(old_file, new_file)
 
 
-def _pieces(path: Path, member: str) -> Iterator[np.ndarray]:
+def _read_pieces(path: Path, member: str) -> Iterator[np.ndarray]:
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
         shape, fortran_order, dtype = _read_header(file)
         if fortran_order:
             file.seek(0)
-            yield from split(np.lib.format.read_array(file, allow_pickle=False))
+            yield from split_into_pieces(np.lib.format.read_array(file, allow_pickle=False))
             return
         size = math.prod(shape)
         for start in range(0, size, PIECE):
@@ -73,7 +73,7 @@ def _pieces(path: Path, member: str) -> Iterator[np.ndarray]:
             yield np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
 
 
-def _count(path: Path, archive: zipfile.ZipFile) -> int:
+def _read_file_count(path: Path, archive: zipfile.ZipFile) -> int:
     """Returns the number of files in the last record of an archive, which `zipfile` ignores."""
     with path.open("rb") as file:
         file.seek(-12 - len(archive.comment), os.SEEK_END)

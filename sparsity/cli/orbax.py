@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsity.cli.stored import StoredArray, split
+from sparsity.cli.stored import StoredArray, split_into_pieces
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
@@ -37,7 +37,7 @@ DATABASE = r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32})"
 ZARR = r"(\.zarray|zarr\.json|[c\d./]+)"
 
 
-class _Entry(NamedTuple):
+class _TreeValue(NamedTuple):
     """A value of the tree: its keys, the name under which it is stored, and its type."""
 
     keys: tuple[str | int, ...]
@@ -46,7 +46,7 @@ class _Entry(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
+class ArrayFolder:
     """The place of the arrays of a checkpoint.
 
     Attributes:
@@ -61,7 +61,7 @@ class Folder:
     is_database: bool
     has_zeros: bool
 
-    def store(self, name: str = "") -> dict[str, Any]:
+    def describe_store(self, name: str = "") -> dict[str, Any]:
         """Returns the specification of the files of an array, or of all arrays."""
         inner = f"{name}/" if name else ""
         if self.is_database:
@@ -77,7 +77,7 @@ class Folder:
             ends the process when it allocates memory for a wrong size.
         """
         zeros = {"fill_missing_data_reads": not self.has_zeros}
-        spec = {"driver": self.driver, "kvstore": self.store(name)} | zeros
+        spec = {"driver": self.driver, "kvstore": self.describe_store(name)} | zeros
         spec["store_data_equal_to_fill_value"] = True
         array = _tensorstore().open(spec, open=True, **options).result()
         chunk = array.chunk_layout.write_chunk.shape or ()  # None for a scalar
@@ -89,7 +89,7 @@ class Folder:
         """Raises a ValueError if chunks are missing: memory is not taken for a shape that lies."""
         if not self.has_zeros:
             return
-        files = _tensorstore().KvStore.open(self.store(name)).result().list().result()
+        files = _tensorstore().KvStore.open(self.describe_store(name)).result().list().result()
         stored = sum(file not in (b".zarray", b".zattrs", b"zarr.json") for file in files)
         chunks = math.prod(-(-size // n) for size, n in zip(shape, chunk, strict=True))
         if stored < chunks:
@@ -100,14 +100,14 @@ def read(path: Path) -> PyTree:
     """Returns the tree of a folder: nested dictionaries of its arrays."""
     folder, entries = _describe(path)
     tree: dict[str | int, PyTree] = {}
-    for keys, name, kind in entries:
-        if kind in ARRAYS:
+    for keys, name, value_type in entries:
+        if value_type in ARRAYS:
             array = folder.open(name)
             folder.check_chunks(name, array.shape, array.chunk_layout.write_chunk.shape or ())
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
-            pieces = functools.partial(_pieces, array)
+            pieces = functools.partial(_read_pieces, array)
             dtype = array.dtype.numpy_dtype
             node[keys[-1]] = StoredArray(folder.path, name, tuple(array.shape), dtype, pieces)
     return tree
@@ -117,20 +117,20 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
     """Copies the checkpoint in a folder, with other values for some of its arrays."""
     folder, entries = _describe(source)
     copy = dataclasses.replace(folder, path=target.absolute())
-    for file in _files(folder.path):
+    for file in _list_files(folder.path):
         if re.fullmatch(DESCRIPTIONS, file):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder.path / file, target / file)
     tensorstore = _tensorstore()
     context = tensorstore.Context()  # shared, so that writes are seen before they are committed
-    old = tensorstore.KvStore.open(folder.store()).result()
-    new = tensorstore.KvStore.open(copy.store(), context=context).result()
+    old_store = tensorstore.KvStore.open(folder.describe_store()).result()
+    new_store = tensorstore.KvStore.open(copy.describe_store(), context=context).result()
     with tensorstore.Transaction() as transaction:
         for entry in entries:
             # '0' comes after '/'.
             inside = tensorstore.KvStore.KeyRange(f"{entry.name}/", f"{entry.name}0")
-            for key in old.list(inside).result():
-                new.with_transaction(transaction)[key] = old[key]
+            for key in old_store.list(inside).result():
+                new_store.with_transaction(transaction)[key] = old_store[key]
         for leaf, values in changed:
             array = copy.open(leaf.key, context=context, transaction=transaction)
             array.write(values).result()
@@ -141,21 +141,23 @@ def find_foreign_files(path: Path) -> list[str]:
     folder, entries = _describe(path)
     arrays = "|".join(re.escape(entry.name) for entry in entries)
     arrays = DATABASE if folder.is_database else f"({arrays})/{ZARR}"
-    return [file for file in _files(path) if not re.fullmatch(f"{DESCRIPTIONS}|{arrays}", file)]
+    return [
+        file for file in _list_files(path) if not re.fullmatch(f"{DESCRIPTIONS}|{arrays}", file)
+    ]
 
 
-def _pieces(array: Any) -> Iterator[np.ndarray]:
+def _read_pieces(array: Any) -> Iterator[np.ndarray]:
     np.empty((2, *array.shape), array.dtype.numpy_dtype)  # raises; TensorStore ends the process
-    yield from split(np.asarray(array.read().result()))
+    yield from split_into_pieces(np.asarray(array.read().result()))
 
 
-def _files(path: Path) -> list[str]:
+def _list_files(path: Path) -> list[str]:
     """Returns the files of a folder and of its subfolders, relative to the folder."""
     files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
     return sorted(file.relative_to(path).as_posix() for file in files)
 
 
-def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
+def _describe(path: Path) -> tuple[ArrayFolder, list[_TreeValue]]:
     """Returns the place of the arrays of a folder, and the entries of its tree."""
     path = path.absolute()
     if not (path / "_METADATA").is_file():
@@ -168,9 +170,9 @@ def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
         name = ".".join(key for key, _ in parts)
         if ".." in name.split("/"):
             raise ValueError(f"the name {name!r} leads out of the folder")
-        keys = tuple(int(key) if kind == SEQUENCE else key for key, kind in parts)
-        entries.append(_Entry(keys, name, value["value_metadata"]["value_type"]))
-    folder = Folder(
+        keys = tuple(int(key) if key_type == SEQUENCE else key for key, key_type in parts)
+        entries.append(_TreeValue(keys, name, value["value_metadata"]["value_type"]))
+    folder = ArrayFolder(
         path,
         driver="zarr3" if described.get("use_zarr3") else "zarr",
         is_database=(path / "manifest.ocdbt").exists(),

@@ -18,7 +18,11 @@ def print_json(report: object) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], total: Sequence[str], *, text: int
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    total: Sequence[str],
+    *,
+    num_text_columns: int,
 ) -> None:
     """Prints a table.
 
@@ -26,34 +30,35 @@ def print_table(
       columns: headings.
       rows: a cell for each column.
       total: the last row, set off by a rule.
-      text: number of columns, from the first, that are aligned to the left.
+      num_text_columns: number of columns, from the first, that are aligned to the left.
     """
-    lines = [[printable(cell) for cell in row] for row in (columns, *rows, total)]
+    lines = [[escape_controls(cell) for cell in row] for row in (columns, *rows, total)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     rule = ["-" * width for width in widths]
     for line in (lines[0], rule, *lines[1:-1], rule, lines[-1]):
         cells = zip(line, widths, strict=True)
         aligned = [
-            cell.ljust(n) if i < text else cell.rjust(n) for i, (cell, n) in enumerate(cells)
+            cell.ljust(n) if i < num_text_columns else cell.rjust(n)
+            for i, (cell, n) in enumerate(cells)
         ]
         print("  ".join(aligned).rstrip())
 
 
-def printable(cell: str) -> str:
+def escape_controls(cell: str) -> str:
     """Escapes the characters of a text that a terminal would obey.
 
     Example:
-      >>> print(printable("red \\x1b[31m"))
+      >>> print(escape_controls("red \\x1b[31m"))
       red \\x1b[31m
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
-def bytes_text(count: int | None) -> str:
+def format_bytes(count: int | None) -> str:
     """Returns a number of bytes as text for a table, '-' for an unknown one.
 
     Example:
-      >>> bytes_text(999), bytes_text(2_500_000), bytes_text(None)
+      >>> format_bytes(999), format_bytes(2_500_000), format_bytes(None)
       ('999 B', '2.50 MB', '-')
     """
     if count is None:

@@ -15,7 +15,7 @@ import numpy as np
 from sparsity import api
 from sparsity.algorithms import MovementPruning, NoPruning, SaliencyPruning
 from sparsity.cli import checkpoints
-from sparsity.cli.output import print_table, printable
+from sparsity.cli.output import escape_controls, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.names import suggest
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         metavar="NAME",
         default="magnitude",
-        help=f"magnitude by default; one of {', '.join(_algorithms())}",
+        help=f"magnitude by default; one of {', '.join(_list_algorithms())}",
     )
     parser.add_argument(
         "--scope", help="layerwise (default) or global: all parameters share one threshold"
@@ -71,26 +71,30 @@ def run(arguments: argparse.Namespace) -> int:
     pairs = list(changed.values())
     checkpoints.write(arguments.source, arguments.target, pairs, overwrite=arguments.overwrite)
     for reason in reasons:
-        print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
-    _print({name: array for name, (_, array) in changed.items()})
+        print(f"sparsity: left dense: {escape_controls(reason)}", file=sys.stderr)
+    _print_sparsities({name: array for name, (_, array) in changed.items()})
     return 0
 
 
-def _algorithms() -> list[str]:
+def _list_algorithms() -> list[str]:
     """Returns the names of algorithms that prune a checkpoint, which comes without gradients."""
     refused = NoPruning, SaliencyPruning, MovementPruning
     names = ALGORITHM_REGISTRY.items()
-    return [name for name, kind in names if kind.prunes_at_once and not issubclass(kind, refused)]
+    return [
+        name
+        for name, algorithm in names
+        if algorithm.prunes_at_once and not issubclass(algorithm, refused)
+    ]
 
 
 def _prune(
     arguments: argparse.Namespace, reasons: list[str]
 ) -> dict[str, tuple[StoredArray, np.ndarray]]:
     """Returns pruned parameters by name, and their new values; appends why others stay dense."""
-    if arguments.algorithm not in _algorithms():
+    if arguments.algorithm not in _list_algorithms():
         raise ValueError(
             "--algorithm must name an algorithm that prunes without training or gradients, got "
-            f"{arguments.algorithm!r}. {suggest(arguments.algorithm, _algorithms())}"
+            f"{arguments.algorithm!r}. {suggest(arguments.algorithm, _list_algorithms())}"
         )
     config = {
         "algorithm": arguments.algorithm,
@@ -100,7 +104,7 @@ def _prune(
     }
     updater = api.create_updater_from_config(config)
     tree = checkpoints.read(arguments.source)
-    selected = checkpoints.filter_leaves(checkpoints.leaves_by_name(tree), arguments.filter)
+    selected = checkpoints.filter_leaves(checkpoints.arrays_by_name(tree), arguments.filter)
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )
@@ -146,7 +150,7 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
       ValueError: the array could have a mask, but jax cannot hold its values or zero exactly.
     """
     dtype = array.dtype.newbyteorder("=")
-    if trees.is_prunable(array) and not _is_exact(dtype):
+    if trees.is_prunable(array) and not _is_exact_in_jax(dtype):
         raise ValueError(
             f"{trees.path_string(path)!r} has the dtype {dtype}, whose values, or zero, jax does "
             "not hold. Leave it out by --filter."
@@ -154,7 +158,7 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
-def _is_exact(dtype: np.dtype) -> bool:
+def _is_exact_in_jax(dtype: np.dtype) -> bool:
     """Returns whether jax holds the values of a dtype exactly, and the dtype has a zero."""
     try:
         zero = np.asarray(jnp.zeros((), dtype) + jnp.zeros((), dtype))
@@ -163,7 +167,7 @@ def _is_exact(dtype: np.dtype) -> bool:
     return zero.dtype == dtype and not zero.any()
 
 
-def _print(pruned: dict[str, np.ndarray]) -> None:
+def _print_sparsities(pruned: dict[str, np.ndarray]) -> None:
     zeros = {name: array.size - np.count_nonzero(array) for name, array in pruned.items()}
     size = sum(array.size for array in pruned.values())
     print_table(
@@ -173,5 +177,5 @@ def _print(pruned: dict[str, np.ndarray]) -> None:
             for name, array in pruned.items()
         ],
         [f"{len(pruned)} pruned", f"{size:,}", f"{sum(zeros.values()) / max(size, 1):.4f}"],
-        text=2,
+        num_text_columns=2,
     )

@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, StoredArray]:
     for name, entry in entries.items():
         offset = 8 + length + entry["data_offsets"][0]
         shape, dtype = tuple(entry["shape"]), np.dtype(DTYPES[entry["dtype"]])
-        pieces = functools.partial(_pieces, path, offset, math.prod(shape), dtype)
+        pieces = functools.partial(_read_pieces, path, offset, math.prod(shape), dtype)
         leaves[name] = StoredArray(path, offset, shape, dtype, pieces)
     return leaves
 
@@ -79,7 +79,7 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
             values.tofile(file)
 
 
-def _pieces(path: Path, offset: int, size: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+def _read_pieces(path: Path, offset: int, size: int, dtype: np.dtype) -> Iterator[np.ndarray]:
     for start in range(0, size, PIECE):
         count = min(PIECE, size - start)
         yield np.fromfile(path, dtype, count, offset=offset + start * dtype.itemsize)

@@ -83,7 +83,7 @@ class StoredArray:
         return self.load().astype(dtype or self.dtype, copy=False)
 
 
-def split(array: np.ndarray) -> Iterator[np.ndarray]:
+def split_into_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the pieces of an array."""
     # An array in another order is copied piece by piece.
     entries: np.ndarray | np.flatiter[np.ndarray]

@@ -192,7 +192,11 @@ def _lay_rows_last(
     if equation.name != "dot_general" or not is_small or jax.default_backend() != "cpu":
         return other, cotangent
     product = read_product(equation)
-    roles, partner, places = product.operands[at], product.operands[1 - at], product.places(at)
+    roles, partner, places = (
+        product.operands[at],
+        product.operands[1 - at],
+        product.map_result_axes(at),
+    )
     first = min((*roles.contracted, *roles.free), key=lambda axis: kept.axes[axis])
     if first in roles.contracted:
         return _lay_out(other, (*partner.batch, *partner.contracted, *partner.free)), cotangent

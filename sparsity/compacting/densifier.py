@@ -21,7 +21,7 @@ from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.formats.storage import Kept
 from sparsity.core.trees import PyTree
-from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
+from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
@@ -55,7 +55,7 @@ class Densifier(Interpreter[Operand]):
 
     def call(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
-        body = equation.bodies[0]
+        body = equation.inner_programs[0]
         if equation.is_remat:
             outputs: Arrays = equation.checkpoint(functools.partial(self.run, body))(inputs)
             return outputs
@@ -100,16 +100,16 @@ class Densifier(Interpreter[Operand]):
         self._record(equation, inputs, True)
         return equation.bind([densify(x) for x in inputs])
 
-    def rows(self, scan: Equation) -> PyTree:
+    def list_step_inputs(self, scan: Equation) -> PyTree:
         return jnp.arange(scan.length) if self._in_turn else None
 
-    def read_layer(self, array: Operand, stack: Operand, rows: PyTree) -> Operand:
+    def read_layer(self, array: Operand, stack: Operand, step_inputs: PyTree) -> Operand:
         if isinstance(array, Kept) and isinstance(stack, Kept):
-            return array.layer(stack, rows)
+            return array.layer(stack, step_inputs)
         return array
 
     def scan(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
         # A layer of a scan outside is no stack that this scan can cut: its values are read first.
@@ -179,14 +179,14 @@ def _map_values(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
     if name in ("mul", "div") and len(inputs) == 2:
         at = 0 if kept is inputs[0] else 1
         other = equation.inputs[1 - at]
-        constant = constant_in(other.constant)
+        constant = find_uniform_value(other.constant)
         is_factor = constant is not None and 0 < constant < math.inf
         if other.shape or not is_factor or (name == "div" and at == 1):
             return None
         pair = [kept.read_values(), inputs[1 - at]]
         (values,) = equation.bind(pair if at == 0 else pair[::-1])
         return kept.with_values(values)
-    if is_copy(equation) and not ENTRYWISE[name].places:
+    if is_copy(equation) and not ENTRYWISE[name].is_placement:
         return kept.with_values(equation.bind([kept.read_values()])[0])
     return None
 

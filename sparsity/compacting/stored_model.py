@@ -181,7 +181,7 @@ def _retrace(
     leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
-        dense = sharding.resized(struct, leaf.shape)
+        dense = sharding.resize_struct(struct, leaf.shape)
         if is_kept(leaf) and leaf.storage.is_quantized:  # the model casts the parameter
             return sharding.with_dtype(dense, leaf.storage.frozen_dtype)
         return dense

@@ -9,9 +9,9 @@ from sparsity.compacting.formats import STORAGES
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number
-from sparsity.core.pictures import bars, pick_axes
+from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Path
-from sparsity.graph.traced_model import Parameter
+from sparsity.graph import Parameter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,5 +82,5 @@ def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
     shown = [row for row in rows if row.storage or len(row.parameter.shape) > 1]
     ax = pick_axes(ax, len(shown))
     names, before = [row.parameter.name for row in shown], [row.nbytes for row in shown]
-    bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
+    draw_bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
     return ax

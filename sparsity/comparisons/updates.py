@@ -79,7 +79,7 @@ def check_updates(
     rng = np.random.default_rng(0)
     state = read_state(tx, params, state)
 
-    def gradient(sign: int, path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+    def make_gradient(sign: int, path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
             return leaf
         drawn = rng.standard_normal(leaf.shape)
@@ -97,7 +97,7 @@ def check_updates(
         if step >= 4 and not is_still:
             break
         sign = _SIGNS[step % len(_SIGNS)]
-        grads = trees.map_matched(functools.partial(gradient, sign), params)
+        grads = trees.map_matched(functools.partial(make_gradient, sign), params)
         updates, state = update(grads, state, params)
         small_updates, small_state = small_update(cut(grads), small_state, small_params)
         moves = jax.device_get(jax.tree.leaves(trees.prunable(updates)))
@@ -152,24 +152,24 @@ def _compare(expected: PyTree, computed: PyTree, model: str, remedy: str) -> flo
             f"{len(leaves)} leaves in place of {len(exact_leaves)}. Use an optimizer whose state "
             f"does not depend on the shapes of arrays, or {remedy}."
         )
-    for (path, exact), got in zip(exact_leaves.items(), leaves, strict=True):
+    for (path, exact), actual in zip(exact_leaves.items(), leaves, strict=True):
         if jnp.issubdtype(exact.dtype, jax.dtypes.prng_key) or not exact.size:
             continue
         # Sums over other numbers of terms round otherwise, and a transform may amplify that.
         rounding = jnp.finfo(exact.dtype).eps ** 0.6 if trees.is_prunable(exact) else 0.0
-        exact, got = (np.asarray(x).astype(complex) for x in (exact, got))
-        is_same = (exact == got) | (np.isnan(exact) & np.isnan(got))
+        exact, actual = (np.asarray(x).astype(complex) for x in (exact, actual))
+        is_same = (exact == actual) | (np.isnan(exact) & np.isnan(actual))
         scale = np.abs(exact[np.isfinite(exact)]).max(initial=0) or 1.0
-        difference = np.abs(np.where(is_same, 0, exact) - np.where(is_same, 0, got)) / scale
+        difference = np.abs(np.where(is_same, 0, exact) - np.where(is_same, 0, actual)) / scale
         largest = max(largest, float(difference.max()))
         if not difference.max() <= rounding:
-            at = np.unravel_index(difference.argmax(), difference.shape)
+            index = np.unravel_index(difference.argmax(), difference.shape)
             raise ValueError(
                 f"The optimizer would not train the {model} as the masked one: "
-                f"{trees.path_string(path)!r} has {got[at].real:.6g} in place of "
-                f"{exact[at].real:.6g} at {[int(i) for i in at]}. It reads the shapes of arrays, "
-                "averages over them, joins moments of removed entries with others, or updates "
-                "masks across groups. Cut when masks are final, use an optimizer that works entry "
-                f"by entry, or {remedy}."
+                f"{trees.path_string(path)!r} has {actual[index].real:.6g} in place of "
+                f"{exact[index].real:.6g} at {[int(i) for i in index]}. It reads the shapes of "
+                "arrays, averages over them, joins moments of removed entries with others, or "
+                "updates masks across groups. Cut when masks are final, use an optimizer that "
+                f"works entry by entry, or {remedy}."
             )
     return largest

@@ -80,8 +80,8 @@ def convert_state(state: PyTree, params: Params) -> SparseState:
             f"state must have the fields {', '.join(_FIELDS)} of jaxpruner's SparseState, got "
             f"{', '.join(map(str, named)) or type(state).__name__}."
         )
-    new = SparseState(**named)
-    return new._replace(masks=read_masks(new.masks, params, may_be_packed=True))
+    converted = SparseState(**named)
+    return converted._replace(masks=read_masks(converted.masks, params, may_be_packed=True))
 
 
 def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numeric], jax.Array]:
@@ -94,16 +94,16 @@ def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numer
       ValueError: `sparsity_type` is neither. The returned function raises a ValueError if the
         pattern does not fit the scores.
     """
-    kind = sparsity_type
+    pattern = sparsity_type
     if isinstance(sparsity_type, type) and issubclass(sparsity_type, SparsityType):
         with contextlib.suppress(TypeError):  # a class that needs arguments
-            kind = sparsity_type()
-    if not isinstance(kind, SparsityType):
+            pattern = sparsity_type()
+    if not isinstance(pattern, SparsityType):
         raise ValueError(
             "sparsity_type must be an instance such as Unstructured(), NByM(2, 4) or "
             f"Block((4, 4)), got {sparsity_type!r}."
         )
-    return functools.partial(_select_mask, sparsity_type=kind)
+    return functools.partial(_select_mask, sparsity_type=pattern)
 
 
 def topk_mask_calculator(scores: chex.Array, sparsity: chex.Numeric) -> jax.Array:

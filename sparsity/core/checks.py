@@ -24,9 +24,9 @@ class DataclassBase:
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         names = {x.name for x in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else ()
         for base in filter(_takes_no_fields, cls.__mro__):
-            for name, kind in inspect.get_annotations(base).items():
+            for name, annotation in inspect.get_annotations(base).items():
                 is_inherited = any(hasattr(parent, name) for parent in base.__bases__)
-                if "ClassVar" not in str(kind) and (name in names or not is_inherited):
+                if "ClassVar" not in str(annotation) and (name in names or not is_inherited):
                     raise TypeError(
                         f"{base.__name__} annotates {name!r} as a field, but is no dataclass: its "
                         "annotations are not read. Decorate the class with @dataclasses.dataclass, "
@@ -60,8 +60,8 @@ def check_values(name: str, tree: object, remedy: str, may_be_traced: bool = Fal
     """Raises a ValueError that names an array of a tree that has no values yet."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) or (is_traced(leaf) and not may_be_traced):
-            where = f"{name}{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{where} has no values yet, got {where} = {leaf!r}. {remedy}")
+            label = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{label} has no values yet, got {label} = {leaf!r}. {remedy}")
 
 
 def check_sizes(name: str, tree: object, remedy: str) -> None:
@@ -135,12 +135,12 @@ def check_loss(name: str, value: object) -> None:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         return
-    got = f"a {type(value).__name__}"
+    description = f"a {type(value).__name__}"
     if shape is not None and dtype is not None:
-        got = f"an array of shape {shape} and type {dtype}"
+        description = f"an array of shape {shape} and type {dtype}"
     raise ValueError(
-        f"{name} must return a real floating-point scalar, got {got}. Return the mean of the "
-        "losses of the batch, and nothing else."
+        f"{name} must return a real floating-point scalar, got {description}. Return the mean of "
+        "the losses of the batch, and nothing else."
     )
 
 
@@ -153,11 +153,11 @@ def check_iterable(name: str, value: object) -> None:
 
 def check_real_array(name: str, value: object, shape: tuple[int, ...] | None = None) -> None:
     """Raises a ValueError that names the argument unless it is a real array, of `shape` if any."""
-    dtype, got = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype is None or got is None or not is_real(dtype):
+    dtype, actual_shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or actual_shape is None or not is_real(dtype):
         raise ValueError(f"{name} must be an array of real numbers, got {name} = {value!r}.")
-    if shape is not None and got != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {name}.shape = {got}.")
+    if shape is not None and actual_shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {name}.shape = {actual_shape}.")
 
 
 def check_fraction(name: str, value: object) -> None:

@@ -52,31 +52,31 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     if size > 2**29:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
     bits = 30 - max(size - 1, 1).bit_length()  # of a digit, so that a sum of digits fits an int32
-    exponents = _halves(jnp.expand_dims(max_abs(x, axis), axis))
+    exponents = _halve_exponent(jnp.expand_dims(max_abs(x, axis), axis))
     # Another operation than in `max_abs`: XLA would store a value that both loops read.
     is_finite = jnp.abs(x) < np.inf
     remainder, digits = jnp.where(is_finite, x, 0), []
     for exponent in exponents:
-        remainder = remainder * _two_to(-exponent, x.dtype)
+        remainder = remainder * _power_of_two(-exponent, x.dtype)
     for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
         remainder = remainder * 2.0**bits
         digit = jnp.trunc(remainder)
         remainder = remainder - digit
         digits.append(digit.astype(jnp.int32))
-    not_finite = jnp.where(is_finite, 0, x)
-    *sums, other = lax.reduce(
-        [*digits, not_finite],
+    nonfinite = jnp.where(is_finite, 0, x)
+    *sums, nonfinite_sum = lax.reduce(
+        [*digits, nonfinite],
         [*[np.int32(0)] * len(digits), np.zeros((), x.dtype)],
         lambda a, b: [one + more for one, more in zip(a, b, strict=True)],
         axis,
     )
-    total = jnp.zeros_like(other)
+    total = jnp.zeros_like(nonfinite_sum)
     for i, count in enumerate(sums, 1):
         total = total + count.astype(x.dtype) * 2.0 ** (-i * bits)
     for exponent in exponents:
-        total = total * _two_to(jnp.squeeze(exponent, axis), x.dtype)
-    # `other` is exactly 0 unless a summand is not finite; then infinite or NaN, in any order.
-    return jnp.where(other == 0, total, other)
+        total = total * _power_of_two(jnp.squeeze(exponent, axis), x.dtype)
+    # This sum is exactly 0 unless a summand is not finite; then infinite or NaN, in any order.
+    return jnp.where(nonfinite_sum == 0, total, nonfinite_sum)
 
 
 def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
@@ -103,12 +103,14 @@ def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
     return counts
 
 
-def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
-    each = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
-    most = functools.reduce(jnp.maximum, each)
-    one, other = (_two_to(-exponent, most.dtype) for exponent in _halves(most))
-    return [x * one.astype(x.dtype) * other.astype(x.dtype) for x in arrays]
+    maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
+    largest = functools.reduce(jnp.maximum, maxima)
+    factor, other_factor = (
+        _power_of_two(-exponent, largest.dtype) for exponent in _halve_exponent(largest)
+    )
+    return [x * factor.astype(x.dtype) * other_factor.astype(x.dtype) for x in arrays]
 
 
 def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
@@ -124,18 +126,18 @@ def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     return jnp.maximum(-low, high)
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _halve_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two integers with the sum e, where x < 2**e; 2**e itself may overflow."""
-    kind = jnp.finfo(x.dtype)
-    bits = lax.bitcast_convert_type(x, np.dtype(f"int{kind.bits}"))
-    e = (bits >> kind.nmant) - (kind.maxexp - 2)
-    return e >> 1, e - (e >> 1)
+    info = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"int{info.bits}"))
+    exponent = (bits >> info.nmant) - (info.maxexp - 2)
+    return exponent >> 1, exponent - (exponent >> 1)
 
 
-def _two_to(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
+def _power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns 2**exponent."""
-    kind = jnp.finfo(dtype)
-    return lax.bitcast_convert_type((exponent + (kind.maxexp - 1)) << kind.nmant, dtype)
+    info = jnp.finfo(dtype)
+    return lax.bitcast_convert_type((exponent + (info.maxexp - 1)) << info.nmant, dtype)
 
 
 def finite(x: jax.Array) -> jax.Array:

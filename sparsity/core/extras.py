@@ -45,12 +45,14 @@ def load(module: str, extra: str) -> types.ModuleType:
         raise ImportError(message, name=error.name) from error
 
 
-def make_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+def make_table(text_columns: Sequence[str], number_columns: Sequence[str]) -> Table:
     """Returns an empty table of rich: columns of texts, then columns of numbers."""
-    new: Table = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
-    for column in numbers:
-        new.add_column(column, justify="right")
-    return new
+    table: Table = load("rich.table", "summary").Table(
+        *text_columns, box=load("rich.box", "summary").SIMPLE
+    )
+    for column in number_columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def as_text(table: object) -> str:

@@ -126,8 +126,8 @@ def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 
     shared = seed_words(rng_seed, step)
 
     def draw(path: trees.KeyPath, param: jax.Array) -> jax.Array:
-        draw_shape = functools.partial(_hash_scores, jnp.shape(param))
-        scores = shard_like(param, draw_shape, *shared, on_device(leaf_word(path), np.uint32))
+        draw_scores = functools.partial(_hash_scores, jnp.shape(param))
+        scores = shard_like(param, draw_scores, *shared, on_device(leaf_word(path), np.uint32))
         # Inside jit XLA places them where they are used.
         return scores if is_traced(scores) else place_like(param, scores)
 

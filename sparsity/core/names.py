@@ -23,7 +23,9 @@ def best_key(keys: Iterable[Key], name: str) -> Key | None:
       'conv1/kernel'
     """
     matching = [key for key in keys if matches(key, name)]
-    exact = (key for key in matching if not isinstance(key, re.Pattern) and _text(key) == name)
+    exact = (
+        key for key in matching if not isinstance(key, re.Pattern) and _format_key(key) == name
+    )
     return next(exact, matching[0] if matching else None)
 
 
@@ -37,7 +39,7 @@ def matches(key: Key, name: str) -> bool:
     """
     if isinstance(key, re.Pattern):
         return isinstance(key.pattern, str) and key.search(name) is not None
-    return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
+    return _format_key(key) == name or (isinstance(key, str) and _fullmatch(key, name))
 
 
 def nearest(key: object, names: Iterable[str], role: str) -> str:
@@ -48,9 +50,11 @@ def nearest(key: object, names: Iterable[str], role: str) -> str:
       "The nearest is 'dense'; the layers are ['conv', 'dense']."
     """
     names = list(names)
-    near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
+    closest = difflib.get_close_matches(_format_key(key), names, n=1, cutoff=0.0)
     return (
-        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+        f"The nearest is {closest[0]!r}; the {role} are {names}."
+        if closest
+        else f"There are no {role}."
     )
 
 
@@ -78,8 +82,8 @@ def suggest(name: object, names: Iterable[str]) -> str:
       "Did you mean 'rigl'? Known: magnitude, rigl."
     """
     names = list(names)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}."
+    closest = difflib.get_close_matches(str(name).lower(), names, n=1)
+    return (f"Did you mean {closest[0]!r}? " if closest else "") + f"Known: {', '.join(names)}."
 
 
 class Registry(dict[str, T]):
@@ -107,12 +111,12 @@ class Registry(dict[str, T]):
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be text for the key {self.role}, got name = {name!r}.")
         if name in self and self[name] is not entry:
-            other = getattr(self[name], "__name__", repr(self[name]))
-            raise ValueError(f"The name {name!r} is taken by {other}.")
+            registered = getattr(self[name], "__name__", repr(self[name]))
+            raise ValueError(f"The name {name!r} is taken by {registered}.")
         self[name] = entry
 
 
-def _text(key: object) -> str:
+def _format_key(key: object) -> str:
     """Returns the joined path, or the text of a pattern."""
     if isinstance(key, tuple):
         return "/".join(map(str, key)) or "params"

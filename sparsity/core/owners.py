@@ -37,8 +37,8 @@ def map_owned(fn: Callable[..., object], params: Params, state: PyTree, *others:
     """
     by_path = trees.leaves_by_path(params)
     owners = [
-        None if at is None else by_path.get(at)
-        for at in _places(state, trees.covered_paths(params))
+        None if owner_path is None else by_path.get(owner_path)
+        for owner_path in _find_owner_paths(state, trees.covered_paths(params))
     ]
     treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(state)
@@ -58,10 +58,14 @@ def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
       chosen: tree like the parameters of bool arrays; `None` keeps all state of that parameter.
     """
 
-    def replace(where: jax.Array | None, old: PyTree, new: PyTree) -> PyTree:
-        if where is None or jnp.shape(old) != jnp.shape(where) or not trees.is_prunable(old):
+    def replace(is_chosen: jax.Array | None, old: PyTree, new: PyTree) -> PyTree:
+        if (
+            is_chosen is None
+            or jnp.shape(old) != jnp.shape(is_chosen)
+            or not trees.is_prunable(old)
+        ):
             return old
-        return jnp.where(where, new, old)
+        return jnp.where(is_chosen, new, old)
 
     return map_owned(replace, chosen, state, fresh)
 
@@ -94,9 +98,13 @@ def check_state(params: Params, state: PyTree, remedy: str) -> None:
     root = leaves.get(())
     if root is not None and not trees.is_array(root) and not isinstance(root, numbers.Number):
         raise ValueError(f"opt_state must be an optimizer's state, got opt_state = {root!r}.")
-    places = zip(leaves.items(), _places(state, trees.covered_paths(params)), strict=True)
-    arrays = [(x, place) for x, place in places if trees.is_prunable(x[1]) and x[1].ndim]
-    if arrays and all(place is None for _, place in arrays):
+    owner_paths = zip(
+        leaves.items(), _find_owner_paths(state, trees.covered_paths(params)), strict=True
+    )
+    arrays = [
+        (x, owner_path) for x, owner_path in owner_paths if trees.is_prunable(x[1]) and x[1].ndim
+    ]
+    if arrays and all(owner_path is None for _, owner_path in arrays):
         (path, leaf), _ = arrays[0]
         raise ValueError(
             f"No leaf of opt_state belongs to one of params, and {trees.path_string(path)!r} is an "
@@ -105,18 +113,18 @@ def check_state(params: Params, state: PyTree, remedy: str) -> None:
         )
 
 
-def _places(node: PyTree, paths: set[KeyPath]) -> list[KeyPath | None]:
+def _find_owner_paths(node: PyTree, paths: set[KeyPath]) -> list[KeyPath | None]:
     """Returns for each leaf its path within a subtree like the parameters, or `None`."""
     leaves = trees.leaves_by_path(node)
-    if leaves and _looks_like(node, paths):
+    if leaves and _has_paths(node, paths):
         return list(leaves)
     below = trees.children(node)
     if not below:
         return [None] * len(leaves)
-    return [place for _, child in below for place in _places(child, paths)]
+    return [owner_path for _, child in below for owner_path in _find_owner_paths(child, paths)]
 
 
-def _looks_like(node: PyTree, paths: set[KeyPath]) -> bool:
+def _has_paths(node: PyTree, paths: set[KeyPath]) -> bool:
     """Returns whether the leaves and placeholders of a node have the parameters' paths."""
     covered = trees.covered_paths(node)
 

@@ -29,7 +29,7 @@ def pick_axes(ax: Axes | None, num_rows: int) -> Axes:
     """Returns the axes of a user, or new ones for `None`; raises a ValueError for others."""
     if ax is None:
         return new_axes(num_rows)[0]
-    if not _are_axes(ax):
+    if not _are_matplotlib_axes(ax):
         raise ValueError(f"ax must be matplotlib axes or None, got ax = {ax!r}.")
     return ax
 
@@ -38,17 +38,17 @@ def pick_pair(axes: Sequence[Axes] | None, num_rows: int) -> Sequence[Axes]:
     """Returns two axes of a user, or new ones for `None`; raises a ValueError for others."""
     if axes is None:
         return new_axes(num_rows, 2)
-    if np.asarray(axes, object).shape != (2,) or not all(map(_are_axes, axes)):
+    if np.asarray(axes, object).shape != (2,) or not all(map(_are_matplotlib_axes, axes)):
         raise ValueError(f"axes must be two matplotlib axes or None, got axes = {axes!r}.")
     return axes
 
 
-def _are_axes(value: object) -> bool:
+def _are_matplotlib_axes(value: object) -> bool:
     """Returns whether a value has the methods that draw; `pyplot` lacks some of them."""
     return not find_missing_method(value, ("annotate", "barh", "set_xlabel", "set_yticks"))
 
 
-def bars(
+def draw_bars(
     ax: Axes,
     quantity: str,
     names: Sequence[str],

@@ -20,11 +20,11 @@ from sparsity.core.exact_sums import ordered_sum
 Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
 Number: TypeAlias = "Polynomial | int | Fraction"
-Reduction: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
+CombineFn: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
 
 # A float32 times this factor is no more than the number that was rounded to it.
 _MARGIN = 1 - 2.0**-18
-_MOST = 2**62  # fits two words, with room for a sum
+_MAX_TOTAL = 2**62  # fits two words, with room for a sum
 
 
 class Polynomial:
@@ -58,15 +58,17 @@ class Polynomial:
 
     def __add__(self, other: Number) -> Polynomial:
         other = Polynomial.convert(other)
-        terms = _sum([*self.terms.items(), *other.terms.items()])
+        terms = _sum_terms([*self.terms.items(), *other.terms.items()])
         return Polynomial(terms, [*self.largest, *other.largest])
 
     def __mul__(self, other: Number) -> Polynomial:
         other = Polynomial.convert(other)
         assert not other.largest  # a size or a number
         pairs = itertools.product(self.terms.items(), other.terms.items())
-        terms = _sum((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs)
-        return Polynomial(terms, [[x * other for x in each] for each in self.largest])
+        terms = _sum_terms((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs)
+        return Polynomial(
+            terms, [[x * other for x in alternatives] for alternatives in self.largest]
+        )
 
     def __truediv__(self, other: int) -> Polynomial:
         return self * Fraction(1, other)
@@ -77,10 +79,12 @@ class Polynomial:
     def __rmul__(self, other: Number) -> Polynomial:
         return self * other
 
-    def value(self, sizes: Sequence[Fraction | int], choose: Reduction = max) -> Fraction:
+    def value(self, sizes: Sequence[Fraction | int], choose: CombineFn = max) -> Fraction:
         """Returns the value at given sizes; `choose` reduces the values of alternatives."""
         products = (a * math.prod(sizes[i] for i in x) for x, a in self.terms.items())
-        chosen = (choose([x.value(sizes, choose) for x in each]) for each in self.largest)
+        chosen = (
+            choose([x.value(sizes, choose) for x in alternatives]) for alternatives in self.largest
+        )
         return sum(products, Fraction(0)) + sum(chosen, Fraction(0))
 
     def slope(self, variables: Collection[int]) -> Fraction | None:
@@ -93,8 +97,8 @@ class Polynomial:
     def denominators(self) -> Iterator[int]:
         """Yields the denominators of all coefficients."""
         yield from (a.denominator for a in self.terms.values())
-        for each in self.largest:
-            for x in each:
+        for alternatives in self.largest:
+            for x in alternatives:
                 yield from x.denominators()
 
 
@@ -102,34 +106,36 @@ class Cost:
     """A cost of traced sizes, in integers, without the constant term.
 
     Attributes:
-      unit: number of integer steps in 1.
-      each: the saving of one entry less of each size, if all branches run.
+      steps_per_unit: the number of integer steps in a cost of 1.
+      savings: the saving of one entry less of each size, if all branches run.
     """
 
     def __init__(self, polynomial: Polynomial, sizes: Sequence[int]) -> None:
         """Prepares the tables of a polynomial, for sizes of at most `sizes`."""
-        less = [[n - (i == j) for j, n in enumerate(sizes)] for i in range(len(sizes))]
+        reduced_sizes = [[n - (i == j) for j, n in enumerate(sizes)] for i in range(len(sizes))]
         full = polynomial.value(sizes, sum)
-        self.each: list[Fraction] = [full - polynomial.value(x, sum) for x in less]
+        self.savings: list[Fraction] = [full - polynomial.value(x, sum) for x in reduced_sizes]
         terms = {monomial: a for monomial, a in polynomial.terms.items() if monomial}
         variable_part = Polynomial(terms, polynomial.largest)
-        self.unit: int = math.lcm(*variable_part.denominators())
-        if variable_part.value(sizes, sum) * self.unit >= _MOST:
+        self.steps_per_unit: int = math.lcm(*variable_part.denominators())
+        if variable_part.value(sizes, sum) * self.steps_per_unit >= _MAX_TOTAL:
             raise ValueError(
                 f"The model costs {float(full):.3g}, more than can be counted exactly. Trace it "
                 "with smaller inputs, or let no groups or leaves compete."
             )
-        self._table = _Table.build(variable_part, self.unit, len(sizes))
+        self._table = _Table.build(variable_part, self.steps_per_unit, len(sizes))
 
     def at(self, sizes: jax.Array) -> Words:
         """Returns the cost of uint32[sizes]."""
-        return self._table.evaluate(functools.partial(_exact, jnp.append(sizes, jnp.uint32(1))))
+        return self._table.evaluate(
+            functools.partial(_evaluate_exactly, jnp.append(sizes, jnp.uint32(1)))
+        )
 
     def limit(self, sizes: jax.Array) -> Words:
         """Returns the cost of float32[sizes], rounded down; exact for integers."""
         one = jnp.float32(1)
-        most, base = jnp.append(sizes, one), jnp.append(jnp.floor(sizes), one)
-        return self._table.evaluate(functools.partial(_least, most, base))
+        upper, lower = jnp.append(sizes, one), jnp.append(jnp.floor(sizes), one)
+        return self._table.evaluate(functools.partial(_evaluate_lower_bound, upper, lower))
 
 
 class _Table(NamedTuple):
@@ -138,62 +144,65 @@ class _Table(NamedTuple):
     Attributes:
       high: uint32[terms], the high words of the coefficients.
       low: their low words.
-      numbers: int32[terms, most], the sizes that multiply each term, filled up with the number
+      variables: int32[terms, most], the sizes that multiply each term, filled up with the number
         after all sizes, which stands for the factor 1.
       largest: lists of polynomials; the largest of each list is added.
     """
 
     high: np.ndarray
     low: np.ndarray
-    numbers: np.ndarray
+    variables: np.ndarray
     largest: list[list[_Table]]
 
     @classmethod
-    def build(cls, polynomial: Polynomial, unit: int, count: int) -> _Table:
+    def build(cls, polynomial: Polynomial, steps_per_unit: int, count: int) -> _Table:
         terms = polynomial.terms or {(): Fraction(0)}
-        most = max(map(len, terms))
-        numbers = np.array([[*x, *[count] * (most - len(x))] for x in terms], np.int32)
-        words = [exact.split(int(a * unit)) for a in terms.values()]
+        degree = max(map(len, terms))
+        variables = np.array([[*x, *[count] * (degree - len(x))] for x in terms], np.int32)
+        words = [exact.split(int(a * steps_per_unit)) for a in terms.values()]
         high, low = (np.array(word, np.uint32) for word in zip(*words, strict=True))
-        largest = [[cls.build(x, unit, count) for x in each] for each in polynomial.largest]
-        return cls(high, low, numbers.reshape(len(terms), most), largest)
+        largest = [
+            [cls.build(x, steps_per_unit, count) for x in alternatives]
+            for alternatives in polynomial.largest
+        ]
+        return cls(high, low, variables.reshape(len(terms), degree), largest)
 
     def evaluate(self, sum_terms: Callable[[_Table], Words]) -> Words:
         total = sum_terms(self)
-        for each in self.largest:
-            values = [table.evaluate(sum_terms) for table in each]
-            total = exact.plus(total, functools.reduce(_larger, values))
+        for alternatives in self.largest:
+            values = [table.evaluate(sum_terms) for table in alternatives]
+            total = exact.plus(total, functools.reduce(_take_larger, values))
         return total
 
 
-def _exact(factors: jax.Array, table: _Table) -> Words:
+def _evaluate_exactly(factors: jax.Array, table: _Table) -> Words:
     terms = jnp.asarray(table.high), jnp.asarray(table.low)
-    for column in table.numbers.T:
+    for column in table.variables.T:
         terms = exact.times(terms, factors[column])
     return exact.total_words(terms)
 
 
-def _least(most: jax.Array, base: jax.Array, table: _Table) -> Words:
+def _evaluate_lower_bound(upper: jax.Array, lower: jax.Array, table: _Table) -> Words:
     # The excess of the products over those at the base, which are integers. No summand is negative,
     # so that the rounding is relative to the excess alone.
-    product = jnp.ones(len(table.numbers), jnp.float32)
+    product = jnp.ones(len(table.variables), jnp.float32)
     growth = product - 1
-    for column in table.numbers.T:
-        growth = growth * most[column] + product * (most[column] - base[column])
-        product = product * base[column]
+    for column in table.variables.T:
+        growth = growth * upper[column] + product * (upper[column] - lower[column])
+        product = product * lower[column]
     terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * growth
-    real = ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
-    high = jnp.floor(real * jnp.float32(2.0**-32))
-    low = real - high * jnp.float32(2.0**32)
+    excess = ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
+    high = jnp.floor(excess * jnp.float32(2.0**-32))
+    low = excess - high * jnp.float32(2.0**32)
     words = high.astype(jnp.uint32), low.astype(jnp.uint32)
-    return exact.plus(_exact(base.astype(jnp.uint32), table), words)
+    return exact.plus(_evaluate_exactly(lower.astype(jnp.uint32), table), words)
 
 
-def _larger(a: Words, b: Words) -> Words:
+def _take_larger(a: Words, b: Words) -> Words:
     return exact.choose(exact.at_least(a, b), a, b)
 
 
-def _sum(terms: Iterable[tuple[Monomial, Fraction]]) -> Terms:
+def _sum_terms(terms: Iterable[tuple[Monomial, Fraction]]) -> Terms:
     sums: dict[Monomial, Fraction] = {}
     for monomial, coefficient in terms:
         sums[monomial] = sums.get(monomial, Fraction(0)) + coefficient

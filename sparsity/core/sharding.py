@@ -47,8 +47,10 @@ def shard_like(
     explicit = [explicit_sharding(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)]
     if not any(explicit):
         return fn(*args)
-    everywhere = next(filter(None, explicit)).update(spec=PartitionSpec())
-    shardings = jax.tree.unflatten(jax.tree.structure(like), [x or everywhere for x in explicit])
+    replicated_sharding = next(filter(None, explicit)).update(spec=PartitionSpec())
+    shardings = jax.tree.unflatten(
+        jax.tree.structure(like), [x or replicated_sharding for x in explicit]
+    )
     if shape is not None:
         shardings = fit(shardings, shape)
     with _use_mesh(like):
@@ -87,16 +89,16 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
 
 def varying_axes(aval: object) -> frozenset[str]:
     """Returns the axes of a surrounding `shard_map` along which an array of a type varies."""
-    kind = getattr(aval, "mat", None)  # jax before 0.10.2 has `vma`
-    return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
+    manual_type = getattr(aval, "mat", None)  # jax before 0.10.2 has `vma`
+    return getattr(aval, "vma", frozenset()) if manual_type is None else manual_type.varying
 
 
-def _manual_axes(aval: object) -> dict[str, object]:
+def _read_manual_axes(aval: object) -> dict[str, object]:
     """Returns the argument of `jax.ShapeDtypeStruct` for the axes along which an array varies."""
     if not varying_axes(aval):
         return {}
-    kind = getattr(aval, "mat", None)
-    return {"vma": varying_axes(aval)} if kind is None else {"manual_axis_type": kind}
+    manual_type = getattr(aval, "mat", None)
+    return {"vma": varying_axes(aval)} if manual_type is None else {"manual_axis_type": manual_type}
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -104,8 +106,8 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     varying = [varying_axes(jax.typeof(array)) for array in arrays]
     axes = frozenset[str]().union(*varying)
     return [
-        _vary(array, tuple(sorted(axes - each))) if axes - each else array
-        for array, each in zip(arrays, varying, strict=True)
+        _vary(array, tuple(sorted(axes - array_axes))) if axes - array_axes else array
+        for array, array_axes in zip(arrays, varying, strict=True)
     ]
 
 
@@ -127,7 +129,7 @@ def abstract(tree: PyTree) -> PyTree:
       {'name': 'relu', 'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
 
-    def struct(leaf: PyTree) -> PyTree:
+    def describe(leaf: PyTree) -> PyTree:
         if not is_array(leaf):
             return leaf
         aval = jax.typeof(leaf)
@@ -136,13 +138,13 @@ def abstract(tree: PyTree) -> PyTree:
             aval.dtype,
             sharding=aval.sharding if varying_axes(aval) else explicit_sharding(aval),
             weak_type=aval.weak_type,
-            **_manual_axes(aval),
+            **_read_manual_axes(aval),
         )
 
-    return jax.tree.map(struct, tree)
+    return jax.tree.map(describe, tree)
 
 
-def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def resize_struct(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the struct with another shape, sharded along the axes that still divide."""
     sharding = struct.sharding and fit(struct.sharding, shape)
     return jax.ShapeDtypeStruct(
@@ -150,7 +152,7 @@ def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
         struct.dtype,
         sharding=sharding,
         weak_type=struct.weak_type,
-        **_manual_axes(jax.typeof(struct)),
+        **_read_manual_axes(jax.typeof(struct)),
     )
 
 
@@ -160,14 +162,15 @@ def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStr
     return changed
 
 
-def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
+def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
     explicit = next(filter(None, (explicit_sharding(jax.typeof(x)) for x in arrays)), None)
     if explicit is None:
         return fn(*arrays)
-    everywhere = explicit.update(spec=PartitionSpec())  # names the mesh, which no context may name
+    # Names the mesh, which no context may name.
+    replicated_sharding = explicit.update(spec=PartitionSpec())
     with _use_mesh(arrays):
-        result: T = auto_axes(fn, out_sharding=everywhere)(*arrays)
+        result: T = auto_axes(fn, out_sharding=replicated_sharding)(*arrays)
     return result
 
 
@@ -190,8 +193,8 @@ def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
         rows, count = like.reshape(like.shape or (1,)), array.shape[-1]
         # Shards of entries are shards of bytes only if the devices divide the bytes.
         divides = rows.shape[-1] == 8 * count and count % jax.device_count() == 0
-        ends = rows.reshape(*array.shape, 8)[..., 0] if divides else rows[..., :1]
-        like = jnp.broadcast_to(ends, array.shape)
+        first_entries = rows.reshape(*array.shape, 8)[..., 0] if divides else rows[..., :1]
+        like = jnp.broadcast_to(first_entries, array.shape)
     # XLA shards both operands of a selection alike, and drops the one that is never selected.
     return jnp.where(jnp.zeros((), bool), (like != 0).astype(array.dtype), array)
 
@@ -231,8 +234,8 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
     with contextlib.suppress(ValueError):  # of a compiled function, which places its values
         mesh = jax.sharding.get_mesh()
         place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
-    sent: jax.Array = jax.device_put(np.asarray(value, dtype), place)
-    return sent
+    array: jax.Array = jax.device_put(np.asarray(value, dtype), place)
+    return array
 
 
 @functools.partial(jax.jit, keep_unused=True)  # which says on what devices
@@ -259,14 +262,14 @@ def fit(sharding: Sharding, shape: Sequence[int | None]) -> Sharding:
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    before, fitting = mesh_axes(sharding, len(shape)), []
-    for size, names in zip(shape, before, strict=False):
+    old_axes, fitted_axes = mesh_axes(sharding, len(shape)), []
+    for size, names in zip(shape, old_axes, strict=False):
         while names and (size is None or size % _count_devices(sharding, names)):
             names = names[:-1]
-        fitting.append(names)
-    if fitting == before and len(sharding.spec) >= len(shape):
+        fitted_axes.append(names)
+    if fitted_axes == old_axes and len(sharding.spec) >= len(shape):
         return sharding
-    return with_axes(sharding, fitting)
+    return with_axes(sharding, fitted_axes)
 
 
 def with_axes(sharding: NamedSharding, axes: Sequence[tuple[str, ...]]) -> NamedSharding:

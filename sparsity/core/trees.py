@@ -176,8 +176,10 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
       like: tree of the same paths whose leaves decide; by default `tree` itself.
     """
     deciding = leaves_by_path(tree if like is None else like)
-    odd = {path for path, leaf in deciding.items() if not is_prunable(leaf)}
-    return map_matched(lambda path, leaf: None if path in odd else leaf, tree) if odd else tree
+    unprunable = {path for path, leaf in deciding.items() if not is_prunable(leaf)}
+    if not unprunable:
+        return tree
+    return map_matched(lambda path, leaf: None if path in unprunable else leaf, tree)
 
 
 def is_array(leaf: object) -> bool:
@@ -205,15 +207,15 @@ def split_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[object]
       {'name': 'relu', 'w': 1}
     """
     leaves, treedef = jax.tree.flatten(tree)
-    at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    numbers = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def rebuild(arrays: Sequence[object]) -> PyTree:
         filled = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
+        for i, array in zip(numbers, arrays, strict=True):
             filled[i] = array
         return jax.tree.unflatten(treedef, filled)
 
-    return [leaves[i] for i in at], rebuild
+    return [leaves[i] for i in numbers], rebuild
 
 
 def are_alike(one: PyTree, other: PyTree) -> bool:
@@ -234,26 +236,26 @@ def are_alike(one: PyTree, other: PyTree) -> bool:
     )
 
 
-def find_nodes(tree: PyTree, kind: type[N]) -> list[tuple[KeyPath, N]]:
-    """Returns all nodes of the NamedTuple `kind` with their paths, nested ones included."""
+def find_nodes(tree: PyTree, node_class: type[N]) -> list[tuple[KeyPath, N]]:
+    """Returns all nodes of the NamedTuple `node_class` with their paths, nested ones included."""
     nodes: list[tuple[KeyPath, N]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kind)
+        tree, is_leaf=lambda node: isinstance(node, node_class)
     ):
-        if isinstance(node, kind):
+        if isinstance(node, node_class):
             nodes.append((path, node))
             for field, child in zip(node._fields, node, strict=True):
                 nodes += [
-                    ((*path, GetAttrKey(field), *below), inside)
-                    for below, inside in find_nodes(child, kind)
+                    ((*path, GetAttrKey(field), *subpath), inner_node)
+                    for subpath, inner_node in find_nodes(child, node_class)
                 ]
     return nodes
 
 
-def replace_node(tree: Tree, node: PyTree, by: PyTree) -> Tree:
+def replace_node(tree: Tree, node: PyTree, replacement: PyTree) -> Tree:
     """Replaces a node of a tree."""
     replaced: Tree = jax.tree.map(
-        lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node
+        lambda x: replacement if x is node else x, tree, is_leaf=lambda x: x is node
     )
     return replaced
 
@@ -285,25 +287,27 @@ def _flatten(
 ) -> tuple[list[tuple[KeyPath, PyTree]], PyTree]:
     """Returns paths with leaves, without the entries of variables, and the treedef."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    if _variable_class() is None:
+    if _find_variable_class() is None:
         return pairs, treedef
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
     variables = {path for path, node in nodes if _is_variable(node)}
 
-    def without(path: KeyPath) -> KeyPath:
-        return tuple(entry for at, entry in enumerate(path) if path[:at] not in variables)
+    def drop_value_entries(path: KeyPath) -> KeyPath:
+        return tuple(entry for length, entry in enumerate(path) if path[:length] not in variables)
 
-    return [(without(path) if variables else path, leaf) for path, leaf in pairs], treedef
+    return [
+        (drop_value_entries(path) if variables else path, leaf) for path, leaf in pairs
+    ], treedef
 
 
-def _variable_class() -> type | None:
+def _find_variable_class() -> type | None:
     """Returns the class of nnx's variables, `None` if nnx is not imported."""
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
 
 
 def _is_variable(node: object) -> bool:
-    kind = _variable_class()
-    return kind is not None and isinstance(node, kind)
+    variable_class = _find_variable_class()
+    return variable_class is not None and isinstance(node, variable_class)
 
 
 def _is_placeholder(node: object) -> bool:

@@ -46,11 +46,11 @@ METHODS = tuple(
 class Rule(NamedTuple):
     """Pattern and sparsity of a layer."""
 
-    kind: SparsityType
+    pattern: SparsityType
     sparsity: float
 
 
-class Entry(NamedTuple):
+class StrategyEntry(NamedTuple):
     """Entry of a strategy: one rule for all layers, or rules by the keys that name layers."""
 
     epoch: int
@@ -64,8 +64,8 @@ class Entry(NamedTuple):
         if isinstance(self.rules, Rule):
             return self.rules if param.ndim - batch_axes > 1 else None
         prefixes = (names[:end] for end in range(len(names), 0, -1))
-        forms = (form for prefix in prefixes for form in _list_keys(prefix))
-        return next((self.rules[form] for form in forms if form in self.rules), None)
+        keys = (key for prefix in prefixes for key in _list_keys(prefix))
+        return next((self.rules[key] for key in keys if key in self.rules), None)
 
     def check_names(self, params: Params) -> None:
         """Raises a ValueError unless each key names exactly one layer, and no two keys the same."""
@@ -76,20 +76,20 @@ class Entry(NamedTuple):
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
         owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
         for key in self.rules:
-            named = [prefix for prefix in prefixes if key in _list_keys(prefix)]
-            where = f"{key!r} in the strategy of epoch {self.epoch}"
-            if not named:
+            matching = [prefix for prefix in prefixes if key in _list_keys(prefix)]
+            place = f"{key!r} in the strategy of epoch {self.epoch}"
+            if not matching:
                 layers = ["/".join(path) for path in paths]
                 if isinstance(key, str) and "/" not in key:
                     layers = ["-".join(path) for path in paths]
                 raise ValueError(
-                    f"{where} names no layer. {names_lib.nearest(key, layers, 'layers')}"
+                    f"{place} names no layer. {names_lib.nearest(key, layers, 'layers')}"
                 )
-            if len(named) > 1:
-                raise ValueError(f"{where} may mean any of {named}. Give the tuple of names.")
-            if named[0] in owners:
-                raise ValueError(f"{where} names the same layer as {owners[named[0]]!r}.")
-            owners[named[0]] = key
+            if len(matching) > 1:
+                raise ValueError(f"{place} may mean any of {matching}. Give the tuple of names.")
+            if matching[0] in owners:
+                raise ValueError(f"{place} names the same layer as {owners[matching[0]]!r}.")
+            owners[matching[0]] = key
 
 
 class Stage(NamedTuple):
@@ -105,7 +105,7 @@ def _list_keys(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
     return names, "/".join(names), "-".join(names)
 
 
-def parse(strategy: object) -> dict[int, Entry]:
+def parse(strategy: object) -> dict[int, StrategyEntry]:
     """Returns the entries of a strategy by epoch, in order; checks all but the names of layers."""
     if not isinstance(strategy, Mapping):
         raise ValueError(
@@ -117,23 +117,23 @@ def parse(strategy: object) -> dict[int, Entry]:
     return {int(epoch): _parse_entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
 
 
-def _parse_entry(epoch: int, entry: object) -> Entry:
-    where = f"in the strategy of epoch {epoch}"
+def _parse_entry(epoch: int, entry: object) -> StrategyEntry:
+    place = f"in the strategy of epoch {epoch}"
     if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
         raise ValueError(
             "An entry has the keys 'method' and 'prune_rate_pattern' and no others; got "
-            f"{entry!r} {where}."
+            f"{entry!r} {place}."
         )
     method, pattern = entry["method"], entry["prune_rate_pattern"]
     if method not in METHODS:
         raise ValueError(
-            f"method = {method!r} {where} is not known. "
+            f"method = {method!r} {place} is not known. "
             f"{names_lib.nearest(method, METHODS, 'methods')}"
         )
     kind, _, scope = method.partition("_")
 
-    def rule(name: str, value: Any) -> Rule:
-        name = f"{name} ({method!r} {where})"
+    def parse_rule(name: str, value: Any) -> Rule:
+        name = f"{name} ({method!r} {place})"
         if kind == "unstr":
             check_density(name, value)
             return Rule(Unstructured(), 1.0 - float(value))
@@ -143,27 +143,27 @@ def _parse_entry(epoch: int, entry: object) -> Entry:
     if not isinstance(pattern, Mapping):
         if scope == "local":
             raise ValueError(
-                f"'{kind}_local' {where} needs a dictionary {{layer: value}}, got {pattern!r}. Use "
+                f"'{kind}_local' {place} needs a dictionary {{layer: value}}, got {pattern!r}. Use "
                 f"'{kind}_unified_local' for all layers."
             )
         is_ranked = (kind, scope) == ("unstr", "global")
-        return Entry(epoch, is_ranked, rule("prune_rate_pattern", pattern))
+        return StrategyEntry(epoch, is_ranked, parse_rule("prune_rate_pattern", pattern))
     if scope == "global":
         raise ValueError(
-            f"'{kind}_global' {where} needs one value for all layers, got {pattern!r}. Use "
+            f"'{kind}_global' {place} needs one value for all layers, got {pattern!r}. Use "
             f"'{kind}_local' for a value for each."
         )
     rules = {}
     for key, value in pattern.items():
         if not isinstance(key, str | tuple):
-            raise ValueError(f"A layer is named by a string or a tuple, got {key!r} {where}.")
+            raise ValueError(f"A layer is named by a string or a tuple, got {key!r} {place}.")
         name = tuple(map(str, key)) if isinstance(key, tuple) else key
-        rules[name] = rule(f"prune_rate_pattern[{key!r}]", value)
-    return Entry(epoch, False, rules)
+        rules[name] = parse_rule(f"prune_rate_pattern[{key!r}]", value)
+    return StrategyEntry(epoch, False, rules)
 
 
 def resolve(
-    entries: Mapping[int, Entry], params: Params, batch_axes: BatchAxes = 0
+    entries: Mapping[int, StrategyEntry], params: Params, batch_axes: BatchAxes = 0
 ) -> dict[int, Stage]:
     """Returns the stages of a strategy for the parameters, by epoch; checks all names of layers.
 
@@ -182,14 +182,14 @@ def resolve(
             names = trees.path_names(path)
             axes = leading_axes(batch_axes, names, param)
             if rule := entry.find_rule(names, param, axes):
-                if isinstance(rule.kind, NByM) and not (
-                    axes - param.ndim <= rule.kind.axis < param.ndim - axes
+                if isinstance(rule.pattern, NByM) and not (
+                    axes - param.ndim <= rule.pattern.axis < param.ndim - axes
                 ):
                     raise ValueError(
-                        f"{rule.kind} in the strategy of epoch {epoch}: "
+                        f"{rule.pattern} in the strategy of epoch {epoch}: "
                         f"{trees.path_string(path)!r} of shape {param.shape} has no axis "
-                        f"{rule.kind.axis}."
+                        f"{rule.pattern.axis}."
                     )
-                stage.sites[path] = Site(path, rule.kind, axes)
+                stage.sites[path] = Site(path, rule.pattern, axes)
                 stage.sparsities[path] = rule.sparsity
     return stages

@@ -78,16 +78,16 @@ def pruning(
     params = getattr(state, "params", state)
     stages = strategies.resolve(strategies.parse(prune_strategy), params)
     try:
-        number = operator.index(epoch)
+        epoch_number = operator.index(epoch)
     except TypeError:  # of tracers, too, and of arrays that are no integers
-        number = None
-    if number is None or isinstance(epoch, bool):
+        epoch_number = None
+    if epoch_number is None or isinstance(epoch, bool):
         raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
-    if number not in stages:
+    if epoch_number not in stages:
         return False, mask_key
     masked = apply_masks(params, _read_mask_key(mask_key, params))
     scores = jax.tree.map(jnp.abs, trees.prunable(masked))
-    return True, _apply_stage(stages[number], scores, mask_key)
+    return True, _apply_stage(stages[epoch_number], scores, mask_key)
 
 
 def pruning_apply(state: Tree, mask_key: Masks) -> tuple[Tree, Masks]:
@@ -157,8 +157,8 @@ class EpochStrategy(BaseUpdater):
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)
         self._entries = strategies.parse(self.strategy)
-        steps = self._update_steps()
-        if any(at >= 2**31 for at in steps):
+        steps = self._list_update_steps()
+        if any(step >= 2**31 for step in steps):
             raise ValueError(f"Steps are counted below 2**31, got epochs at steps {steps}.")
         if any(entry.is_global for entry in self._entries.values()):
             _GLOBAL.check(Unstructured(), self.batch_axes, None)
@@ -168,7 +168,7 @@ class EpochStrategy(BaseUpdater):
     def check_fields(self) -> None:
         super().check_fields()
         fields = {x.name: x.default for x in dataclasses.fields(EpochStrategy) if not x.init}
-        fields["scheduler"] = AtSteps(self._update_steps())
+        fields["scheduler"] = AtSteps(self._list_update_steps())
         is_changed = any(getattr(self, name) != value for name, value in fields.items())
         if is_changed or self._entries != strategies.parse(self.strategy):
             raise ValueError(
@@ -184,26 +184,26 @@ class EpochStrategy(BaseUpdater):
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to the last sparsity of every layer."""
 
-        def last(params: Params) -> PyTree:
+        def find_last_sparsities(params: Params) -> PyTree:
             sparsities: dict[trees.KeyPath, chex.Numeric] = {}
             for stage in self._resolve_stages(params):
                 sparsities |= stage.sparsities
             return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
-        return last
+        return find_last_sparsities
 
     def sites(self, params: Params) -> Sites:
         """Returns the table of the layers, each with its last type."""
 
-        def last(path: tuple[str, ...], param: jax.Array) -> SparsityType:
+        def find_last_pattern(path: tuple[str, ...], param: jax.Array) -> SparsityType:
             axes = leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
                 if rule := entry.find_rule(path, param, axes):
-                    return rule.kind
+                    return rule.pattern
             return Unstructured()
 
         # `strategies` has checked the axes; a shorter last group is fine there.
-        return Sites(params, last, self.batch_axes, checked=False)
+        return Sites(params, find_last_pattern, self.batch_axes, checked=False)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         weights, grads = inputs.masked_weights, inputs.grads
@@ -222,7 +222,7 @@ class EpochStrategy(BaseUpdater):
                 strategies.Stage(is_global, dict(layers), by_path), scores, sparse_state.masks
             )
 
-        stage = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
+        stage = jnp.searchsorted(jnp.array(self._list_update_steps()), sparse_state.count)
         return jax.lax.switch(
             jnp.array([branches.index(key) for key in keys])[stage],
             [functools.partial(create, key) for key in branches],
@@ -249,7 +249,7 @@ class EpochStrategy(BaseUpdater):
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def _update_steps(self) -> tuple[int, ...]:
+    def _list_update_steps(self) -> tuple[int, ...]:
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
     def _resolve_stages(self, params: Params) -> list[strategies.Stage]:
@@ -269,7 +269,9 @@ class AtSteps(BaseSchedule):
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
         if step is None:
             return False
-        return functools.reduce(operator.or_, (step == at for at in self.steps), False)
+        return functools.reduce(
+            operator.or_, (step == update_step for update_step in self.steps), False
+        )
 
     def update_range(self) -> tuple[int, int | None] | None:
         return (self.steps[0], self.steps[-1]) if self.steps else None
@@ -277,13 +279,13 @@ class AtSteps(BaseSchedule):
 
 def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
     """Returns the masks after a stage: new masks for its layers, old masks for all others."""
-    named = trees.map_matched(
+    sparsities = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )
     scope = _GLOBAL if stage.is_global else Layerwise()
-    new = AdaptedScope(scope, stage.sites).select_tree(scores, named)
+    new_masks = AdaptedScope(scope, stage.sites).select_tree(scores, sparsities)
     return trees.map_matched(
-        lambda _, score, mask, old: old if mask is None else mask, scores, new, masks
+        lambda _, score, mask, old: old if mask is None else mask, scores, new_masks, masks
     )
 
 

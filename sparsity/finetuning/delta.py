@@ -20,16 +20,16 @@ from sparsity.finetuning.entries import (
     BaseParameter,
     Entries,
     Term,
-    describe,
-    entry_text,
+    arrays_by_name,
     find_changed,
     find_difference,
+    format_index,
+    make_base_parameter,
     make_entries,
-    named_arrays,
     put_entries,
     to_host,
 )
-from sparsity.masks.bits import check_masks
+from sparsity.masks import check_masks
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -81,28 +81,30 @@ class Delta:
           ValueError: paths, shapes or dtypes differ; an entry differs outside the masks; a
             difference is not finite in `dtype`. The parameter is named.
         """
-        number = _floating(dtype)
+        difference_dtype = _read_difference_dtype(dtype)
         _check_leaves(base, params)
-        before, after = named_arrays(base), named_arrays(params)
-        kept = None
+        base_arrays, arrays = arrays_by_name(base), arrays_by_name(params)
+        masks_by_name = None
         if masks is not None:
             check_masks(params, masks, are_packed=False)
-            kept = {trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()}
+            masks_by_name = {
+                trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()
+            }
         parameters: dict[str, BaseParameter] = {}
         changes: dict[str, Entries] = {}
-        for name in before:
-            old, new = to_host(name, before[name]), to_host(name, after[name])
+        for name in base_arrays:
+            old, new = to_host(name, base_arrays[name]), to_host(name, arrays[name])
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(
                     f"{name!r} has shape {old.shape} and dtype {old.dtype} in base, but "
                     f"{new.shape} and {new.dtype} in params. Cast params to the dtypes of base."
                 )
             positions = find_changed(old, new)
-            if kept is not None:
-                _check_covered(name, old, new, positions, kept.get(name))
-            parameters[name] = describe(old)
+            if masks_by_name is not None:
+                _check_covered(name, old, new, positions, masks_by_name.get(name))
+            parameters[name] = make_base_parameter(old)
             if positions.size:
-                changes[name] = make_entries(name, old, new, positions, number)
+                changes[name] = make_entries(name, old, new, positions, difference_dtype)
         return cls(parameters, (Term(1.0, changes),))
 
     @classmethod
@@ -188,7 +190,7 @@ class Delta:
     @property
     def nbytes(self) -> int:
         """Bytes of all positions and values; the file has a header besides."""
-        return sum(part.nbytes for term in self.terms for part in term.entries.values())
+        return sum(entries.nbytes for term in self.terms for entries in term.entries.values())
 
     def apply(self, base: Tree) -> Tree:
         """Returns the fine-tuned model.
@@ -205,13 +207,13 @@ class Delta:
           ValueError: `base` is another model. The message names the first parameter that differs,
             and says whether it is missing or has another shape, dtype or other values.
         """
-        arrays = named_arrays(base)
-        new = {
+        arrays = arrays_by_name(base)
+        patched = {
             name: _copy(arrays[name]) if array is None else _place_like(arrays[name], array)
             for name, array in self.patches(arrays)
         }
         tuned: Tree = trees.map_matched(
-            lambda path, leaf: new.get(trees.path_string(path), leaf), base
+            lambda path, leaf: patched.get(trees.path_string(path), leaf), base
         )
         return tuned
 
@@ -231,13 +233,13 @@ class Delta:
             if name not in arrays:
                 _refuse_base(name, "is missing")
             leaf = arrays[name]
-            kind = BaseParameter(
+            described = BaseParameter(
                 tuple(leaf.shape), np.dtype(leaf.dtype).name, parameter.fingerprint
             )
-            _refuse_base(name, find_difference(parameter, kind))
+            _refuse_base(name, find_difference(parameter, described))
         for name, parameter in self.base.items():
             array = to_host(name, arrays[name])
-            _refuse_base(name, find_difference(parameter, describe(array)))
+            _refuse_base(name, find_difference(parameter, make_base_parameter(array)))
             terms = [
                 (term.weight, term.entries[name]) for term in self.terms if name in term.entries
             ]
@@ -245,7 +247,7 @@ class Delta:
 
     def __repr__(self) -> str:
         changed = {name for term in self.terms for name in term.entries}
-        count = sum(part.count for term in self.terms for part in term.entries.values())
+        count = sum(entries.count for term in self.terms for entries in term.entries.values())
         weights = [term.weight for term in self.terms]
         return (
             f"Delta({count:,} {'entry' if count == 1 else 'entries'} in {len(changed)} of "
@@ -254,19 +256,19 @@ class Delta:
         )
 
 
-def _floating(dtype: DTypeLike | None) -> np.dtype | None:
+def _read_difference_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     """Returns the dtype of differences; raises unless it is `None` or real and floating."""
     if dtype is None:
         return None
     try:
-        number = np.dtype(dtype)
+        difference_dtype = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"dtype must be a floating dtype, got dtype = {dtype!r}.") from error
-    if not jnp.issubdtype(number, np.floating) or number.type is np.longdouble:
+    if not jnp.issubdtype(difference_dtype, np.floating) or difference_dtype.type is np.longdouble:
         raise ValueError(
             f"dtype must be None (exact values) or a floating dtype, got dtype = {dtype!r}."
         )
-    return number
+    return difference_dtype
 
 
 def _check_leaves(base: Params, params: Params) -> None:
@@ -299,11 +301,12 @@ def _check_covered(
     if mask is not None:
         outside = positions[to_host(name, mask).reshape(-1)[positions] == 0]
     if outside.size:
-        index, first = entry_text(old.shape, outside[0]), outside[0]
+        index, first_position = format_index(old.shape, outside[0]), outside[0]
         raise ValueError(
             f"params differ from base outside the masks, first at {name!r}{index}: "
-            f"{new.reshape(-1)[first]}, not {old.reshape(-1)[first]}; {outside.size:,} entries of "
-            "this parameter in all. Train with these masks, or store all changes by masks=None."
+            f"{new.reshape(-1)[first_position]}, not {old.reshape(-1)[first_position]}; "
+            f"{outside.size:,} entries of this parameter in all. Train with these masks, or store "
+            "all changes by masks=None."
         )
 
 

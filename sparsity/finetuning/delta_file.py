@@ -38,23 +38,23 @@ def write(path: Path, base: Mapping[str, BaseParameter], terms: Sequence[Term]) 
     save_file = extras.load("safetensors.numpy", "cli").save_file
     arrays: dict[str, np.ndarray] = {}
     for number, term in enumerate(terms):
-        for name, part in term.entries.items():
-            is_numpy = part.values.dtype.name in NUMPY
-            values = part.values if is_numpy else part.values.view(np.uint8)
-            arrays[f"{number}/gaps/{name}"] = part.gaps
-            arrays[f"{number}/{KINDS[part.is_difference]}/{name}"] = values
+        for name, entries in term.entries.items():
+            is_numpy = entries.values.dtype.name in NUMPY
+            values = entries.values if is_numpy else entries.values.view(np.uint8)
+            arrays[f"{number}/gaps/{name}"] = entries.gaps
+            arrays[f"{number}/{KINDS[entries.is_difference]}/{name}"] = values
     described = [
         {
             "weight": term.weight,
             "parameters": {
-                name: [part.is_difference, part.values.dtype.name, part.largest]
-                for name, part in term.entries.items()
+                name: [entries.is_difference, entries.values.dtype.name, entries.largest]
+                for name, entries in term.entries.items()
             },
         }
         for term in terms
     ]
     metadata = {"format": FORMAT, "base": json.dumps(base), "terms": json.dumps(described)}
-    metadata["digest"] = _digest(metadata, terms)
+    metadata["digest"] = _compute_digest(metadata, terms)
     with replacing(path) as new:
         try:
             save_file(arrays, new, metadata=metadata)
@@ -78,27 +78,27 @@ def read(path: Path) -> tuple[dict[str, BaseParameter], tuple[Term, ...]]:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its metadata do not say {FORMAT!r}: it holds no delta")
         described = json.loads(metadata["base"], object_pairs_hook=unique_keys)
-        base = {name: _parameter(name, fields) for name, fields in described.items()}
+        base = {name: _read_parameter(name, fields) for name, fields in described.items()}
         described = json.loads(metadata["terms"], object_pairs_hook=unique_keys)
         terms = tuple(_read_term(file, i, base, fields) for i, fields in enumerate(described))
         if len(file.keys()) != 2 * sum(len(term.entries) for term in terms):
             raise ValueError("it holds arrays that its metadata do not describe")
-        if metadata["digest"] != _digest(metadata, terms):
+        if metadata["digest"] != _compute_digest(metadata, terms):
             raise ValueError("its digest is that of other contents")
     return base, terms
 
 
-def _digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
+def _compute_digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
     """Returns a hash of the descriptions, positions and values."""
     digest = hashlib.sha256(f"{metadata['base']}\n{metadata['terms']}".encode())
     for term in terms:
-        for part in term.entries.values():
-            digest.update(part.gaps.data)
-            digest.update(part.values.view(np.uint8).data)
+        for entries in term.entries.values():
+            digest.update(entries.gaps.data)
+            digest.update(entries.values.view(np.uint8).data)
     return digest.hexdigest()
 
 
-def _unpack(name: str, fields: PyTree, *kinds: type) -> PyTree:
+def _check_fields(name: str, fields: PyTree, *kinds: type) -> PyTree:
     """Returns what describes a parameter; raises a ValueError unless its kinds are these."""
     if not isinstance(fields, list) or [type(field) for field in fields] != [*kinds]:
         expected = ", ".join(kind.__name__ for kind in kinds)
@@ -106,8 +106,8 @@ def _unpack(name: str, fields: PyTree, *kinds: type) -> PyTree:
     return fields
 
 
-def _parameter(name: str, fields: PyTree) -> BaseParameter:
-    shape, dtype, fingerprint = _unpack(name, fields, list, str, str)
+def _read_parameter(name: str, fields: PyTree) -> BaseParameter:
+    shape, dtype, fingerprint = _check_fields(name, fields, list, str, str)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name!r} has the shape {shape}")
     return BaseParameter(tuple(shape), np.dtype(dtype).name, fingerprint)
@@ -118,26 +118,26 @@ def _read_term(
 ) -> Term:
     """Returns a term of an open file; raises unless its entries fit the parameters."""
     check_number("weight", fields["weight"])
-    entries = {}
+    entries_by_name = {}
     for name, described in fields["parameters"].items():
-        is_difference, dtype, largest = _unpack(name, described, bool, str, float)
+        is_difference, dtype, largest = _check_fields(name, described, bool, str, float)
         if not 0 <= largest < math.inf:
             raise ValueError(f"{name!r} has {largest} as its largest change")
         values = file.get_tensor(f"{number}/{KINDS[is_difference]}/{name}")
         values = values if values.dtype.name == dtype else values.view(dtype)
-        part = Entries(file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest)
-        entries[name] = part
-        _check(name, base[name], part)
-    return Term(fields["weight"], entries)
+        entries = Entries(file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest)
+        entries_by_name[name] = entries
+        _check_entries(name, base[name], entries)
+    return Term(fields["weight"], entries_by_name)
 
 
-def _check(name: str, parameter: BaseParameter, part: Entries) -> None:
+def _check_entries(name: str, parameter: BaseParameter, entries: Entries) -> None:
     """Raises a ValueError unless entries fit their parameter."""
-    floats = [jnp.issubdtype(d, np.floating) for d in (parameter.dtype, part.values.dtype)]
-    fits = all(floats) if part.is_difference else part.values.dtype.name == parameter.dtype
-    if part.gaps.dtype not in gaps.DTYPES or part.gaps.ndim != 1 or not fits:
+    floats = [jnp.issubdtype(d, np.floating) for d in (parameter.dtype, entries.values.dtype)]
+    fits = all(floats) if entries.is_difference else entries.values.dtype.name == parameter.dtype
+    if entries.gaps.dtype not in gaps.DTYPES or entries.gaps.ndim != 1 or not fits:
         raise ValueError(f"{name!r} has positions or values of another dtype")
-    positions = gaps.decode(part.gaps)
+    positions = gaps.decode(entries.gaps)
     size = math.prod(parameter.shape)
-    if positions.shape != part.values.shape or not positions.size or positions[-1] >= size:
+    if positions.shape != entries.values.shape or not positions.size or positions[-1] >= size:
         raise ValueError(f"{name!r} has values without a position in the shape {parameter.shape}")

@@ -84,7 +84,7 @@ def to_host(name: str, leaf: PyTree) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def describe(array: np.ndarray) -> BaseParameter:
+def make_base_parameter(array: np.ndarray) -> BaseParameter:
     """Returns shape, dtype and fingerprint of a parameter, however it was sharded."""
     digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
     return BaseParameter(array.shape, array.dtype.name, digest[:DIGITS])
@@ -125,17 +125,17 @@ def make_entries(
     Raises:
       ValueError: a difference is not finite in `dtype`.
     """
-    before, values = (array.reshape(-1)[positions] for array in (old, new))
+    old_values, values = (array.reshape(-1)[positions] for array in (old, new))
     with np.errstate(all="ignore"):
         wide = _wide_dtype(old.dtype)
-        change = values.astype(wide) - before.astype(wide)
+        change = values.astype(wide) - old_values.astype(wide)
         largest = float(np.max(np.abs(change[np.isfinite(change)]), initial=0.0))
         is_difference = dtype is not None and bool(jnp.issubdtype(old.dtype, np.floating))
         if is_difference:
             values = change.astype(dtype)
-            is_odd = ~np.isfinite(values.astype(wide))
-            if is_odd.any():
-                index = entry_text(old.shape, positions[is_odd.argmax()])
+            is_not_finite = ~np.isfinite(values.astype(wide))
+            if is_not_finite.any():
+                index = format_index(old.shape, positions[is_not_finite.argmax()])
                 raise ValueError(
                     f"The difference at {name!r}{index} is not finite in dtype = {dtype}. "
                     "dtype=None stores new values."
@@ -152,49 +152,53 @@ def put_entries(name: str, array: np.ndarray, terms: Sequence[tuple[float, Entri
     Raises:
       ValueError: a sum is not finite.
     """
-    new = array.reshape(-1).copy()
-    at = [gaps.decode(entries.gaps) for _, entries in terms]
-    if len(terms) == 1 and _is_exact(*terms[0]):
-        new[at[0]] = terms[0][1].values
-        return new.reshape(array.shape)
+    patched = array.reshape(-1).copy()
+    positions_by_term = [gaps.decode(entries.gaps) for _, entries in terms]
+    if len(terms) == 1 and _is_copied(*terms[0]):
+        patched[positions_by_term[0]] = terms[0][1].values
+        return patched.reshape(array.shape)
     wide = _wide_dtype(array.dtype)
-    positions, places = np.unique(np.concatenate(at), return_inverse=True)
-    slots = np.split(places, np.cumsum([len(part) for part in at])[:-1])
-    before = new[positions].astype(wide)
-    change, count = np.zeros_like(before), np.zeros(before.size, int)
+    positions, inverse = np.unique(np.concatenate(positions_by_term), return_inverse=True)
+    indices_by_term = np.split(
+        inverse, np.cumsum([len(term_positions) for term_positions in positions_by_term])[:-1]
+    )
+    old_values = patched[positions].astype(wide)
+    change, count = np.zeros_like(old_values), np.zeros(old_values.size, int)
     with np.errstate(all="ignore"):
-        for slot, (weight, entries) in zip(slots, terms, strict=True):
+        for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
             values = entries.values.astype(wide)
-            change[slot] += weight * (values if entries.is_difference else values - before[slot])
-            count[slot] += 1
-        sums = (before + change).astype(array.dtype)
-        is_odd = ~np.isfinite(sums.astype(wide))
-    for slot, (weight, entries) in zip(slots, terms, strict=True):
-        if _is_exact(weight, entries):
-            is_single = count[slot] == 1
-            sums[slot[is_single]] = entries.values[is_single]
-            is_odd[slot[is_single]] = False
-    if is_odd.any():
-        index = entry_text(array.shape, positions[is_odd.argmax()])
+            change[indices] += weight * (
+                values if entries.is_difference else values - old_values[indices]
+            )
+            count[indices] += 1
+        sums = (old_values + change).astype(array.dtype)
+        is_not_finite = ~np.isfinite(sums.astype(wide))
+    for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
+        if _is_copied(weight, entries):
+            is_single = count[indices] == 1
+            sums[indices[is_single]] = entries.values[is_single]
+            is_not_finite[indices[is_single]] = False
+    if is_not_finite.any():
+        index = format_index(array.shape, positions[is_not_finite.argmax()])
         raise ValueError(
             f"The merged value at {name!r}{index} is not finite in {array.dtype}. Merge with "
             "smaller weights, or leave out the delta that is not finite there."
         )
-    new[positions] = sums
-    return new.reshape(array.shape)
+    patched[positions] = sums
+    return patched.reshape(array.shape)
 
 
-def entry_text(shape: tuple[int, ...], position: int) -> str:
+def format_index(shape: tuple[int, ...], position: int) -> str:
     """Returns the index of an entry as text.
 
     Example:
-      >>> entry_text((3, 4), 6)
+      >>> format_index((3, 4), 6)
       '[1, 2]'
     """
     return str([int(i) for i in np.unravel_index(position, shape)])
 
 
-def named_arrays(tree: PyTree) -> dict[str, PyTree]:
+def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     """Returns the numeric arrays of a tree by their paths, joined by '/'.
 
     Raises:
@@ -210,7 +214,7 @@ def named_arrays(tree: PyTree) -> dict[str, PyTree]:
     return arrays
 
 
-def _is_exact(weight: float, entries: Entries) -> bool:
+def _is_copied(weight: float, entries: Entries) -> bool:
     """Returns whether an entry of no other term is copied."""
     return weight == 1 and not entries.is_difference
 

@@ -119,7 +119,7 @@ class _Trainer:
 
         def place(path: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
             support = self.supports[path]
-            return None if support.layout is None else _place(support.positions, leaf)
+            return None if support.layout is None else _place_positions(support.positions, leaf)
 
         positions = trees.map_matched(place, chosen)
         kept = gather(chosen, self._read_kept(chosen, positions))
@@ -139,12 +139,12 @@ class _Trainer:
             values = gather(chosen, self._read_kept(chosen, positions))
         kept = self._read_kept(grads, positions)
         steps, inner_state = self.inner.update(gather(grads, kept), inner_state, values, **extra)
-        dense = trees.map_matched(_spread, steps, kept, role="updates")
+        dense = trees.map_matched(_spread_update, steps, kept, role="updates")
         trained = trees.leaves_by_path(dense)
         like = trees.leaves_by_path(updates if params is None else params)
 
         def complete(path: trees.KeyPath, grad: PyTree) -> PyTree:
-            return trained[path] if path in trained else _stay(grad, like.get(path))
+            return trained[path] if path in trained else _make_frozen_update(grad, like.get(path))
 
         return trees.map_matched(complete, updates), KeptState(positions, inner_state)
 
@@ -175,17 +175,22 @@ class _Trainer:
         """Returns a `KeptParameter` for each trained leaf, `None` if all entries are trained."""
 
         def read(
-            path: trees.KeyPath, leaf: jax.Array, at: jax.Array | None
+            path: trees.KeyPath, leaf: jax.Array, leaf_positions: jax.Array | None
         ) -> KeptParameter | None:
             layout = self.supports[path].layout
             expected = None if layout is None else layout.kept_shape
-            if (None if at is None else at.shape) != expected:
+            if (None if leaf_positions is None else leaf_positions.shape) != expected:
                 raise ValueError(
                     f"The state of {trees.path_string(path)!r} has positions of shape "
-                    f"{getattr(at, 'shape', None)}, its mask needs {expected}: the state was made "
-                    "with other masks. Give the masks of the run, or start a new state."
+                    f"{getattr(leaf_positions, 'shape', None)}, its mask needs {expected}: the "
+                    "state was made with other masks. Give the masks of the run, or start a new "
+                    "state."
                 )
-            return None if layout is None or at is None else KeptParameter(leaf, layout, at)
+            return (
+                None
+                if layout is None or leaf_positions is None
+                else KeptParameter(leaf, layout, leaf_positions)
+            )
 
         return trees.map_matched(read, chosen, positions)
 
@@ -231,14 +236,16 @@ def _layout_parts(shape: tuple[int, ...], parts: tuple[int, ...]) -> KeptLayout:
     if math.prod(parts) == 1:
         return KeptLayout(shape)
     pairs = zip(parts, shape, strict=True)
-    split = tuple(size for count, axis in pairs for size in (count, axis // count))
+    split = tuple(n for count, size in pairs for n in (count, size // count))
     return KeptLayout(shape, tuple(range(0, len(split), 2)), split)
 
 
 def _count_parts(array: PyTree) -> tuple[int, ...]:
     """Returns the number of parts that a mesh makes of an array along each axis."""
-    placed, ndim = find_sharding(array), np.ndim(array)
-    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
+    mesh_sharding, ndim = find_sharding(array), np.ndim(array)
+    return (
+        (1,) * ndim if mesh_sharding is None else tuple(sharding.num_devices(mesh_sharding, ndim))
+    )
 
 
 def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) -> None:
@@ -261,7 +268,7 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) ->
         )
 
 
-def _place(positions: np.ndarray, param: jax.Array) -> jax.Array:
+def _place_positions(positions: np.ndarray, param: jax.Array) -> jax.Array:
     """Returns positions [*parts, k] on the devices of the parts of a parameter."""
     array = jnp.asarray(positions)
     if not is_traced(param):
@@ -270,7 +277,7 @@ def _place(positions: np.ndarray, param: jax.Array) -> jax.Array:
     return placed
 
 
-def _spread(_: trees.KeyPath, step: jax.Array, kept: KeptParameter | None) -> jax.Array:
+def _spread_update(_: trees.KeyPath, step: jax.Array, kept: KeptParameter | None) -> jax.Array:
     """Returns a dense update of the shape and sharding of the gradient, -0.0 at other entries."""
     if kept is None:
         return step
@@ -281,12 +288,12 @@ def _spread(_: trees.KeyPath, step: jax.Array, kept: KeptParameter | None) -> ja
 
 def _spread_slice(step: jax.Array, positions: jax.Array, grad: jax.Array) -> jax.Array:
     # The update takes the memory of the gradient: XLA cannot tell that the condition never holds.
-    never = step[0].real.astype(jnp.float32) > jnp.inf
-    frozen = jnp.where(never, grad.astype(step.dtype), _negative_zero(step.dtype))
+    always_false = step[0].real.astype(jnp.float32) > jnp.inf
+    frozen = jnp.where(always_false, grad.astype(step.dtype), _negative_zero(step.dtype))
     return frozen.at[positions].set(step, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
-def _stay(grad: PyTree, like: PyTree) -> PyTree:
+def _make_frozen_update(grad: PyTree, like: PyTree) -> PyTree:
     """Returns an update that changes no bit of a frozen leaf, or the gradient of no number."""
     if not trees.is_array(like) or not jnp.issubdtype(like.dtype, jnp.number):
         return grad

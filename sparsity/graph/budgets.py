@@ -60,10 +60,10 @@ class Budget(CoupledBudget):
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
         parameters = [find(path, param) for path, param in leaves]
-        kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
+        num_kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
         if self.quantity == "nbytes":
-            return sum((kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
-        shares = {x.path: kept[x.path] / x.size for x in parameters if x.size}
+            return sum((num_kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
+        shares = {x.path: num_kept[x.path] / x.size for x in parameters if x.size}
         return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
 
     def __call__(
@@ -93,41 +93,41 @@ class Budget(CoupledBudget):
         sites = sites or Sites(params, Unstructured(), batch_axes)
         leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
-            count = self._channel_counter(params, leaves, scope)
-            fewest = "the fewest channels that may stay"
+            count = self._make_channel_counter(params, leaves, scope)
+            fewest_text = "the fewest channels that may stay"
         else:
-            count = self._mask_counter(params, leaves, sites)
-            fewest = "the sparsest masks of this distribution and its patterns"
-        dense = self._count(leaves, {})
+            count = self._make_mask_counter(params, leaves, sites)
+            fewest_text = "the sparsest masks of this distribution and its patterns"
+        dense = self._count_cost(leaves, {})
         allowed = Fraction(self.share) * dense
 
-        def spread(sparsity: float) -> PyTree:
+        def compute_targets(sparsity: float) -> PyTree:
             distribution = dataclasses.replace(self.distribution, sparsity=sparsity)
             return distribution(params, batch_axes, sites)
 
-        if (cost := count(spread(1.0))) > allowed:
+        if (cost := count(compute_targets(1.0))) > allowed:
             least = float(cost / dense)
             raise ValueError(
-                f"budget({self.quantity}={self.share}) cannot be met: {fewest} leave "
+                f"budget({self.quantity}={self.share}) cannot be met: {fewest_text} leave "
                 f"{math.ceil(least * 1e4) / 1e4} of the cost. "
                 "Select more parameters, or allow more."
             )
-        lowest = lowest_sparsity(lambda sparsity: count(spread(sparsity)) <= allowed)
-        targets = spread(lowest)
+        lowest = lowest_sparsity(lambda sparsity: count(compute_targets(sparsity)) <= allowed)
+        targets = compute_targets(lowest)
         if lowest:  # the remaining budget serves one parameter after the other
             previous = np.nextafter(np.float32(lowest), np.float32(0))
-            below = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
-            for path, lower in trees.leaves_by_path(spread(below)).items():
-                raised = _with(targets, path, lower)
+            lower_sparsity = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
+            for path, lower_target in trees.leaves_by_path(compute_targets(lower_sparsity)).items():
+                raised = _replace_target(targets, path, lower_target)
                 targets = raised if count(raised) <= allowed else targets
 
-        def reach(path: trees.KeyPath, target: float) -> float:
+        def read_final(path: trees.KeyPath, target: float) -> float:
             final = read_final_sparsity(sites[path].pattern, target, sites[path].name)
             return target if final is None else final
 
-        return trees.map_matched(reach, targets)  # some patterns fix the density
+        return trees.map_matched(read_final, targets)  # some patterns fix the density
 
-    def _channel_counter(
+    def _make_channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
@@ -144,24 +144,24 @@ class Budget(CoupledBudget):
 
         return count
 
-    def _mask_counter(
+    def _make_mask_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
         count_kept = kept_counter(params, sites)
-        return lambda targets: self._count(leaves, count_kept(targets))
+        return lambda targets: self._count_cost(leaves, count_kept(targets))
 
-    def _count(
-        self, leaves: Mapping[trees.KeyPath, Parameter], kept: Mapping[trees.KeyPath, int]
+    def _count_cost(
+        self, leaves: Mapping[trees.KeyPath, Parameter], num_kept: Mapping[trees.KeyPath, int]
     ) -> Fraction:
-        """Returns the cost if masks keep only some weights of the parameters in `kept`."""
+        """Returns the cost if masks keep only some weights of the parameters in `num_kept`."""
         if self.quantity == "macs":
-            each = ((leaves[path], n) for path, n in kept.items())
-            density = {x.path: Fraction(n, x.size) for x, n in each}
+            pairs = ((leaves[path], n) for path, n in num_kept.items())
+            density = {x.path: Fraction(n, x.size) for x, n in pairs}
             return Fraction(self.graph.costs.count_sparse_macs(density))
         nbytes = [
-            kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
-            if path in kept
+            num_kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
+            if path in num_kept
             else parameter.size * parameter.dtype.itemsize
             for path, parameter in leaves.items()
         ]
@@ -222,5 +222,7 @@ def budget(
     return Budget(graph, quantity, float(share), distribution)
 
 
-def _with(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:
-    return trees.map_matched(lambda at, other: target if at == path else other, targets)
+def _replace_target(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:
+    return trees.map_matched(
+        lambda other_path, old_target: target if other_path == path else old_target, targets
+    )

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Path
-from sparsity.graph.channels.coupling import TABLES
+from sparsity.graph.channels.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model
@@ -19,7 +19,7 @@ from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
 
 N = TypeVar("N", int, Fraction, Polynomial)
-Count: TypeAlias = N | Fraction | int  # at sizes or densities of this type
+Quantity: TypeAlias = N | Fraction | int  # at sizes or densities of this type
 
 
 class Costs:
@@ -36,30 +36,30 @@ class Costs:
 
     def count_macs(self, path: Path) -> int:
         """Counts multiply-adds of all products of a parameter; each product counts once."""
-        return sum(use.macs for use in self._by_product(path))
+        return sum(use.macs for use in self._list_largest_uses(path))
 
-    def count_sparse_macs(self, density: Mapping[Path, N]) -> Count[N]:
+    def count_sparse_macs(self, density: Mapping[Path, N]) -> Quantity[N]:
         """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
         readers: dict[Equation, list[Use]] = {}
         for use in self._tracker.uses:
             if use.primitive in PRODUCTS:
                 readers.setdefault(use.equation, []).append(use)
 
-        def macs(product: Equation) -> Count[N]:
+        def count(product: Equation) -> Quantity[N]:
             uses = readers.get(product, ())
             lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
             return (
                 read_product(product).macs
-                * _operand_density(lhs, density)
-                * _operand_density(rhs, density)
+                * _compute_operand_density(lhs, density)
+                * _compute_operand_density(rhs, density)
             )
 
-        return _sum_products(self._model.program, macs)
+        return _sum_products(self._model.program, count)
 
-    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> Count[N]:
+    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> Quantity[N]:
         """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
 
-        def count(equation: Equation) -> Count[N]:
+        def count(equation: Equation) -> Quantity[N]:
             product, axes = read_product(equation), self._removal.coupling.axes
             macs = _multiply_sizes([axes(value)[axis] for value, axis in product.cost], sizes)
             return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
@@ -68,14 +68,14 @@ class Costs:
             return _sum_products(self._model.program, count)
         return sum(
             (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
-            for use in self._by_product(path)
+            for use in self._list_largest_uses(path)
         )
 
     def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N | int:
         """Counts bytes of some parameters at smaller sizes of some axes."""
         return sum(
             _multiply_sizes(axes, sizes) * parameter.dtype.itemsize
-            for parameter, axes in self._removal.list_axes()
+            for parameter, axes in self._removal.list_parameter_axes()
             if parameter.path in paths
         )
 
@@ -83,31 +83,33 @@ class Costs:
     def uncounted(self) -> dict[str, str]:
         """Primitives whose multiply-adds do not count, each with the first line that uses them."""
         sources: dict[str, str] = {}
-        for program in self._model.program.nested():
-            for equation in program.flat():
-                tables = (*TABLES, NO_PRODUCTS)
-                if not equation.bodies and not any(equation.name in names for names in tables):
+        for program in self._model.program.nested_programs():
+            for equation in program.flat_equations():
+                tables = (*ANALYSED_PRIMITIVES, NO_PRODUCTS)
+                if not equation.inner_programs and not any(
+                    equation.name in names for names in tables
+                ):
                     sources.setdefault(equation.name, equation.source)
         return sources
 
-    def _by_product(self, path: Path) -> list[Use]:
+    def _list_largest_uses(self, path: Path) -> list[Use]:
         """Returns one use for each product of a parameter: that of the largest part."""
         uses = sorted(self._tracker.find_products(path), key=lambda use: use.view.share)
         return list({use.equation: use for use in uses}.values())
 
 
-def _sum_products(program: Program, count: Callable[[Equation], Count[N]]) -> Count[N]:
+def _sum_products(program: Program, count: Callable[[Equation], Quantity[N]]) -> Quantity[N]:
     """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
-    total: Count[N] = 0
-    for equation in program.flat():
+    total: Quantity[N] = 0
+    for equation in program.flat_equations():
         if equation.name in PRODUCTS:
             total = total + count(equation)
-        elif equation.bodies:
-            each = [
+        elif equation.inner_programs:
+            counts = [
                 _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
-                for body in equation.within()
+                for body in equation.list_bodies()
             ]
-            total = total + (_find_largest(each) if equation.is_choice else sum(each))
+            total = total + (_find_largest_cost(counts) if equation.is_choice else sum(counts))
     return total
 
 
@@ -116,7 +118,7 @@ def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, N]) -> N | int:
     return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 
 
-def _find_largest(counts: Sequence[Count[N]]) -> Count[N]:
+def _find_largest_cost(counts: Sequence[Quantity[N]]) -> Quantity[N]:
     largest = counts[0]
     for count in counts[1:]:
         if isinstance(largest, Polynomial) or isinstance(count, Polynomial):
@@ -126,17 +128,17 @@ def _find_largest(counts: Sequence[Count[N]]) -> Count[N]:
     return largest
 
 
-def _operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> N | Fraction:
+def _compute_operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> N | Fraction:
     """Returns the part of the entries of an operand that may differ from 0.
 
     Parameters that were joined add up. Parameters that were multiplied bound each other: a
     parameter with a density counts.
     """
     total: N | Fraction = Fraction(0)
-    free = Fraction(1)  # the part of the operand that no earlier parameter has
+    uncovered = Fraction(1)  # the part of the operand that no earlier parameter has
     for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
-        share = min(use.view.share, free)
-        free -= share
-        part = density.get(use.path, Fraction(1)) if use.view.keeps_zeros else Fraction(1)
-        total = total + part * share
-    return total + free if free else total
+        share = min(use.view.share, uncovered)
+        uncovered -= share
+        kept_share = density.get(use.path, Fraction(1)) if use.view.keeps_zeros else Fraction(1)
+        total = total + kept_share * share
+    return total + uncovered if uncovered else total

@@ -12,12 +12,12 @@ import numpy as np
 
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
-from sparsity.core.pictures import bars, pick_axes
+from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
 from sparsity.graph.readers.biases import Bias, find_biases
-from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
+from sparsity.graph.readers.patterns import FanInAlongInputs, NByMAlongInputs, WeightFilter
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters
@@ -133,14 +133,14 @@ class Graph:
         """
         if masks is None:
             return self._dense_macs
-        return round(self.costs.count_sparse_macs(self._densities(masks)))
+        return round(self.costs.count_sparse_macs(self._compute_densities(masks)))
 
     @functools.cached_property
     def _dense_macs(self) -> int:
         # jax asks for the text of a graph in each call of an updater.
         return round(self.costs.count_sparse_macs(dict[Path, Fraction]()))
 
-    def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
+    def _compute_densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         check_values("masks", masks, "Count multiply-adds outside of jit.")
         return {
@@ -174,7 +174,7 @@ class Graph:
         table = extras.make_table(("parameter", "shape", "read by", "contracts"), costs)
         table.add_column("axis: group")
 
-        def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
+        def add_row(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
             macs = [f"{n:,}" for n in ((dense,) if masks is None else (dense, sparse))]
             table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
@@ -192,12 +192,14 @@ class Graph:
             numbers = ", ".join(
                 f"{axis}: {n}" for axis, n in sorted(groups.get(parameter.path, ()))
             )
-            add(parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, numbers)
+            add_row(
+                parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, numbers
+            )
             unread -= dense
         table.add_section()
         if unread > 0:
-            add("products of activations", ("", "", ""), unread, unread, "")
-        add("dots and convolutions", ("", "", ""), total, self.macs(masks), "")
+            add_row("products of activations", ("", "", ""), unread, unread, "")
+        add_row("dots and convolutions", ("", "", ""), total, self.macs(masks), "")
         text = extras.as_text(table)
         if self.uncounted:
             names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
@@ -218,12 +220,12 @@ class Graph:
         axes = pick_axes(ax, len(rows))
         names, dense = [parameter.name for parameter, _, _ in rows], [dense for _, dense, _ in rows]
         masked = None if masks is None else [sparse for _, _, sparse in rows]
-        bars(axes, "multiply-adds", names, dense, masked, self.macs())
+        draw_bars(axes, "multiply-adds", names, dense, masked, self.macs())
         return axes
 
     def _list_macs(self, masks: Masks | None) -> list[tuple[Parameter, int, int]]:
         """Returns the parameters with the multiply-adds of their products, dense and masked."""
-        density = self._densities(masks)
+        density = self._compute_densities(masks)
         dense = [(x, self.costs.count_macs(x.path)) for x in self.parameters]
         return [(x, n, round(n * density.get(x.path, 1))) for x, n in dense]
 
@@ -256,7 +258,7 @@ class Graph:
           min_inputs: smallest number of inputs of an output. For a convolution, this number is the
             input channels of a group times the window.
         """
-        is_weight = Weights(self, 1 if min_inputs is None else min_inputs)
+        is_weight = WeightFilter(self, 1 if min_inputs is None else min_inputs)
         if path is not None and param is not None:
             return is_weight(path, param)
         if min_inputs is None or path is not None or param is not None:
@@ -285,7 +287,7 @@ class Graph:
           of its input channels, if groups of m would span several products (a reshape made a part
           of the axis an output), or if two products contract different axes.
         """
-        return AlongInputs(self, n, m, otherwise=otherwise)
+        return NByMAlongInputs(self, n, m, otherwise=otherwise)
 
     def fan_in(
         self, group: int = 1, *, otherwise: Literal["dense"] | None = None
@@ -307,7 +309,7 @@ class Graph:
           path if two products contract different axes, or if a reshape made a part of a contracted
           axis an output.
         """
-        return SharedInputs(self, group, otherwise=otherwise)
+        return FanInAlongInputs(self, group, otherwise=otherwise)
 
     # Channels.
 

@@ -14,10 +14,17 @@ from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr, values_read
+from sparsity.programs.program import (
+    ClosedJaxpr,
+    Equation,
+    Program,
+    Value,
+    find_read_values,
+    read_jaxpr,
+)
 from sparsity.programs.walk import Flow
 
-_ON_VALUES = (
+_CONCRETIZATION_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -71,8 +78,8 @@ def trace(
     parameters = [Parameter(path, tuple(x.shape), x.dtype) for path, x in pairs]
     _check_constants(program, parameters, leaves)
     outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
-    find = _find_carried if state is None else functools.partial(_read_state, state)
-    carried = find(program, outputs, parameters)
+    find_carried = _find_carried if state is None else functools.partial(_read_state, state)
+    carried = find_carried(program, outputs, parameters)
     example = sharding.abstract((params, args))
     structure = jax.tree.structure(shapes)
     model = Model(program, parameters, carried, outputs, structure, fn, example)
@@ -91,12 +98,12 @@ def _make_jaxpr(
     leaves, rebuild = trees.split_arrays(params)
     inputs, rebuild_args = trees.split_arrays(args)
 
-    def flat(leaves: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
+    def run(leaves: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
         return fn(rebuild(leaves), *rebuild_args(inputs))
 
     try:
-        return jax.make_jaxpr(flat, return_shape=True)(leaves, inputs)
-    except _ON_VALUES as error:
+        return jax.make_jaxpr(run, return_shape=True)(leaves, inputs)
+    except _CONCRETIZATION_ERRORS as error:
         raise ValueError(
             "fn depends on the values of its arguments, so that no program serves them all: use "
             "jax.lax.cond, or give the argument by functools.partial if it is a flag. jax says: "
@@ -116,11 +123,11 @@ def _check_constants(
     program: Program, parameters: Sequence[Parameter], arrays: Sequence[jax.Array]
 ) -> None:
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
-    read_values = values_read(program)
+    read_values = find_read_values(program)
     constants = [value.constant for value in read_values if value.constant is not None]
     for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
         is_unread = value not in read_values and len(parameter.shape) > 1
-        if is_unread and any(_may_be(constant, array) for constant in constants):
+        if is_unread and any(_may_equal(constant, array) for constant in constants):
             raise ValueError(
                 f"fn does not read params at {parameter.name!r}, but holds a constant of its "
                 f"shape {parameter.shape}: it closes over its parameters. Let it take them as "
@@ -128,7 +135,7 @@ def _check_constants(
             )
 
 
-def _may_be(constant: PyTree, array: PyTree) -> bool:
+def _may_equal(constant: PyTree, array: PyTree) -> bool:
     """Returns whether a constant equals an array, or may equal an array of unknown values."""
     if getattr(constant, "shape", None) != array.shape or constant.dtype != array.dtype:
         return False
@@ -148,16 +155,16 @@ def _find_carried(
     from the parameter without a product in between.
     """
     numbers = {parameter.path: i for i, parameter in enumerate(parameters)}
-    sources = _Sources(program, program.inputs[: len(parameters)])
+    flow = _ParameterFlow(program, program.inputs[: len(parameters)])
     carried: dict[int, int] = {}
     for i, path in enumerate(outputs):
         ends = [path[start:] for start in range(len(path)) if path[start:] in numbers]
         # A path of numbers alone is a place in a tuple.
         named = (numbers[end] for end in ends if not all(name.isdecimal() for name in end))
         number, value = next(named, None), program.outputs[i]
-        if number is None or not _fits(value, parameters[number]):
+        if number is None or not _fits_parameter(value, parameters[number]):
             continue
-        if number not in sources.multiplied or number in sources.fact(value):
+        if number not in flow.multiplied or number in flow.fact(value):
             carried[i] = number
     return carried
 
@@ -179,11 +186,14 @@ def _read_state(
     for key, target in state.items():
         for path in (key, target):
             check_kind("a path of state", path, str | tuple, "text or a tuple of strings")
-        source, into = (tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target))
+        source_path, target_path = (
+            tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target)
+        )
         matched = {
-            i: numbers[into + path[len(source) :]]
+            i: numbers[target_path + path[len(source_path) :]]
             for i, path in enumerate(outputs)
-            if path[: len(source)] == source and into + path[len(source) :] in numbers
+            if path[: len(source_path)] == source_path
+            and target_path + path[len(source_path) :] in numbers
         }
         if not matched:
             raise ValueError(
@@ -193,7 +203,7 @@ def _read_state(
             )
         for i, number in matched.items():
             value, parameter = program.outputs[i], parameters[number]
-            if not _fits(value, parameter):
+            if not _fits_parameter(value, parameter):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
                     f"{value.shape}, {value.dtype}, cannot become {parameter.name!r} of shape "
@@ -203,11 +213,11 @@ def _read_state(
     return carried
 
 
-def _fits(value: Value, parameter: Parameter) -> bool:
+def _fits_parameter(value: Value, parameter: Parameter) -> bool:
     return (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
 
 
-class _Sources(Flow[frozenset[int]]):
+class _ParameterFlow(Flow[frozenset[int]]):
     """Follows the parameters through a program, up to the products.
 
     A fact is the numbers of the parameters from which a value is computed without a product.
@@ -222,7 +232,7 @@ class _Sources(Flow[frozenset[int]]):
         self.multiplied: frozenset[int] = frozenset()
         self.run(program)
 
-    def start(self, value: Value) -> frozenset[int]:
+    def initial_fact(self, value: Value) -> frozenset[int]:
         return frozenset()
 
     def visit(self, equation: Equation) -> None:

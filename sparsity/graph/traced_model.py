@@ -75,7 +75,7 @@ class Model:
         """
         return jax.tree.unflatten(self.output_tree, interpreter.run(self.program, inputs))
 
-    def reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
+    def make_reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
         """Returns a function that computes values of the program from parameters alone.
 
         Args:
@@ -220,6 +220,6 @@ class Parameters:
         """Returns whether a parameter may have this shape in a smaller model."""
         cut = {axis for path, axis in self._list_removable() if path == parameter.path}
         return len(shape) == len(parameter.shape) and all(
-            new == old or (axis in cut and 0 < new < old)
-            for axis, (new, old) in enumerate(zip(shape, parameter.shape, strict=True))
+            size == full_size or (axis in cut and 0 < size < full_size)
+            for axis, (size, full_size) in enumerate(zip(shape, parameter.shape, strict=True))
         )

@@ -23,8 +23,8 @@ from sparsity.masks.norms import divide_by_norms
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
-from sparsity.selection.kept_counts import num_kept, num_kept_int
+from sparsity.selection import LazyScores, Ranked, Scores, num_kept, topk_masks
+from sparsity.selection.kept_counts import num_kept_int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,7 @@ from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
-from sparsity.selection import LazyScores, Ranked, compute_array, topk_masks
-from sparsity.selection.kept_counts import num_kept
+from sparsity.selection import LazyScores, Ranked, compute_array, num_kept, topk_masks
 
 
 @dataclasses.dataclass(frozen=True)

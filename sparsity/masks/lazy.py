@@ -173,10 +173,10 @@ def _list_live(program: Program) -> list[Equation]:
     """Returns the equations on which results depend, those of loops and branches included."""
     live = list[Equation]()
     used = {*program.outputs}
-    for equation in reversed([*program.flat()]):
+    for equation in reversed([*program.flat_equations()]):
         if not used.isdisjoint(equation.outputs):
             used.update(equation.inputs)
-            live += [step for body in equation.bodies for step in _list_live(body)]
+            live += [step for body in equation.inner_programs for step in _list_live(body)]
             live.append(equation)
     return live
 
@@ -222,7 +222,7 @@ def _is_entrywise(equation: Equation) -> bool:
     if not any(value.shape for value in [*equation.inputs, *equation.outputs]):
         return True
     if equation.name in CONTROL:  # the bodies are checked, too
-        return not any(body.layers for body in equation.within())
+        return not any(body.layers for body in equation.list_bodies())
     is_repeated = equation.name == "broadcast_in_dim" and not equation.inputs[0].shape
     return is_repeated or equation.name in ENTRYWISE
 

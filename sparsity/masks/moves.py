@@ -14,8 +14,8 @@ from sparsity.core import exact, sharding
 from sparsity.core.exact import Words, varying_zero
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
+from sparsity.selection import Ranked
 from sparsity.selection.kept_counts import Removed, num_kept_words
-from sparsity.selection.scores import Ranked
 from sparsity.selection.topk import select_best
 
 

@@ -17,7 +17,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import sums
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import PyTree
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection import Ranked, Scores
 
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
 _LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not

@@ -68,8 +68,8 @@ class SparsityType(DataclassBase):
         attributes = vars(cls)
         if "ranks_units" not in attributes and attributes.keys() & {"select", "move"}:
             cls.ranks_units = False
-        changes = attributes.keys() & {"select", "move", "pool", "expand"}
-        for name in {"count_kept"} - attributes.keys() if changes else ():
+        overridden = attributes.keys() & {"select", "move", "pool", "expand"}
+        for name in {"count_kept"} - attributes.keys() if overridden else ():
             setattr(cls, name, getattr(SparsityType, name))
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
@@ -162,8 +162,8 @@ class SparsityType(DataclassBase):
             leading = batch_axes + self.group_axes
             units = pool_units(self, scores, batch_axes)
             if topk_fn is None:
-                kept = selection.num_kept(math.prod(units.shape[leading:]), sparsity)
-                mask = selection.topk_mask(units, kept, batch_axes=leading)
+                num_kept = selection.num_kept(math.prod(units.shape[leading:]), sparsity)
+                mask = selection.topk_mask(units, num_kept, batch_axes=leading)
             else:
                 choose = topk_fn
                 for _ in range(leading):
@@ -207,13 +207,17 @@ class SparsityType(DataclassBase):
         check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
 
         def move(
-            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
             # A unit is all ones or all zeros.
-            active, drop, grow = (pool_units(self, x, batch_axes) for x in (mask, drop, grow))
+            active, drop_scores, grow_scores = (
+                pool_units(self, x, batch_axes) for x in (mask, drop_scores, grow_scores)
+            )
             leading = batch_axes + self.group_axes
-            kept, lost = keep_active(active, drop, fraction, leading)
-            grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=leading)
+            kept, num_dropped = keep_active(active, drop_scores, fraction, leading)
+            grown = selection.topk_mask(
+                grow_scores, num_dropped, where=1 - kept, batch_axes=leading
+            )
             return expand_units(self, kept | grown, mask.shape, batch_axes)
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
@@ -225,10 +229,10 @@ def pool_units(
     """Returns the scores of units by `pool` of a pattern; the error names the parameter."""
     units = pattern.pool(scores, batch_axes)
     check_real_array(f"{pattern}.pool of {name!r}", units)
-    if units.ndim < (least := batch_axes + pattern.group_axes):
+    if units.ndim < (min_ndim := batch_axes + pattern.group_axes):
         raise ValueError(
-            f"{pattern}.pool of {name!r} must have {least} axes or more, those of batches and of "
-            f"groups, got shape {units.shape}."
+            f"{pattern}.pool of {name!r} must have {min_ndim} axes or more, those of batches and "
+            f"of groups, got shape {units.shape}."
         )
     return units
 
@@ -272,9 +276,11 @@ def keep_active(
     active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the units that stay active, and the number dropped in each slice."""
-    n = count(active.astype(bool), range(batch_axes, active.ndim))
-    k = jnp.asarray(selection.num_kept(n, drop_fraction))
-    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
+    num_active = count(active.astype(bool), range(batch_axes, active.ndim))
+    num_kept = jnp.asarray(selection.num_kept(num_active, drop_fraction))
+    return selection.topk_mask(
+        scores, num_kept, where=active, batch_axes=batch_axes
+    ), num_active - num_kept
 
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:

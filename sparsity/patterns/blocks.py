@@ -66,12 +66,12 @@ class Block(SparsityType):
             # Repeated edge rows and columns change no maximum.
             return grid.reduce(scores, jnp.max, "edge")
         total = grid.reduce(scores, ordered_sum, "constant")
-        entries = np.outer(*grid.entries()).astype(total.dtype)
-        entries = entries if is_traced(total) else jax.device_put(entries)
-        return total / jnp.broadcast_to(entries, total.shape)
+        counts = np.outer(*grid.list_block_sizes()).astype(total.dtype)
+        counts = counts if is_traced(total) else jax.device_put(counts)
+        return total / jnp.broadcast_to(counts, total.shape)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        return _Grid.cover(self.block_shape, shape, batch_axes).spread(units).reshape(shape)
+        return _Grid.cover(self.block_shape, shape, batch_axes).expand(units).reshape(shape)
 
     def count_kept(
         self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
@@ -111,19 +111,19 @@ class Channel(SparsityType):
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         scores = scores.astype(pooled_dtype(scores))
-        total: jax.Array = ordered_sum(scores, self._others(scores.ndim, batch_axes))
+        total: jax.Array = ordered_sum(scores, self._list_other_axes(scores.ndim, batch_axes))
         return total
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        others = self._others(len(shape), batch_axes)
-        return jnp.broadcast_to(jnp.expand_dims(units, others), shape)
+        other_axes = self._list_other_axes(len(shape), batch_axes)
+        return jnp.broadcast_to(jnp.expand_dims(units, other_axes), shape)
 
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         channels = shape[absolute_axis(self.axis, batch_axes, len(shape))]
         size = math.prod(shape[batch_axes:])
         return num_kept_int(channels, sparsity) * (size // max(channels, 1))
 
-    def _others(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
+    def _list_other_axes(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
         axis = absolute_axis(self.axis, batch_axes, ndim)
         return tuple(i for i in range(batch_axes, ndim) if i != axis)
 
@@ -133,7 +133,7 @@ class _Grid:
     """The blocks of an array."""
 
     block: tuple[int, int]  # rows and columns, cut to the array
-    lead: tuple[int, ...]  # axes before the last two
+    leading_shape: tuple[int, ...]  # axes before the last two
     counts: tuple[int, int]  # rows and columns of blocks
     sizes: tuple[int, int]  # the last two axes
 
@@ -145,30 +145,34 @@ class _Grid:
             max(1, min(b, s)) for b, s in zip(block_shape, (height, width), strict=True)
         )
         counts = (-(-height // rows), -(-width // columns))
-        lead = shape[: max(len(shape) - 2, batch_axes)]
-        return cls((rows, columns), lead, counts, (height, width))
+        leading_shape = shape[: max(len(shape) - 2, batch_axes)]
+        return cls((rows, columns), leading_shape, counts, (height, width))
 
-    def reduce(self, scores: jax.Array, reduce: Callable[..., jax.Array], mode: str) -> jax.Array:
+    def reduce(
+        self, scores: jax.Array, reduce_fn: Callable[..., jax.Array], mode: str
+    ) -> jax.Array:
         """Reduces each block to [*lead, rows, columns]; `jnp.pad` fills ragged edges in `mode`."""
-        scores = scores.reshape(*self.lead, *self.sizes)
-        spare = [n * b - s for n, b, s in zip(self.counts, self.block, self.sizes, strict=True)]
-        if any(spare):
-            scores = jnp.pad(scores, [(0, 0)] * len(self.lead) + [(0, n) for n in spare], mode)
+        scores = scores.reshape(*self.leading_shape, *self.sizes)
+        padding = [n * b - s for n, b, s in zip(self.counts, self.block, self.sizes, strict=True)]
+        if any(padding):
+            scores = jnp.pad(
+                scores, [(0, 0)] * len(self.leading_shape) + [(0, n) for n in padding], mode
+            )
         (rows, columns), (height, width) = self.counts, self.block
-        blocks = scores.reshape(*self.lead, rows, height, columns, width)
-        return reduce(blocks, (blocks.ndim - 3, blocks.ndim - 1))
+        blocks = scores.reshape(*self.leading_shape, rows, height, columns, width)
+        return reduce_fn(blocks, (blocks.ndim - 3, blocks.ndim - 1))
 
-    def entries(self) -> list[np.ndarray]:
+    def list_block_sizes(self) -> list[np.ndarray]:
         """Returns the heights of the rows of blocks, and the widths of the columns."""
         return [
             np.minimum(step, size - step * np.arange(count))
             for step, size, count in zip(self.block, self.sizes, self.counts, strict=True)
         ]
 
-    def spread(self, units: jax.Array) -> jax.Array:
+    def expand(self, units: jax.Array) -> jax.Array:
         """Expands blocks to entries, each with the value of its block."""
         (rows, columns), (height, width) = self.counts, self.block
-        wide = jnp.broadcast_to(
-            units[..., :, None, :, None], (*self.lead, rows, height, columns, width)
-        ).reshape(*self.lead, rows * height, columns * width)
-        return wide[..., : self.sizes[0], : self.sizes[1]]
+        entries = jnp.broadcast_to(
+            units[..., :, None, :, None], (*self.leading_shape, rows, height, columns, width)
+        ).reshape(*self.leading_shape, rows * height, columns * width)
+        return entries[..., : self.sizes[0], : self.sizes[1]]

@@ -33,12 +33,12 @@ def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> floa
         final: object = pattern.final_sparsity(target)
     if final is None:
         return None
-    who = f"{pattern}.final_sparsity of {name!r}"
-    check_values(who, final, "Return a number.")
+    label = f"{pattern}.final_sparsity of {name!r}"
+    check_values(label, final, "Return a number.")
     number = as_float(final)
     nearest = min(max(number, 0.0), 1.0)
     if not abs(number - nearest) <= ROUNDING:  # NaN, too
-        check_fraction(who, final)
+        check_fraction(label, final)
     return nearest
 
 
@@ -53,10 +53,12 @@ def read_count(
     count: object = pattern.count_kept(shape, sparsity, batch_axes)
     if count is None:
         return None
-    who = f"{pattern}.count_kept of {name!r}"
-    check_values(who, count, "Return a number.")
+    label = f"{pattern}.count_kept of {name!r}"
+    check_values(label, count, "Return a number.")
     number = as_float(count)
-    check_int(who, int(number) if number.is_integer() else count, 0, math.prod(shape[batch_axes:]))
+    check_int(
+        label, int(number) if number.is_integer() else count, 0, math.prod(shape[batch_axes:])
+    )
     return int(number)
 
 
@@ -97,9 +99,11 @@ def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int)
     """Returns the units of a group, and the entries of the first, full unit of all groups."""
     scores = jax.ShapeDtypeStruct(shape, np.float32)
     units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
-    first = np.zeros(units, np.uint8)
+    first_unit = np.zeros(units, np.uint8)
     leading = batch_axes + pattern.group_axes
-    first[(0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])] = 1
+    first_unit[
+        (0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])
+    ] = 1
     with evaluate_now():
-        entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
+        entries = np.count_nonzero(pattern.expand(jnp.asarray(first_unit), shape, batch_axes))
     return math.prod(units[leading:]), int(entries)

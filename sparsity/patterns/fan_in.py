@@ -87,19 +87,19 @@ class FanIn(SparsityType):
         """Returns the scores of the units, [*batch, groups, *inputs]."""
         order, batch, outputs, inputs = self._split_axes(scores.shape, batch_axes)
         rows = scores.transpose(order).reshape(*batch, outputs, *inputs)
-        group = self._group_size(outputs)
+        group = self._limit_group_size(outputs)
         if group == 1:  # in the dtype of the scores: a cast could make ties
             return rows
         rows = rows.astype(pooled_dtype(rows))
-        if spare := -outputs % group:
-            rows = jnp.pad(rows, [(0, spare * (i == batch_axes)) for i in range(rows.ndim)])
+        if padding := -outputs % group:
+            rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
         total: jax.Array = ordered_sum(groups, (batch_axes + 1,))
         return total
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)
-        rows = jnp.repeat(units, self._group_size(outputs), axis=batch_axes)
+        rows = jnp.repeat(units, self._limit_group_size(outputs), axis=batch_axes)
         rows = jax.lax.slice_in_dim(rows, 0, outputs, axis=batch_axes)
         return rows.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
@@ -107,7 +107,7 @@ class FanIn(SparsityType):
         _, _, outputs, inputs = self._split_axes(shape, batch_axes)
         return outputs * num_kept_int(math.prod(inputs), sparsity)
 
-    def _group_size(self, outputs: int) -> int:
+    def _limit_group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""
         return max(1, min(self.group, outputs))
 

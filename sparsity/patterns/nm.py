@@ -27,7 +27,7 @@ from sparsity.patterns.base import (
     keep_active,
 )
 
-COLON = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
+N_COLON_M = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class NByM(SparsityType):
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
             axis = absolute_axis(self.axis, batch_axes, scores.ndim)
-            kept = _kept(self.n, self.m, sparsity, target)
-            return selection.nm_mask(scores, kept, self.m, axis=axis)
+            num_kept = _count_kept_on_ramp(self.n, self.m, sparsity, target)
+            return selection.nm_mask(scores, num_kept, self.m, axis=axis)
 
         return sharding.shard_like(
             scores, create, scores, sparsity, sparsity if target is None else target
@@ -131,11 +131,11 @@ class NByM(SparsityType):
         check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
 
         def move(
-            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
-            kept, _ = keep_active(mask, drop, fraction, batch_axes)
+            kept, _ = keep_active(mask, drop_scores, fraction, batch_axes)
             axis = absolute_axis(self.axis, batch_axes, mask.ndim)
-            grown = selection.nm_mask(grow, self.n, self.m, axis=axis, keep=kept)
+            grown = selection.nm_mask(grow_scores, self.n, self.m, axis=axis, keep=kept)
             # A leaf with target 0 is dense and has no groups.
             return jnp.where(jnp.all(mask > 0), mask, grown)
 
@@ -143,24 +143,24 @@ class NByM(SparsityType):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _kept(n: int, m: int, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
+def _count_kept_on_ramp(n: int, m: int, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
     """Returns max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
     sparsity, target = jnp.float32(sparsity), jnp.float32(target)
-    reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
+    progress = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
     # A division by a constant is a product with a rounded reciprocal once it is compiled.
-    reached = jnp.where((target > 0) & (sparsity >= target), 1, reached)
-    removed = jnp.floor(reached * (m - n)).astype(jnp.int32)
+    progress = jnp.where((target > 0) & (sparsity >= target), 1, progress)
+    removed = jnp.floor(progress * (m - n)).astype(jnp.int32)
     return jnp.maximum(n, m - removed)
 
 
 def check_axis(
-    kind: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
+    pattern: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
 ) -> None:
     """Raises a ValueError that names the parameter if its slices have no such axis."""
     ndim = len(shape) - batch_axes
     if not -ndim <= axis < ndim:
         parameter = describe_parameter(shape, batch_axes, name)
-        raise ValueError(f"{kind}: {parameter} has no axis {axis}. {REMEDY}")
+        raise ValueError(f"{pattern}: {parameter} has no axis {axis}. {REMEDY}")
 
 
 def parse_nm(name: str, pattern: object, axis: int = -1) -> NByM:
@@ -179,8 +179,8 @@ def parse_nm(name: str, pattern: object, axis: int = -1) -> NByM:
       NByM(n=1, m=4, axis=-1)
     """
     parsed = pattern
-    if isinstance(parsed, str) and (colon := COLON.fullmatch(parsed)):
-        parsed = int(colon[1]), int(colon[2])
+    if isinstance(parsed, str) and (match := N_COLON_M.fullmatch(parsed)):
+        parsed = int(match[1]), int(match[2])
     try:
         if isinstance(parsed, tuple | list):
             n, m = parsed

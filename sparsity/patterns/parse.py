@@ -12,7 +12,7 @@ from sparsity.core.names import suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
 from sparsity.patterns.fan_in import FanIn
-from sparsity.patterns.nm import COLON, NByM
+from sparsity.patterns.nm import N_COLON_M, NByM
 
 _STRING = re.compile(r"(.*?)(?:_(\s*-?\d{1,18}\s*(?:,\s*-?\d{1,18}\s*)*)?)?", re.DOTALL)
 
@@ -52,7 +52,7 @@ def register_pattern(name: str, pattern: Callable[..., SparsityType]) -> None:
       Block(block_shape=(2, 8), use_avg_pooling=True)
     """
     check_function("pattern", pattern, "the numbers of a string, such as the class of a pattern,")
-    if not isinstance(name, str) or not name or _split(name) != (name, []):
+    if not isinstance(name, str) or not name or _split_name(name) != (name, []):
         raise ValueError(f"name must be text that does not end in numbers, got name = {name!r}.")
     try:
         arguments = ",".join(inspect.signature(pattern).parameters)
@@ -83,7 +83,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
       NByM(n=2, m=4, axis=-2)
     """
     check_kind("text", text, str, "text such as '2:4'")
-    name, numbers = _split(text)
+    name, numbers = _split_name(text)
     if name in _FORMS:
         make = _FORMS[name].make
         try:
@@ -92,8 +92,8 @@ def parse_sparsity_type(text: str) -> SparsityType:
             problem = "has too many numbers or too few."
         else:
             pattern = make(*numbers)
-            who = f"the pattern {name!r} of register_pattern"
-            check_kind(who, pattern, SparsityType, "a pattern")
+            label = f"the pattern {name!r} of register_pattern"
+            check_kind(label, pattern, SparsityType, "a pattern")
             return pattern
     else:
         problem = f"is not known. {suggest(name, _FORMS)}"
@@ -101,10 +101,10 @@ def parse_sparsity_type(text: str) -> SparsityType:
     raise ValueError(f"Sparsity type {text!r} {problem} Use {', '.join(examples)}, {last}.")
 
 
-def _split(text: str) -> tuple[str, list[int]]:
+def _split_name(text: str) -> tuple[str, list[int]]:
     """Returns the name in a string and its numbers."""
-    if colon := COLON.fullmatch(text):
-        return "nm", [int(colon[1]), int(colon[2])]
+    if colon_match := N_COLON_M.fullmatch(text):
+        return "nm", [int(colon_match[1]), int(colon_match[2])]
     match = _STRING.fullmatch(text.strip())
     assert match is not None  # its first group takes any text
     return match[1], [int(number) for number in (match[2] or "").split(",") if number]

@@ -26,7 +26,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.polynomials import Polynomial
 from sparsity.programs.program import Equation
 
-Kind: TypeAlias = Literal["product", "sum"]
+JoinKind: TypeAlias = Literal["product", "sum"]
 N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
@@ -61,7 +61,7 @@ class Axis:
     """
 
     size: int
-    kind: Kind | None = None
+    kind: JoinKind | None = None
     parts: Sequence[Axis] = ()
     pin: Reason | None = None
     _same: Axis | None = dataclasses.field(default=None, init=False)
@@ -76,12 +76,12 @@ class Axis:
             axis = axis._same
         return axis
 
-    def become(self, other: Axis) -> None:
-        """Unifies this root with another root."""
+    def merge_into(self, other: Axis) -> None:
+        """Merges this root into another root, with which it is unified."""
         if self is not other:
             self._same = other
 
-    def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
+    def split_variable(self, kind: JoinKind, sizes: Iterable[int]) -> list[Axis]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, parts, None
@@ -107,9 +107,9 @@ def pin(axis: Axis, reason: Reason) -> None:
             variable.pin = reason
 
 
-def join_axes(kind: Kind, axes: Iterable[Axis]) -> Axis:
+def join_axes(kind: JoinKind, axes: Iterable[Axis]) -> Axis:
     """Returns the product of axes, all combinations of their entries, or the sum, one by one."""
-    parts = [part for axis in axes for part in _parts(kind, axis)]
+    parts = [part for axis in axes for part in _list_parts(kind, axis)]
     if len(parts) == 1:
         return parts[0]
     size = (math.prod if kind == "product" else sum)(part.size for part in parts)
@@ -125,9 +125,9 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
     if a is b or 1 in (a.size, b.size):
         return
     if a.size == b.size and None in (a.kind, b.kind):
-        _define(*((b, a) if a.kind else (a, b)), reason)
-    elif a.size == b.size and _align(a, b, reason):
-        a.root.become(b.root)
+        _bind_variable(*((b, a) if a.kind else (a, b)), reason)
+    elif a.size == b.size and _unify_parts(a, b, reason):
+        a.root.merge_into(b.root)
     else:
         for axis in (a, b):
             pin(axis, reason.with_detail("a ragged reshape or join"))
@@ -147,21 +147,21 @@ def label_entries(
         return np.arange(size)
     if root.kind is None:
         return np.full(size, -1)
-    below = [label_entries(part, variable, sizes) for part in root.parts]
-    if any(x is None for x in below):
+    labels = [label_entries(part, variable, sizes) for part in root.parts]
+    if any(x is None for x in labels):
         return None
-    parts = [x for x in below if x is not None]
+    parts = [x for x in labels if x is not None]
     if root.kind == "sum":
         return np.concatenate(parts)
     involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
-    at, lengths = involved[0] if involved else 0, [len(x) for x in parts]
-    before, after = math.prod(lengths[:at]), math.prod(lengths[at + 1 :])
-    return np.tile(np.repeat(parts[at], after), before)
+    number, lengths = involved[0] if involved else 0, [len(x) for x in parts]
+    outer_size, inner_size = math.prod(lengths[:number]), math.prod(lengths[number + 1 :])
+    return np.tile(np.repeat(parts[number], inner_size), outer_size)
 
 
-def find_kept(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
+def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
     """Returns the entries of an axis that stay, in order, `None` for all.
 
     [layers, entries] where the indices of a variable have a row for each layer.
@@ -169,21 +169,25 @@ def find_kept(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
     root = axis.root
     if root.kind is None:
         return kept_indices.get(root)
-    parts = [find_kept(part, kept_indices) for part in root.parts]
+    parts = [find_kept_indices(part, kept_indices) for part in root.parts]
     if all(part is None for part in parts):
         return None
     sizes = [part.root.size for part in root.parts]
-    each = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
-    layers = max((x.shape[:-1] for x in each), key=len)
-    each = [x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in each]
+    indices = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
+    layers = max((x.shape[:-1] for x in indices), key=len)
+    indices = [
+        x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in indices
+    ]
     if root.kind == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
-        moved = [x + start for x, start in zip(each, starts, strict=True)]
+        shifted = [x + start for x, start in zip(indices, starts, strict=True)]
         # The row of a layer that runs is traced.
-        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved, axis=-1)
+        joined: np.ndarray = (jnp if any(map(is_traced, indices)) else np).concatenate(
+            shifted, axis=-1
+        )
         return joined
     index = np.zeros((*layers, 1), int)
-    for x, n in zip(each, sizes, strict=True):
+    for x, n in zip(indices, sizes, strict=True):
         index = (index[..., None] * n + x[..., None, :]).reshape(*layers, -1)
     return index
 
@@ -197,62 +201,62 @@ def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     return functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
 
 
-def _parts(kind: Kind, axis: Axis) -> list[Axis]:
+def _list_parts(kind: JoinKind, axis: Axis) -> list[Axis]:
     """Returns the factors of an axis that are longer than 1, or the terms that are not empty."""
     root = axis.root
     if root.kind == kind:
-        return [x for part in root.parts for x in _parts(kind, part)]
+        return [x for part in root.parts for x in _list_parts(kind, part)]
     return [root] if root.size != (kind == "product") else []
 
 
-def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
+def _bind_variable(variable: Axis, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
     if axis.kind and any(x is variable for x in list_variables(axis)):
         pin(axis, reason.with_detail("an axis that is a part of itself"))
         return
-    why = variable.pin
-    variable.become(axis)
-    if why is not None:
-        pin(axis, why)
+    pinned = variable.pin
+    variable.merge_into(axis)
+    if pinned is not None:
+        pin(axis, pinned)
 
 
-def _align(one: Axis, other: Axis, reason: Reason) -> bool:
+def _unify_parts(one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies the parts of two axes of one size; returns whether the parts fit."""
     if one.kind == other.kind:
-        return one.kind is not None and _align_parts(one.kind, one, other, reason)
-    return _align_mixed(*((one, other) if one.kind == "sum" else (other, one)), reason)
+        return one.kind is not None and _unify_like_parts(one.kind, one, other, reason)
+    return _unify_mixed_parts(*((one, other) if one.kind == "sum" else (other, one)), reason)
 
 
-def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
+def _unify_like_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
-    parts, other_parts = (deque(_parts(kind, axis)) for axis in (one, other))
+    parts, other_parts = (deque(_list_parts(kind, axis)) for axis in (one, other))
     while parts and other_parts:
         a, b = parts.popleft().root, other_parts.popleft().root
         if kind in (a.kind, b.kind):  # taken apart meanwhile
-            parts.extendleft(reversed(_parts(kind, a)))
-            other_parts.extendleft(reversed(_parts(kind, b)))
+            parts.extendleft(reversed(_list_parts(kind, a)))
+            other_parts.extendleft(reversed(_list_parts(kind, b)))
         elif a.size == b.size:
             unify(a, b, reason)
         else:
             queues = (parts, other_parts) if a.size > b.size else (other_parts, parts)
             large, small = (a, b) if a.size > b.size else (b, a)
-            cut = _cut(kind, large, small.size, reason)
-            if cut is None:
+            pieces = _split_off(kind, large, small.size, reason)
+            if pieces is None:
                 return False
-            queues[0].extendleft(reversed(cut))
+            queues[0].extendleft(reversed(pieces))
             queues[1].appendleft(small)
     return not parts and not other_parts
 
 
-def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
+def _split_off(kind: JoinKind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
     """Returns a first part of this size, and the remainder; `None` if there is no such cut."""
     if large.kind is None and kind == "sum":
-        return large.take_apart(kind, (size, large.size - size))
+        return large.split_variable(kind, (size, large.size - size))
     if kind == "product":
         if large.kind or not size or large.size % size:
             return None
-        return large.take_apart(kind, (size, large.size // size))
-    slowest, *faster = _parts("product", large)  # a product, cut along its slowest factor
+        return large.split_variable(kind, (size, large.size // size))
+    slowest, *faster = _list_parts("product", large)  # a product, cut along its slowest factor
     inner = join_axes("product", faster)
     if size % inner.size:
         return None
@@ -260,11 +264,11 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
     return [_repeat(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
-def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
+def _unify_mixed_parts(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
-    slowest, *faster = _parts("product", factors)
+    slowest, *faster = _list_parts("product", factors)
     inner = join_axes("product", faster)
-    rows = _parts("sum", terms)
+    rows = _list_parts("sum", terms)
     if any(row.size % inner.size for row in rows):
         return False
     pin(slowest, reason.with_detail("parts that follow one another"))

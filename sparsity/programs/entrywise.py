@@ -22,11 +22,13 @@ from sparsity.core.checks import is_traced
 from sparsity.programs.program import Equation, is_differentiable
 
 Scalar: TypeAlias = np.generic | np.ndarray | int | float
-Function: TypeAlias = Callable[..., Scalar]  # of numpy
-Inputs: TypeAlias = Sequence[float | None]  # the constants of the inputs, `None` where unknown
-Fold: TypeAlias = Callable[[Equation, Inputs], float | None]
+NumpyFunction: TypeAlias = Callable[..., Scalar]  # of numpy
+InputConstants: TypeAlias = Sequence[
+    float | None
+]  # the constants of the inputs, `None` where unknown
+Fold: TypeAlias = Callable[[Equation, InputConstants], float | None]
 
-_LARGEST = 1 << 16  # entries of a constant that are compared
+_MAX_COMPARED_SIZE = 1 << 16  # entries of a constant that are compared
 _TINY = 2.0**-126  # XLA:CPU flushes smaller numbers to 0
 
 
@@ -36,13 +38,13 @@ class Entrywise:
 
     Attributes:
       fold: `fold(equation, constants)` returns the constant of the output for inputs that are not
-        NaN, or `None` if the constant is uncertain. `exact(fn)` and `rounded(fn)` make folds;
-        copies need none.
+        NaN, or `None` if the constant is uncertain. `fold_exactly(fn)` and `fold_rounded(fn)` make
+        folds; copies need none.
       is_copy: whether the primitive returns its input, unchanged but for dtype or device.
-      places: whether the primitive is a copy to devices, whose parameters fit the shape of the
-        input only.
-      tells_nan: whether the primitive may turn NaN into a number, as comparisons do.
-      tells_zeros: whether the output for 0.0 as the last input may differ from that for -0.0.
+      is_placement: whether the primitive is a copy to devices, whose parameters fit the shape of
+        the input only.
+      may_remove_nan: whether the primitive may turn NaN into a number, as comparisons do.
+      reads_zero_sign: whether the output for 0.0 as the last input may differ from that for -0.0.
       keeps_any_zero: whether the output is 0 where one input is 0, unless another input is infinite
         or NaN; holds for complex numbers, too, of which folds return `None`.
       keeps_zeros: whether the output is 0 where all inputs are 0, for complex numbers, too.
@@ -51,67 +53,70 @@ class Entrywise:
 
     fold: Fold | None = None
     is_copy: bool = False
-    places: bool = False
-    tells_nan: bool = False
-    tells_zeros: bool = False
+    is_placement: bool = False
+    may_remove_nan: bool = False
+    reads_zero_sign: bool = False
     keeps_any_zero: bool = False
     keeps_zeros: bool = False
     is_nonnegative: bool = False
 
 
-def exact(compute: Function) -> Fold:
+def fold_exactly(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function of numpy whose bits every implementation returns."""
 
-    def fold(equation: Equation, inputs: Inputs) -> float | None:
-        constant, dtype = _compute(compute, equation, inputs), equation.inputs[0].dtype
+    def fold(equation: Equation, inputs: InputConstants) -> float | None:
+        constant, dtype = _fold_by_numpy(compute, equation, inputs), equation.inputs[0].dtype
         if constant is None or dtype.kind not in "fV" or dtype.itemsize >= 4:
             return constant
         # Compilers may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
-        wide = _compute(compute, equation, inputs, np.float64)
+        wide = _fold_by_numpy(compute, equation, inputs, np.float64)
         return constant if is_same(constant, wide) else None
 
     return fold
 
 
-def rounded(compute: Function) -> Fold:
+def fold_rounded(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function of numpy, to values that every implementation returns."""
 
-    def fold(equation: Equation, inputs: Inputs) -> float | None:
-        constant = _compute(compute, equation, inputs)
+    def fold(equation: Equation, inputs: InputConstants) -> float | None:
+        constant = _fold_by_numpy(compute, equation, inputs)
         is_certain = constant in (-1.0, 0.0, 0.5, 1.0) or not math.isfinite(constant or 0)
         # A result that is not exact is rounded by each implementation in its own way.
-        wide = _compute(compute, equation, inputs, np.float64) if is_certain else None
+        wide = _fold_by_numpy(compute, equation, inputs, np.float64) if is_certain else None
         return constant if is_same(constant, wide) else None
 
     return fold
 
 
 @np.errstate(all="ignore")
-def _compute(
-    compute: Function, equation: Equation, inputs: Inputs, wide: DTypeLike | None = None
+def _fold_by_numpy(
+    compute: NumpyFunction,
+    equation: Equation,
+    inputs: InputConstants,
+    wide: DTypeLike | None = None,
 ) -> float | None:
     """Returns a function of constants, `None` if one is unknown or complex."""
     values = equation.inputs
     if None in inputs or any(np.dtype(value.dtype).kind == "c" for value in values):
         return None
     arguments = [np.asarray(x).astype(v.dtype) for x, v in zip(inputs, values, strict=True)]
-    return _number(compute(*[x.astype(wide or x.dtype) for x in arguments]))
+    return _to_float(compute(*[x.astype(wide or x.dtype) for x in arguments]))
 
 
-def _absorb(compute: Function) -> Fold:
+def _fold_absorbing(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function that is exact, and 0 if one input is 0."""
-    fold = exact(compute)
+    fold = fold_exactly(compute)
     return lambda equation, inputs: (
         multiply_constants(*inputs) if None in inputs else fold(equation, inputs)
     )
 
 
-def _divide(equation: Equation, inputs: Inputs) -> float | None:
+def _divide(equation: Equation, inputs: InputConstants) -> float | None:
     if equation.inputs[0].dtype.kind in "iu":  # 0 / 0 is a number
-        return exact(_truncate)(equation, inputs)
+        return fold_exactly(_truncate)(equation, inputs)
     if inputs[0] == 0:
         return math.nan if inputs[1] == 0 else 0.0
-    return exact(np.divide)(equation, inputs)
+    return fold_exactly(np.divide)(equation, inputs)
 
 
 def _truncate(one: np.ndarray, other: np.ndarray) -> Scalar:
@@ -121,37 +126,37 @@ def _truncate(one: np.ndarray, other: np.ndarray) -> Scalar:
     return np.asarray(math.trunc(Fraction(int(one), int(other)))).astype(one.dtype)
 
 
-def _round(equation: Equation, inputs: Inputs) -> float | None:
+def _round(equation: Equation, inputs: InputConstants) -> float | None:
     is_half = inputs[0] is not None and inputs[0] % 1 == 0.5  # rounded in two ways
-    return None if is_half else exact(np.round)(equation, inputs)
+    return None if is_half else fold_exactly(np.round)(equation, inputs)
 
 
-def _keep_zero(equation: Equation, inputs: Inputs) -> float | None:
+def _keep_zero(equation: Equation, inputs: InputConstants) -> float | None:
     """Returns 0 if the first input is 0, whatever the other one is."""
     return 0.0 if inputs[0] == 0 else None
 
 
-def _raise_to_integer(equation: Equation, inputs: Inputs) -> float | None:
-    return rounded(lambda x: x ** equation.params["y"])(equation, inputs)
+def _raise_to_integer(equation: Equation, inputs: InputConstants) -> float | None:
+    return fold_rounded(lambda x: x ** equation.params["y"])(equation, inputs)
 
 
-def _select(equation: Equation, inputs: Inputs) -> float | None:
-    which, *cases = inputs
-    if which is not None:
-        return cases[int(which)] if 0 <= which < len(cases) else None
+def _select(equation: Equation, inputs: InputConstants) -> float | None:
+    index, *cases = inputs
+    if index is not None:
+        return cases[int(index)] if 0 <= index < len(cases) else None
     return cases[0] if all(case == cases[0] for case in cases) else None
 
 
-_EXACT: dict[str, Function] = {
+_EXACT: dict[str, NumpyFunction] = {
     "ceil": np.ceil, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "floor": np.floor, "max": np.maximum, "min": np.minimum, "not": np.invert,
     "or": np.bitwise_or, "sign": np.sign, "xor": np.bitwise_xor,
 }  # fmt: skip
-_COMPARISONS: dict[str, Function] = {
+_COMPARISONS: dict[str, NumpyFunction] = {
     "eq": np.equal, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
     "le": np.less_equal, "lt": np.less,
 }  # fmt: skip
-_ROUNDED: dict[str, Function] = {
+_ROUNDED: dict[str, NumpyFunction] = {
     "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
     "atan": np.arctan, "atanh": np.arctanh, "cbrt": np.cbrt, "cos": np.cos, "cosh": np.cosh,
     "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "log2": np.log2,
@@ -161,7 +166,7 @@ _ROUNDED: dict[str, Function] = {
 }  # fmt: skip
 _COPIES = ("copy", "copy_p", "name", "optimization_barrier", "pvary", "stop_gradient")
 _PLACEMENTS = ("device_put", "mesh_cast", "reshard", "sharding_constraint")
-_OTHERS = (
+_WITHOUT_FOLD = (
     "bessel_i0e", "bitcast_convert_type", "clz", "digamma", "igamma", "igammac", "lgamma",
     "regularized_incomplete_beta", "zeta",
 )  # fmt: skip
@@ -171,38 +176,41 @@ _KEEP_ZERO = (
 )  # fmt: skip
 
 ENTRYWISE: dict[str, Entrywise] = {
-    **{name: Entrywise(exact(compute)) for name, compute in _EXACT.items()},
-    **{name: Entrywise(exact(compute), tells_nan=True) for name, compute in _COMPARISONS.items()},
-    **{name: Entrywise(rounded(compute)) for name, compute in _ROUNDED.items()},
+    **{name: Entrywise(fold_exactly(compute)) for name, compute in _EXACT.items()},
+    **{
+        name: Entrywise(fold_exactly(compute), may_remove_nan=True)
+        for name, compute in _COMPARISONS.items()
+    },
+    **{name: Entrywise(fold_rounded(compute)) for name, compute in _ROUNDED.items()},
     **{name: Entrywise(is_copy=True) for name in _COPIES},
-    **{name: Entrywise(is_copy=True, places=True) for name in _PLACEMENTS},
-    **{name: Entrywise() for name in _OTHERS},
+    **{name: Entrywise(is_copy=True, is_placement=True) for name in _PLACEMENTS},
+    **{name: Entrywise() for name in _WITHOUT_FOLD},
     **{name: Entrywise(_keep_zero) for name in _KEEP_ZERO},
-    "abs": Entrywise(exact(np.abs), keeps_any_zero=True, is_nonnegative=True),
-    "add": Entrywise(exact(np.add), keeps_zeros=True),
-    "add_any": Entrywise(exact(np.add), keeps_zeros=True),
-    "and": Entrywise(_absorb(np.bitwise_and)),
-    "atan2": Entrywise(tells_zeros=True),
+    "abs": Entrywise(fold_exactly(np.abs), keeps_any_zero=True, is_nonnegative=True),
+    "add": Entrywise(fold_exactly(np.add), keeps_zeros=True),
+    "add_any": Entrywise(fold_exactly(np.add), keeps_zeros=True),
+    "and": Entrywise(_fold_absorbing(np.bitwise_and)),
+    "atan2": Entrywise(reads_zero_sign=True),
     "complex": Entrywise(keeps_zeros=True),
-    "conj": Entrywise(exact(np.conj), keeps_any_zero=True),
+    "conj": Entrywise(fold_exactly(np.conj), keeps_any_zero=True),
     "convert_element_type": Entrywise(is_copy=True, keeps_any_zero=True),
-    "div": Entrywise(_divide, tells_zeros=True),
-    "exp": Entrywise(rounded(np.exp), is_nonnegative=True),
+    "div": Entrywise(_divide, reads_zero_sign=True),
+    "exp": Entrywise(fold_rounded(np.exp), is_nonnegative=True),
     "imag": Entrywise(keeps_any_zero=True),
-    "integer_pow": Entrywise(_raise_to_integer, tells_zeros=True),
-    "mul": Entrywise(_absorb(np.multiply), keeps_any_zero=True),
-    "ne": Entrywise(exact(np.not_equal), tells_nan=True, keeps_zeros=True),
-    "neg": Entrywise(exact(np.negative), keeps_any_zero=True),
-    "nextafter": Entrywise(tells_zeros=True),
-    "pow": Entrywise(rounded(np.power), tells_zeros=True),
-    "real": Entrywise(exact(np.real), keeps_any_zero=True),
-    "rem": Entrywise(tells_zeros=True),
+    "integer_pow": Entrywise(_raise_to_integer, reads_zero_sign=True),
+    "mul": Entrywise(_fold_absorbing(np.multiply), keeps_any_zero=True),
+    "ne": Entrywise(fold_exactly(np.not_equal), may_remove_nan=True, keeps_zeros=True),
+    "neg": Entrywise(fold_exactly(np.negative), keeps_any_zero=True),
+    "nextafter": Entrywise(reads_zero_sign=True),
+    "pow": Entrywise(fold_rounded(np.power), reads_zero_sign=True),
+    "real": Entrywise(fold_exactly(np.real), keeps_any_zero=True),
+    "rem": Entrywise(reads_zero_sign=True),
     "round": Entrywise(_round),
-    "rsqrt": Entrywise(rounded(lambda x: 1 / np.sqrt(x)), tells_zeros=True),
+    "rsqrt": Entrywise(fold_rounded(lambda x: 1 / np.sqrt(x)), reads_zero_sign=True),
     "select_n": Entrywise(_select),
-    "sqrt": Entrywise(exact(np.sqrt), is_nonnegative=True),
-    "square": Entrywise(exact(np.square), keeps_any_zero=True, is_nonnegative=True),
-    "sub": Entrywise(exact(np.subtract), keeps_zeros=True),
+    "sqrt": Entrywise(fold_exactly(np.sqrt), is_nonnegative=True),
+    "square": Entrywise(fold_exactly(np.square), keeps_any_zero=True, is_nonnegative=True),
+    "sub": Entrywise(fold_exactly(np.subtract), keeps_zeros=True),
 }
 # These make new entries, which no input holds.
 SOURCES = frozenset((
@@ -217,20 +225,20 @@ def is_copy(equation: Equation) -> bool:
     return entry is not None and entry.is_copy and len(equation.outputs) == 1
 
 
-def constant_in(array: ArrayLike | None) -> float | None:
+def find_uniform_value(array: ArrayLike | None) -> float | None:
     """Returns the one value of all entries of an array, `None` if they differ or are unknown."""
     if array is None or is_traced(array):
         return None
     dtype = getattr(array, "dtype", np.result_type(type(array)))
-    if not isinstance(dtype, np.dtype) or np.size(array) > _LARGEST:
+    if not isinstance(dtype, np.dtype) or np.size(array) > _MAX_COMPARED_SIZE:
         return None
     entries = np.asarray(array).reshape(-1)
     if not entries.size or np.iscomplexobj(entries) or (entries != entries[0]).any():
         return None
-    return _number(entries[0])
+    return _to_float(entries[0])
 
 
-def fold_constant(equation: Equation, inputs: Inputs) -> float | None:
+def fold_constant(equation: Equation, inputs: InputConstants) -> float | None:
     """Returns the constant that an entrywise equation computes, `None` if it is uncertain."""
     rule = ENTRYWISE[equation.name]
     if any(x is not None and x != x for x in inputs):
@@ -241,17 +249,17 @@ def fold_constant(equation: Equation, inputs: Inputs) -> float | None:
     if any(0 < abs(x or 0) < _TINY for x in (*inputs, constant)):
         return None
     # The sign of a 0 is not followed, so that the sign of its inverse is not known.
-    return math.nan if rule.tells_zeros and math.isinf(constant or 0) else constant
+    return math.nan if rule.reads_zero_sign and math.isinf(constant or 0) else constant
 
 
-def tells_nan(equation: Equation) -> bool:
+def may_remove_nan(equation: Equation) -> bool:
     """Returns whether an entrywise equation may turn NaN into a number."""
-    return ENTRYWISE[equation.name].tells_nan or not is_differentiable(equation.outputs[0])
+    return ENTRYWISE[equation.name].may_remove_nan or not is_differentiable(equation.outputs[0])
 
 
-def tells_zeros(equation: Equation) -> bool:
+def reads_zero_sign(equation: Equation) -> bool:
     """Returns whether an entrywise equation returns other numbers for -0.0 than for 0.0."""
-    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].tells_zeros
+    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].reads_zero_sign
 
 
 def is_same(one: float | None, other: float | None) -> bool:
@@ -275,7 +283,7 @@ def sum_constant_products(one: float | None, other: float | None) -> float | Non
     return factor if factor is None or factor == 0 or factor != factor else None
 
 
-def _number(value: Scalar) -> float | None:
+def _to_float(value: Scalar) -> float | None:
     """Returns a value as a float, `None` for an integer that no float is equal to."""
     value = np.asarray(value).item()  # Python compares integers and floats exactly
     return float(value) if value != value or float(value) == value else None
@@ -297,11 +305,11 @@ def _cast(constant: float | None, dtype: DTypeLike) -> float | None:
 # Reductions.
 
 
-def _same(constant: float) -> float:
+def _repeat_unchanged(constant: float) -> float:
     return constant
 
 
-def _only(*constants: float) -> Callable[[float], float | None]:
+def _repeat_only(*constants: float) -> Callable[[float], float | None]:
     """Returns a `repeat` that keeps these constants, and gives NaN for one that is not finite."""
 
     def repeat(constant: float) -> float | None:
@@ -326,10 +334,10 @@ class Reduction:
 
     text: str = ""
     neutral: Callable[[DTypeLike], float] | None = None
-    repeat: Callable[[float], float | None] = _only()
+    repeat: Callable[[float], float | None] = _repeat_only()
 
 
-def _limits(dtype: DTypeLike) -> tuple[float, float]:
+def _find_limits(dtype: DTypeLike) -> tuple[float, float]:
     """Returns the smallest and the largest value of a dtype."""
     if dtype == jnp.bool_:
         return 0.0, 1.0
@@ -339,18 +347,18 @@ def _limits(dtype: DTypeLike) -> tuple[float, float]:
 
 
 def _all_bits(dtype: DTypeLike) -> float:
-    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _limits(dtype)[1]
+    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _find_limits(dtype)[1]
 
 
 REDUCTIONS: dict[str, Reduction] = {
     "argmax": Reduction("an argmax"),
     "argmin": Reduction("an argmin"),
-    "reduce_and": Reduction("", _all_bits, _same),
-    "reduce_max": Reduction("a maximum", lambda dtype: _limits(dtype)[0], _same),
-    "reduce_min": Reduction("a minimum", lambda dtype: _limits(dtype)[1], _same),
-    "reduce_or": Reduction("", lambda dtype: 0.0, _same),
-    "reduce_prod": Reduction("a product", lambda dtype: 1.0, _only(0, 1)),
-    "reduce_sum": Reduction("a sum", lambda dtype: 0.0, _only(0)),
+    "reduce_and": Reduction("", _all_bits, _repeat_unchanged),
+    "reduce_max": Reduction("a maximum", lambda dtype: _find_limits(dtype)[0], _repeat_unchanged),
+    "reduce_min": Reduction("a minimum", lambda dtype: _find_limits(dtype)[1], _repeat_unchanged),
+    "reduce_or": Reduction("", lambda dtype: 0.0, _repeat_unchanged),
+    "reduce_prod": Reduction("a product", lambda dtype: 1.0, _repeat_only(0, 1)),
+    "reduce_sum": Reduction("a sum", lambda dtype: 0.0, _repeat_only(0)),
     "reduce_xor": Reduction("", lambda dtype: 0.0),
 }
 
@@ -360,7 +368,7 @@ def repeat_constant(name: str, constant: float) -> float | None:
     return REDUCTIONS[name].repeat(constant) if name in REDUCTIONS else None
 
 
-def gather_fill(equation: Equation) -> float | None:
+def read_gather_fill(equation: Equation) -> float | None:
     """Returns the constant of a gather where an index is out of range, `None` if there is none."""
     if equation.params["mode"] != GatherScatterMode.FILL_OR_DROP:
         return None
@@ -369,5 +377,5 @@ def gather_fill(equation: Equation) -> float | None:
         return float(abs(value) if jnp.issubdtype(dtype, jnp.complexfloating) else value)
     if is_differentiable(equation.outputs[0]):
         return math.nan
-    smallest, largest = _limits(dtype)
+    smallest, largest = _find_limits(dtype)
     return smallest if jnp.issubdtype(dtype, jnp.signedinteger) else largest

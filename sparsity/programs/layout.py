@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from sparsity.programs.entrywise import gather_fill
+from sparsity.programs.entrywise import read_gather_fill
 from sparsity.programs.program import Equation, Value
 
 RelationKind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
@@ -89,8 +89,8 @@ class AxisRule:
         smaller sizes; `None` if no parameter holds sizes.
       sources: `sources(equation, number)` returns the numbers of the inputs whose entries an
         output holds; by default that of the first input.
-      joins: the reduction that joins entries of mixed axes, `None` if there is none, 'unknown' if
-        nothing follows from constants.
+      find_reduction: the name of the reduction that joins entries of mixed axes, `None` if there is
+        none, 'unknown' if nothing follows from constants.
       fill: the constant that may take the place of entries of the sources, `None` if there is none.
       is_lookup: whether indices choose entries, as in an embedding.
       moves_window: whether the mixed axes are those of a window, as in an image.
@@ -100,33 +100,33 @@ class AxisRule:
     relate: Callable[[Equation], list[Relation]]
     resize: Callable[[Equation, Sizes], EquationParams] | None = None
     sources: Callable[[Equation, int], Sequence[int]] = lambda equation, number: (0,)
-    joins: Callable[[Equation], str | None] = lambda equation: None
+    find_reduction: Callable[[Equation], str | None] = lambda equation: None
     fill: Callable[[Equation], float | None] = lambda equation: None
     is_lookup: bool = False
     moves_window: bool = False
     reads_quantized: bool = False
 
 
-def same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
+def relate_same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
     """Returns the relation of an axis of an output that is an axis of an input."""
     return Relation("product", (Place(*source),), (Place(*target),), text)
 
 
 def _transpose(equation: Equation) -> list[Relation]:
     order = equation.params["permutation"]
-    return [same((0, axis), (0, i), "a transposition") for i, axis in enumerate(order)]
+    return [relate_same((0, axis), (0, i), "a transposition") for i, axis in enumerate(order)]
 
 
 def _squeeze(equation: Equation) -> list[Relation]:
-    gone = equation.params["dimensions"]
-    axes = [axis for axis in range(len(equation.inputs[0].shape)) if axis not in gone]
-    return [same((0, axis), (0, i), "a squeeze") for i, axis in enumerate(axes)]
+    squeezed = equation.params["dimensions"]
+    axes = [axis for axis in range(len(equation.inputs[0].shape)) if axis not in squeezed]
+    return [relate_same((0, axis), (0, i), "a squeeze") for i, axis in enumerate(axes)]
 
 
 def _broadcast(equation: Equation) -> list[Relation]:
     shapes = equation.inputs[0].shape, equation.outputs[0].shape
     return [
-        same((0, i), (0, axis), "a broadcast")
+        relate_same((0, i), (0, axis), "a broadcast")
         for i, axis in enumerate(equation.params["broadcast_dimensions"])
         if shapes[0][i] == shapes[1][axis]
     ]
@@ -154,30 +154,30 @@ def _reshape(equation: Equation) -> list[Relation]:
     return relations
 
 
-def _join(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
+def _relate_parts(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
     """Returns the relations of parts that lie one after the other along an axis of one array."""
     parallel = [i for i in range(len(joined.shape)) if i != axis]
     places = tuple(Place(number, axis) for number in range(len(parts)))
     return [
-        *(same((number, i), (0, i), text) for number in range(len(parts)) for i in parallel),
+        *(relate_same((number, i), (0, i), text) for number in range(len(parts)) for i in parallel),
         Relation("sum", places, (Place(0, axis),), text),
     ]
 
 
-def _pile(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
+def _relate_layers(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
     """Returns the relations of arrays that are the layers along an axis of a stack."""
     text, parallel = "a stack", [i for i in range(len(stack.shape)) if i != axis]
     return [
         Relation("stack", (), (Place(0, axis),), text),
         *(
-            same((number, i), (0, to), text)
+            relate_same((number, i), (0, target), text)
             for number in range(len(layers))
-            for i, to in enumerate(parallel)
+            for i, target in enumerate(parallel)
         ),
     ]
 
 
-def _flip(relations: Sequence[Relation]) -> list[Relation]:
+def _invert_relations(relations: Sequence[Relation]) -> list[Relation]:
     """Returns the relations of the inverse primitive: outputs become inputs."""
     kinds: dict[RelationKind, RelationKind] = {"stack": "index"}
     return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
@@ -185,29 +185,29 @@ def _flip(relations: Sequence[Relation]) -> list[Relation]:
 
 def _concatenate(equation: Equation) -> list[Relation]:
     (output,), axis = equation.outputs, equation.params["dimension"]
-    return _join(axis, output, equation.inputs, "a concatenation")
+    return _relate_parts(axis, output, equation.inputs, "a concatenation")
 
 
 def _split(equation: Equation) -> list[Relation]:
     (value,), axis = equation.inputs, equation.params["axis"]
-    return _flip(_join(axis, value, equation.outputs, "a split"))
+    return _invert_relations(_relate_parts(axis, value, equation.outputs, "a split"))
 
 
 def _stack(equation: Equation) -> list[Relation]:
     (output,) = equation.outputs
-    return _pile(equation.params["axis"], output, equation.inputs)
+    return _relate_layers(equation.params["axis"], output, equation.inputs)
 
 
 def _unstack(equation: Equation) -> list[Relation]:
     (value,) = equation.inputs
-    return _flip(_pile(equation.params["axis"], value, equation.outputs))
+    return _invert_relations(_relate_layers(equation.params["axis"], value, equation.outputs))
 
 
 def _tile(equation: Equation) -> list[Relation]:
     return [
         Relation("product", (times, Place(0, axis)), (Place(0, axis),), "a repetition")
         if times != 1
-        else same((0, axis), (0, axis), "a repetition")
+        else relate_same((0, axis), (0, axis), "a repetition")
         for axis, times in enumerate(equation.params["reps"])
     ]
 
@@ -220,7 +220,7 @@ def _slice(equation: Equation) -> list[Relation]:
     for axis, (start, end, stride, size) in enumerate(bounds):
         place = Place(0, axis)
         if (start, end, stride) == (0, size, 1):
-            relations.append(same(place, place, "a slice"))
+            relations.append(relate_same(place, place, "a slice"))
         elif stride != 1:
             relations.append(Relation("cut", (place,), (place,), "a slice with a stride"))
         else:
@@ -231,16 +231,16 @@ def _slice(equation: Equation) -> list[Relation]:
 _IN_ORDER = "an operation that needs all entries of the axis, in order"
 
 
-def _along(
+def _relate_along(
     kind: RelationKind, axes: Callable[[Equation], Sequence[int]]
 ) -> Callable[..., list[Relation]]:
     """Returns the relations of a primitive that works along some axes of all inputs but scalars."""
 
     def relate(equation: Equation) -> list[Relation]:
-        worked = axes(equation)
+        selected = axes(equation)
         return [
-            same((source, axis), (number, axis), _IN_ORDER)
-            if axis not in worked and output.shape[axis] == size
+            relate_same((source, axis), (number, axis), _IN_ORDER)
+            if axis not in selected and output.shape[axis] == size
             else Relation(kind, (Place(source, axis),), (Place(number, axis),), _IN_ORDER)
             for number, output in enumerate(equation.outputs)
             for source, value in enumerate(equation.inputs)
@@ -252,7 +252,7 @@ def _along(
 
 def _list_padded(equation: Equation) -> list[int]:
     config = equation.params["padding_config"]
-    return [axis for axis, each in enumerate(config) if tuple(each) != (0, 0, 0)]
+    return [axis for axis, pads in enumerate(config) if tuple(pads) != (0, 0, 0)]
 
 
 def _list_windows(equation: Equation) -> list[int]:
@@ -267,13 +267,13 @@ def _list_windows(equation: Equation) -> list[int]:
 
 def _update(equation: Equation) -> list[Relation]:
     shape, part = equation.inputs[0].shape, equation.inputs[1].shape
-    computed = "an update at a place that is computed"
+    text = "an update at a place that is computed"
     return [
-        *(same((0, axis), (0, axis), "an update") for axis in range(len(shape))),
+        *(relate_same((0, axis), (0, axis), "an update") for axis in range(len(shape))),
         *(
-            same((1, axis), (0, axis), computed)
+            relate_same((1, axis), (0, axis), text)
             if shape[axis] == part[axis]
-            else Relation("mixed", (Place(1, axis),), (Place(0, axis),), computed)
+            else Relation("mixed", (Place(1, axis),), (Place(0, axis),), text)
             for axis in range(len(shape))
         ),
     ]
@@ -282,20 +282,20 @@ def _update(equation: Equation) -> list[Relation]:
 def _gather(equation: Equation) -> list[Relation]:
     spec, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     (operand, indices), (output,) = equation.inputs, equation.outputs
-    looked_up, indexing = "an axis in which entries are looked up", "an axis of indices"
-    gone = sorted({*spec.collapsed_slice_dims, *spec.operand_batching_dims})
-    sliced = [axis for axis in range(len(operand.shape)) if axis not in gone]
-    made = [i for i in range(len(output.shape)) if i not in spec.offset_dims]
+    lookup_text, index_text = "an axis in which entries are looked up", "an axis of indices"
+    removed = sorted({*spec.collapsed_slice_dims, *spec.operand_batching_dims})
+    sliced = [axis for axis in range(len(operand.shape)) if axis not in removed]
+    index_axes = [i for i in range(len(output.shape)) if i not in spec.offset_dims]
     places = tuple(Place(1, i) for i in range(len(indices.shape)))
     return [
-        Relation("index", tuple(Place(0, axis) for axis in gone), (), looked_up),
+        Relation("index", tuple(Place(0, axis) for axis in removed), (), lookup_text),
         *(
-            same((0, axis), (0, to), looked_up)
+            relate_same((0, axis), (0, target), lookup_text)
             if sizes[axis] == operand.shape[axis] and axis not in spec.start_index_map
-            else Relation("cut", (Place(0, axis),), (Place(0, to),), looked_up)
-            for axis, to in zip(sliced, spec.offset_dims, strict=True)
+            else Relation("cut", (Place(0, axis),), (Place(0, target),), lookup_text)
+            for axis, target in zip(sliced, spec.offset_dims, strict=True)
         ),
-        Relation("mixed", places, tuple(Place(0, i) for i in made), indexing),
+        Relation("mixed", places, tuple(Place(0, i) for i in index_axes), index_text),
     ]
 
 
@@ -350,18 +350,20 @@ def _may_be_empty(equation: Equation) -> bool:
     )
 
 
-def _window_reduction(equation: Equation) -> str:
+def _name_window_reduction(equation: Equation) -> str:
     return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
 
 
-def _cumulative_reduction(equation: Equation) -> str:
+def _name_cumulative_reduction(equation: Equation) -> str:
     return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
-_along_axis = _along("mixed", lambda equation: [equation.params["axis"]])
-_along_windows = _along("mixed", _list_windows)
-_CUMULATIVE = AxisRule(_along_axis, joins=_cumulative_reduction)
-_WINDOWED = AxisRule(_along_windows, joins=_window_reduction, moves_window=True)
+_relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
+_relate_along_windows = _relate_along("mixed", _list_windows)
+_CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
+_WINDOWED = AxisRule(
+    _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
+)
 
 LAYOUTS: dict[str, AxisRule] = {
     "transpose": AxisRule(_transpose, reads_quantized=True),
@@ -375,26 +377,26 @@ LAYOUTS: dict[str, AxisRule] = {
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(
-        _along("cut", lambda equation: ()),
+        _relate_along("cut", lambda equation: ()),
         _resize_dynamic_slice,
         is_lookup=True,
         reads_quantized=True,
     ),
     "dynamic_update_slice": AxisRule(_update, sources=lambda equation, number: (0, 1)),
-    "gather": AxisRule(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
-    "pad": AxisRule(_along("cut", _list_padded), sources=_all_inputs),
-    "rev": AxisRule(_along("reversed", lambda equation: equation.params["dimensions"])),
+    "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
+    "pad": AxisRule(_relate_along("cut", _list_padded), sources=_all_inputs),
+    "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
     "sort": AxisRule(
-        _along("mixed", lambda equation: [equation.params["dimension"]]),
+        _relate_along("mixed", lambda equation: [equation.params["dimension"]]),
         sources=lambda equation, number: (number,),
     ),
     "top_k": AxisRule(
-        _along_axis,
+        _relate_along_axis,
         sources=lambda equation, number: () if number else (0,),  # the others are indices
     ),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _CUMULATIVE),
     "reduce_window": AxisRule(  # by any function
-        _along_windows, sources=lambda equation, number: (), moves_window=True
+        _relate_along_windows, sources=lambda equation, number: (), moves_window=True
     ),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _WINDOWED),
 }

@@ -93,21 +93,24 @@ class Product:
         """The axes of both inputs."""
         return self.lhs, self.rhs
 
-    def partners(self, operand: int) -> dict[int, int]:
+    def map_paired_axes(self, operand: int) -> dict[int, int]:
         """Returns {axis of an operand: axis of the other operand that is paired with it}.
 
         In a convolution in groups, output channels meet the input channels of their group.
         """
-        partners = {pair[operand]: pair[1 - operand] for pair in self.pairs}
+        paired = {pair[operand]: pair[1 - operand] for pair in self.pairs}
         if operand == 1 and self.groups > 1:
-            partners |= dict.fromkeys(self.rhs.free, self.lhs.inputs[0])
-        return partners
+            paired |= dict.fromkeys(self.rhs.free, self.lhs.inputs[0])
+        return paired
 
-    def places(self, operand: int) -> dict[int, int]:
+    def map_result_axes(self, operand: int) -> dict[int, int]:
         """Returns {axis of the result: axis of an operand}, of free axes and batch axes."""
         roles = self.operands[operand]
         axes = {(operand, axis): axis for axis in roles.free}
-        axes |= {(0, axis): twin for axis, twin in zip(self.lhs.batch, roles.batch, strict=True)}
+        axes |= {
+            (0, axis): operand_axis
+            for axis, operand_axis in zip(self.lhs.batch, roles.batch, strict=True)
+        }
         return {place: axes[x] for place, x in enumerate(self.output) if x in axes}
 
     @property
@@ -138,27 +141,29 @@ def _dot(
     for value, contracted, batch, indices in zip(
         equation.inputs, *numbers, ((), experts), strict=False
     ):
-        contracted, batch = _ints(contracted), _ints(batch)
+        contracted, batch = _to_ints(contracted), _to_ints(batch)
         placed = {*contracted, *batch, *indices}
         free = tuple(axis for axis in range(len(value.shape)) if axis not in placed)
         operands.append(Operand(contracted, free, batch, indices))
     lhs, rhs = operands
     # The experts of a ragged dot that contracts rows are the first axis of its result.
-    made = [None] if {*ragged} & {*lhs.contracted} else []
+    new_axes = [None] if {*ragged} & {*lhs.contracted} else []
     pairs = [(0, axis) for axis in (*lhs.batch, *lhs.free)]
     pairs += [(1, axis) for axis in rhs.free]
     summed = [(equation.inputs[0], axis) for axis in lhs.contracted]
-    kept = [(equation.outputs[0], axis) for axis in range(len(made), len(made) + len(pairs))]
+    kept = [
+        (equation.outputs[0], axis) for axis in range(len(new_axes), len(new_axes) + len(pairs))
+    ]
     axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
         kind="ragged" if ragged else "dot",
         lhs=lhs,
         rhs=rhs,
-        output=(*made, *pairs),
+        output=(*new_axes, *pairs),
         cost=(*kept, *summed),
         pairs=tuple(axes),
-        ordered=(*ordered, *((2, axis) for axis in range(len(made)))),
+        ordered=(*ordered, *((2, axis) for axis in range(len(new_axes)))),
         ordered_text="rows in the order of their experts",
     )
 
@@ -166,19 +171,19 @@ def _dot(
 def _convolution(equation: Equation) -> Product:
     params, (_, kernel), (result,) = equation.params, equation.inputs, equation.outputs
     spec = params["dimension_numbers"]
-    (batch, *image), (out, *inputs) = spec.lhs_spec, spec.rhs_spec
+    (batch, *image), (output_channel, *inputs) = spec.lhs_spec, spec.rhs_spec
     output: list[tuple[int, int] | None] = [None] * len(result.shape)
-    output[spec.out_spec[0]], output[spec.out_spec[1]] = (0, batch), (1, out)
-    space = (image[1:], inputs[1:], spec.out_spec[2:])
+    output[spec.out_spec[0]], output[spec.out_spec[1]] = (0, batch), (1, output_channel)
+    spatial = (image[1:], inputs[1:], spec.out_spec[2:])
     in_batch = "a convolution in groups of the batch"
     return Product(
         kind="convolution",
-        lhs=Operand(tuple(image), (batch,), window=tuple(space[0])),
-        rhs=Operand(tuple(inputs), (out,), window=tuple(space[1])),
+        lhs=Operand(tuple(image), (batch,), window=tuple(spatial[0])),
+        rhs=Operand(tuple(inputs), (output_channel,), window=tuple(spatial[1])),
         output=tuple(output),
         cost=tuple([(result, i) for i in range(len(output))] + [(kernel, i) for i in inputs]),
         pairs=((image[0], inputs[0]),),
-        ordered=tuple((number, axis) for number, axes in enumerate(space) for axis in axes),
+        ordered=tuple((number, axis) for number, axes in enumerate(spatial) for axis in axes),
         ordered_text="an axis of space",
         text="a convolution",
         groups=params["feature_group_count"],
@@ -192,12 +197,12 @@ def _ragged_dot(equation: Equation) -> Product:
     return _dot(
         equation,
         numbers.dot_dimension_numbers,
-        _ints(numbers.lhs_ragged_dimensions),
-        _ints(numbers.rhs_group_dimensions),
+        _to_ints(numbers.lhs_ragged_dimensions),
+        _to_ints(numbers.rhs_group_dimensions),
     )
 
 
-def _ints(axes: tuple[int, ...]) -> tuple[int, ...]:
+def _to_ints(axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(axis) for axis in axes)  # jax.vmap leaves numpy's
 
 

@@ -63,8 +63,9 @@ class Equation:
       params: the parameters of the primitive.
       inputs: the values that the equation reads.
       outputs: the values that the equation writes.
-      bodies: inner programs. A call (jit, remat, custom derivatives) has one and shares its inputs
-        and outputs; loops, branches and shard_map share no values with their bodies.
+      inner_programs: the programs inside. A call (jit, remat, custom derivatives) has one and
+        shares its inputs and outputs; loops, branches and shard_map share no values with their
+        bodies.
       tracebacks: lines of the model that made the equation and the calls around it, the innermost
         first.
       context: the settings of jax where the equation was made.
@@ -74,7 +75,7 @@ class Equation:
     params: dict[str, Any]
     inputs: list[Value]
     outputs: list[Value]
-    bodies: tuple[Program, ...]
+    inner_programs: tuple[Program, ...]
     tracebacks: Tracebacks
     context: Any
 
@@ -137,30 +138,36 @@ class Equation:
         options = {key: self.params[key] for key in ("prevent_cse", "policy")}
         return jax.checkpoint(function, **options)
 
-    def within(self) -> list[Body]:
+    def list_bodies(self) -> list[Body]:
         """Returns the bodies with the values that enter and leave them."""
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":
-                first, count = self._scan_sizes()
-                carries = [(i, first + i) for i in range(count)]
-                layers = range(first + count, len(inputs))
-                return [Body(self.bodies[0], inputs, [*outputs], carries, layers, self.length)]
-            case "while":
-                first = params["cond_nconsts"]
-                second = first + params["body_nconsts"]
-                condition, body = self.bodies
-                carries = [(i, second - first + i) for i in range(len(outputs))]
-                carry = body.inputs[second - first :]  # before each step, and after the last
+                num_constants, num_carried = self._count_scan_values()
+                carries = [(i, num_constants + i) for i in range(num_carried)]
+                layers = range(num_constants + num_carried, len(inputs))
                 return [
-                    Body(body, inputs[first:], [*outputs], carries, trips=None),
-                    Body(condition, [*inputs[:first], *carry], [None], trips=None),
+                    Body(self.inner_programs[0], inputs, [*outputs], carries, layers, self.length)
+                ]
+            case "while":
+                num_condition = params["cond_nconsts"]
+                num_outside = num_condition + params["body_nconsts"]
+                condition, body = self.inner_programs
+                carries = [(i, num_outside - num_condition + i) for i in range(len(outputs))]
+                carry = body.inputs[
+                    num_outside - num_condition :
+                ]  # before each step, and after the last
+                return [
+                    Body(body, inputs[num_condition:], [*outputs], carries, trips=None),
+                    Body(condition, [*inputs[:num_condition], *carry], [None], trips=None),
                 ]
             case "cond":
-                return [Body(body, inputs[1:], [*outputs]) for body in self.bodies]
+                return [Body(body, inputs[1:], [*outputs]) for body in self.inner_programs]
             case "shard_map":
-                return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
-        return [Body(body, inputs, [*outputs]) for body in self.bodies]
+                return [
+                    Body(self.inner_programs[0], inputs, [*outputs], trips=_count_shards(params))
+                ]
+        return [Body(body, inputs, [*outputs]) for body in self.inner_programs]
 
     @property
     def length(self) -> int:
@@ -168,7 +175,7 @@ class Equation:
         steps: int = self.params["length"]
         return steps
 
-    def _scan_sizes(self) -> tuple[int, int]:
+    def _count_scan_values(self) -> tuple[int, int]:
         """Counts the constants and the carried values of a scan."""
         if "ft_in" in self.params:  # since jax 0.11
             constants, carry, _ = self.params["ft_in"].unpack()
@@ -206,8 +213,8 @@ class Body(NamedTuple):
     def split(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits the inputs of a scan into constants, carried values and stacks of layers."""
         end = self.layers.start
-        first = end - len(self.carries)
-        return inputs[:first], inputs[first:end], inputs[end:]
+        num_constants = end - len(self.carries)
+        return inputs[:num_constants], inputs[num_constants:end], inputs[end:]
 
 
 @dataclasses.dataclass(eq=False)
@@ -218,40 +225,40 @@ class Program:
     equations: list[Equation]
     outputs: list[Value]
 
-    def flat(self) -> Iterator[Equation]:
+    def flat_equations(self) -> Iterator[Equation]:
         """Yields all equations, those of a call in the place of the call."""
         for equation in self.equations:
             if equation.name in CALLS:
-                yield from equation.bodies[0].flat()
+                yield from equation.inner_programs[0].flat_equations()
             else:
                 yield equation
 
-    def nested(self) -> Iterator[Program]:
+    def nested_programs(self) -> Iterator[Program]:
         """Yields the program, and all programs in its loops, branches and shards."""
         yield self
-        for equation in self.flat():
-            for body in equation.bodies:
-                yield from body.nested()
+        for equation in self.flat_equations():
+            for body in equation.inner_programs:
+                yield from body.nested_programs()
 
     @functools.cached_property
     def makers(self) -> dict[Value, Equation]:
         """{value: equation that computes the value}, outside of loops and branches."""
-        return {value: equation for equation in self.flat() for value in equation.outputs}
+        return {value: equation for equation in self.flat_equations() for value in equation.outputs}
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[Equation]]:
         """{value: equations that read the value}, outside of loops and branches."""
         readers: dict[Value, list[Equation]] = {}
-        for equation in self.flat():
+        for equation in self.flat_equations():
             for value in equation.inputs:
                 readers.setdefault(value, []).append(equation)
         return readers
 
-    def rules(self) -> Iterator[tuple[Equation, Program]]:
+    def calls_with_rules(self) -> Iterator[tuple[Equation, Program]]:
         """Yields all calls with a custom rule for derivatives, also within calls, and the rules."""
         for equation in self.equations:
             if equation.name in CALLS:
-                yield from equation.bodies[0].rules()
+                yield from equation.inner_programs[0].calls_with_rules()
             if isinstance(equation.rule, Program):
                 yield equation, equation.rule
 
@@ -270,7 +277,7 @@ _LIBRARIES = re.compile(
 )
 
 
-def _shards(params: dict[str, Any]) -> int:
+def _count_shards(params: dict[str, Any]) -> int:
     """Counts the parts into which a `shard_map` cuts its inputs."""
     entries = [entry for spec in params["in_specs"] for entry in spec if entry]
     names = {n for entry in entries for n in ([entry] if isinstance(entry, str) else entry)}
@@ -297,8 +304,8 @@ def _trace_rule(call: Equation) -> Program:
         return pull_back(derivatives)
 
     inputs, outputs = call.differentiated
-    values = call.inputs, inputs if call.maps_tangents else outputs
-    structs = ([value.struct() for value in each] for each in values)
+    arguments = call.inputs, inputs if call.maps_tangents else outputs
+    structs = ([value.struct() for value in each] for each in arguments)
     return read_jaxpr(jax.make_jaxpr(map_derivatives)(*structs))
 
 
@@ -312,17 +319,17 @@ def read_jaxpr(closed: ClosedJaxpr) -> Program:
 
     Example:
       >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
-      >>> [equation.name for equation in double.flat()]
+      >>> [equation.name for equation in double.flat_equations()]
       ['mul']
     """
-    return _read(closed, ())
+    return _read_inner(closed, ())
 
 
-def values_read(program: Program) -> set[Value]:
+def find_read_values(program: Program) -> set[Value]:
     """Returns the values that some equation reads, or that the program returns."""
     values = set[Value]()
-    for body in program.nested():
-        values.update(body.outputs, *(equation.inputs for equation in body.flat()))
+    for body in program.nested_programs():
+        values.update(body.outputs, *(equation.inputs for equation in body.flat_equations()))
     return values
 
 
@@ -345,46 +352,46 @@ def list_constants(closed: ClosedJaxpr) -> list[jax.Array | np.ndarray] | None:
     return constants
 
 
-def _program(closed: ClosedJaxpr | Jaxpr, inputs: list[Value], calls: Tracebacks) -> Program:
+def _read_program(closed: ClosedJaxpr | Jaxpr, inputs: list[Value], calls: Tracebacks) -> Program:
     """Returns the program of a closed or an open jaxpr on these inputs, within these calls."""
     jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     values: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, constant in zip(jaxpr.constvars, constants, strict=True):
-        values[var] = _value(var.aval, constant)
+        values[var] = _read_value(var.aval, constant)
 
     def look_up(atom: Var | Literal) -> Value:
-        return _value(atom.aval, atom.val) if isinstance(atom, Literal) else values[atom]
+        return _read_value(atom.aval, atom.val) if isinstance(atom, Literal) else values[atom]
 
     equations = []
     for traced in jaxpr.eqns:
-        equation = _equation(traced, [look_up(atom) for atom in traced.invars], calls)
+        equation = _read_equation(traced, [look_up(atom) for atom in traced.invars], calls)
         equations.append(equation)
         values.update(zip(traced.outvars, equation.outputs, strict=True))
     return Program(inputs, equations, [look_up(atom) for atom in jaxpr.outvars])
 
 
-def _equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> Equation:
+def _read_equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> Equation:
     name, params = traced.primitive.name, traced.params
     calls = (traced.source_info.traceback, *calls)
-    bodies: tuple[Program, ...] = ()
+    inner_programs: tuple[Program, ...] = ()
     if name in CALLS:
         body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        bodies = (_program(body, inputs, calls),)
-        outputs = bodies[0].outputs
+        inner_programs = (_read_program(body, inputs, calls),)
+        outputs = inner_programs[0].outputs
     else:
         names = _BODIES.get(name, [])
         inner = params["branches"] if name == "cond" else [params[x] for x in names]
-        bodies = tuple(_read(body, calls) for body in inner)
-        outputs = [_value(var.aval) for var in traced.outvars]
-    return Equation(traced.primitive, params, inputs, outputs, bodies, calls, traced.ctx)
+        inner_programs = tuple(_read_inner(body, calls) for body in inner)
+        outputs = [_read_value(var.aval) for var in traced.outvars]
+    return Equation(traced.primitive, params, inputs, outputs, inner_programs, calls, traced.ctx)
 
 
-def _read(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
+def _read_inner(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
     """Returns the program with new inputs."""
     jaxpr = getattr(closed, "jaxpr", closed)
-    return _program(closed, [_value(var.aval) for var in jaxpr.invars], calls)
+    return _read_program(closed, [_read_value(var.aval) for var in jaxpr.invars], calls)
 
 
-def _value(aval: jax.core.AbstractValue, constant: ArrayLike | None = None) -> Value:
+def _read_value(aval: jax.core.AbstractValue, constant: ArrayLike | None = None) -> Value:
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
     return Value(shape, dtype, constant, sharding.explicit_sharding(aval))

@@ -14,8 +14,8 @@ from sparsity.core.trees import PyTree
 from sparsity.programs.program import Arrays, jaxpr_as_fun, list_constants
 
 _COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
-_MOST = 256  # programs, of which the oldest goes first
-_LARGEST = 1 << 16  # bytes of a constant of a program that is kept
+_MAX_PROGRAMS = 256  # programs, of which the oldest goes first
+_MAX_CONSTANT_BYTES = 1 << 16  # bytes of a constant of a program that is kept
 
 
 def compile_or_reuse(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
@@ -40,23 +40,23 @@ def compile_or_reuse(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., 
     results: list[object] = []
     structure: list[jax.tree_util.PyTreeDef] = []
 
-    def traced(*args: PyTree) -> list[jax.Array]:
+    def run_flat(*args: PyTree) -> list[jax.Array]:
         leaves, treedef = jax.tree.flatten(fn(*args))
         results[:] = [None if is_traced(x) else x for x in leaves]
         structure[:] = [treedef]
         return [x for x in leaves if is_traced(x)]
 
-    closed = jax.make_jaxpr(traced)(*args)
+    closed = jax.make_jaxpr(run_flat)(*args)
     arrays = list_constants(closed)
     if arrays is None or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays):
         return fn  # keys of random numbers have no bytes to compare
     constants = [np.asarray(x) for x in arrays]
-    if any(x.nbytes > _LARGEST for x in constants):
+    if any(x.nbytes > _MAX_CONSTANT_BYTES for x in constants):
         return fn
     key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
     compiled = _COMPILED.get(key)
     if compiled is None:
-        if len(_COMPILED) >= _MOST:
+        if len(_COMPILED) >= _MAX_PROGRAMS:
             _COMPILED.pop(next(iter(_COMPILED)), None)
         _COMPILED[key] = compiled = jax.jit(jaxpr_as_fun(closed))
 

@@ -33,7 +33,7 @@ class Flow(Generic[Fact]):
 
     # Hooks of subclasses.
 
-    def start(self, value: Value) -> Fact:
+    def initial_fact(self, value: Value) -> Fact:
         """Returns the fact of a value that no equation has made."""
         raise NotImplementedError
 
@@ -54,19 +54,19 @@ class Flow(Generic[Fact]):
         """
         raise NotImplementedError
 
-    def layer(self, fact: Fact, scan: Equation) -> Fact:
+    def take_layer(self, fact: Fact, scan: Equation) -> Fact:
         """Returns the fact of the layer that a step of a scan reads of an array."""
         return fact
 
-    def stack(self, fact: Fact, scan: Equation) -> Fact:
+    def stack_layers(self, fact: Fact, scan: Equation) -> Fact:
         """Returns the fact of the array that stacks the outputs of all steps of a scan."""
         return fact
 
-    def shard(self, fact: Fact, value: Value, local: Value) -> Fact:
+    def take_shard(self, fact: Fact, value: Value, local: Value) -> Fact:
         """Returns the fact of the part of an array on one device of a `shard_map`."""
         return fact
 
-    def leave(self, fact: Fact, equation: Equation) -> Fact:
+    def leave_body(self, fact: Fact, equation: Equation) -> Fact:
         """Returns the fact of an output of an equation, from the fact of the value in its body."""
         return fact
 
@@ -79,40 +79,40 @@ class Flow(Generic[Fact]):
     def fact(self, value: Value) -> Fact:
         """Returns the fact of a value."""
         if value not in self.facts:
-            self.facts[value] = self.start(value)
+            self.facts[value] = self.initial_fact(value)
         return self.facts[value]
 
     def run(self, program: Program) -> None:
         """Follows facts through a program; the equations of a call take its place."""
-        for equation in program.flat():
-            if equation.bodies and self.enters(equation):
-                self._enter(equation)
+        for equation in program.flat_equations():
+            if equation.inner_programs and self.enters(equation):
+                self._follow_bodies(equation)
             else:
                 self.visit(equation)
 
-    def _enter(self, equation: Equation) -> None:
+    def _follow_bodies(self, equation: Equation) -> None:
         results: dict[Value, Fact] = {}
-        for body in equation.within():
-            self._hand_in(equation, body)
-            self._repeat(equation, body)
+        for body in equation.list_bodies():
+            self._pass_inputs(equation, body)
+            self._follow_to_fixpoint(equation, body)
             for number, output in enumerate(body.outputs):
                 if output is not None:
-                    fact = self.leave(self._result(equation, body, number), equation)
+                    fact = self.leave_body(self._read_result(equation, body, number), equation)
                     if output in results:
                         fact = self.join(results[output], fact, equation, output)
                     results[output] = fact
         self.facts.update(results)
 
-    def _hand_in(self, equation: Equation, body: Body) -> None:
+    def _pass_inputs(self, equation: Equation, body: Body) -> None:
         for number, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
             fact = self.fact(value)
             if number in body.layers:
-                fact = self.layer(fact, equation)
+                fact = self.take_layer(fact, equation)
             elif equation.name == "shard_map":
-                fact = self.shard(fact, value, inner)
+                fact = self.take_shard(fact, value, inner)
             self.facts[inner] = fact
 
-    def _repeat(self, equation: Equation, body: Body) -> None:
+    def _follow_to_fixpoint(self, equation: Equation, body: Body) -> None:
         """Follows a body until the facts of its carry hold before and after every step."""
         is_stable = False
         while not is_stable:
@@ -125,12 +125,12 @@ class Flow(Generic[Fact]):
                 is_stable = is_stable and joined == self.facts[value]
                 self.facts[value] = joined
 
-    def _result(self, equation: Equation, body: Body, number: int) -> Fact:
+    def _read_result(self, equation: Equation, body: Body, number: int) -> Fact:
         inner, carries = body.program.outputs[number], dict(body.carries)
         if number in carries:
             return self.facts[body.program.inputs[carries[number]]]
         if equation.name == "scan":
-            return self.stack(self.fact(inner), equation)
+            return self.stack_layers(self.fact(inner), equation)
         return self.fact(inner)
 
 
@@ -149,7 +149,7 @@ class Interpreter(Generic[Array]):
 
     def call(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a call."""
-        return self.run(equation.bodies[0], inputs)
+        return self.run(equation.inner_programs[0], inputs)
 
     def read(self, value: Value) -> Array:
         """Returns a constant of the program, or another value that no equation computes."""
@@ -164,54 +164,56 @@ class Interpreter(Generic[Array]):
         """Returns whether to run the bodies of a loop or of branches equation by equation."""
         return equation.name in CONTROL
 
-    def rows(self, scan: Equation) -> PyTree:
-        """Returns arrays [length, ...]; step i passes layer i to `at_step` and `read_layer`."""
+    def list_step_inputs(self, scan: Equation) -> PyTree:
+        """Returns arrays [length, ...]; step i passes layer i to `enter_step` and `read_layer`."""
         return ()
 
-    def at_step(self, scan: Equation, rows: PyTree) -> Self:
+    def enter_step(self, scan: Equation, step_inputs: PyTree) -> Self:
         """Returns the interpreter of a step of a scan."""
         return self
 
-    def read_layer(self, array: Array, stack: Array, rows: PyTree) -> Array:
+    def read_layer(self, array: Array, stack: Array, step_inputs: PyTree) -> Array:
         """Returns the layer that a step of a scan reads.
 
         Args:
           array: the layer, as an array whose axis 0 is gone.
           stack: the array of all layers.
-          rows: layer of `rows`.
+          step_inputs: the arrays of the step, from those of `list_step_inputs`.
         """
         return array
 
     def scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a scan whose steps are entered."""
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         constants, carry, stacks = body.split(inputs)
 
         def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
-            arrays, rows = layers
-            inside = self.at_step(equation, rows)
-            read = map(functools.partial(inside.read_layer, rows=rows), arrays, stacks)
-            outputs = inside.run(body.program, [*constants, *carry, *read])
+            arrays, step_inputs = layers
+            inner = self.enter_step(equation, step_inputs)
+            read_layers = map(
+                functools.partial(inner.read_layer, step_inputs=step_inputs), arrays, stacks
+            )
+            outputs = inner.run(body.program, [*constants, *carry, *read_layers])
             return outputs[: len(carry)], outputs[len(carry) :]
 
-        carry, stacked = scan_like(equation, step, carry, (stacks, self.rows(equation)))
+        carry, stacked = scan_like(equation, step, carry, (stacks, self.list_step_inputs(equation)))
         return [*carry, *stacked]
 
     def while_loop(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a `while` loop whose bodies are entered."""
-        body, condition = equation.within()
-        first = len(condition.program.inputs) - len(body.carries)
-        second = len(inputs) - len(body.carries)
+        body, condition = equation.list_bodies()
+        num_condition = len(condition.program.inputs) - len(body.carries)
+        num_outside = len(inputs) - len(body.carries)
         return lax.while_loop(
-            lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
-            lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
-            inputs[second:],
+            lambda carry: self.run(condition.program, [*inputs[:num_condition], *carry])[0],
+            lambda carry: self.run(body.program, [*inputs[num_condition:num_outside], *carry]),
+            inputs[num_outside:],
         )
 
     def cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a conditional whose branches are entered."""
         index, *operands = inputs
-        branches = [lambda *x, body=body: self.run(body, x) for body in equation.bodies]
+        branches = [lambda *x, body=body: self.run(body, x) for body in equation.inner_programs]
         outputs: list[Array] = switch(index, branches, operands)
         return outputs
 
@@ -236,7 +238,7 @@ class Interpreter(Generic[Array]):
         """Returns the outputs of an equation."""
         if equation.name in CALLS:
             return self.call(equation, inputs)
-        if not equation.bodies or not self.enters(equation):
+        if not equation.inner_programs or not self.enters(equation):
             return self.bind(equation, inputs)
         match equation.name:
             case "scan":

@@ -139,9 +139,11 @@ def plot_sparsity(
     ax = pick_axes(ax, len(rows))
     position = np.arange(len(rows))
     ax.barh(position, [row.achieved for row in rows], color=DARK, label="achieved")
-    goals = [(i, row.target) for i, row in enumerate(rows) if row.target is not None]
-    if goals:
-        ax.plot(*zip(*((t, i) for i, t in goals), strict=True), "|", color="#D55E00", ms=14, mew=3)
+    targets = [(i, row.target) for i, row in enumerate(rows) if row.target is not None]
+    if targets:
+        ax.plot(
+            *zip(*((t, i) for i, t in targets), strict=True), "|", color="#D55E00", ms=14, mew=3
+        )
         ax.plot([], [], "|", color="#D55E00", ms=10, mew=3, label="target")
     label_rows(ax, [row.path for row in rows], [f"{row.achieved:.1%}" for row in rows])
     ax.set_xlim(0, 1)

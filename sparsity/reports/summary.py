@@ -49,8 +49,8 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     nonzeros = _fetch({path: _count_nonzero(leaves[path]) for path in sizes})
     nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
     size, nonzero = sum(sizes.values()), sum(nonzeros.values())
-    single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
-    summary = {} if only_total_sparsity else _named(dict.fromkeys(leaves) | single)
+    fractions = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
+    summary = {} if only_total_sparsity else _key_by_name(dict.fromkeys(leaves) | fractions)
     summary["_total_sparsity"] = (size - nonzero) / max(size, 1)
     summary["_nparams"] = size
     summary["_nparams_nnz"] = nonzero
@@ -81,20 +81,22 @@ def summarize_intersection(
       {'a': 0.5, '_total_intersection': 0.5}
     """
     leaves1, leaves2 = (_read_arrays(_find_masks(tree)) for tree in (mask_tree1, mask_tree2))
-    shapes = {p: (_shape(leaves1.get(p)), _shape(leaves2.get(p))) for p in leaves1 | leaves2}
+    shapes = {
+        p: (_read_shape(leaves1.get(p)), _read_shape(leaves2.get(p))) for p in leaves1 | leaves2
+    }
     if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
         raise ValueError(
             "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
-            + ", ".join(f"{name} ({a}, {b})" for name, (a, b) in _named(differing).items())
+            + ", ".join(f"{name} ({a}, {b})" for name, (a, b) in _key_by_name(differing).items())
         )
     pairs = {
         path: _make_alike(mask, leaves2[path]) for path, mask in leaves1.items() if mask is not None
     }
     ones = _fetch({path: _count_ones(a) for path, (a, _) in pairs.items()})
-    both = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
-    single = {path: both[path] / _at_least_one(ones[path]) for path in pairs}
-    summary = {} if only_total_intersection else _named(dict.fromkeys(leaves1) | single)
-    summary["_total_intersection"] = sum(both.values()) / _at_least_one(sum(ones.values()))
+    shared = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
+    fractions = {path: shared[path] / _at_least_one(ones[path]) for path in pairs}
+    summary = {} if only_total_intersection else _key_by_name(dict.fromkeys(leaves1) | fractions)
+    summary["_total_intersection"] = sum(shared.values()) / _at_least_one(sum(ones.values()))
     return summary
 
 
@@ -119,14 +121,14 @@ def active_masks(params: Params, opt_state: optax.OptState) -> Masks:
     state = get_sparse_state(opt_state)
     masks = None if state.masks is None else read_masks(state.masks, params, may_be_packed=True)
 
-    def active(
+    def find_active(
         _: trees.KeyPath, param: jax.Array, target: jax.Array | None, mask: jax.Array | None
     ) -> jax.Array | None:
         if mask is not None:
             return mask
         return None if target is None else (param != 0).astype(jnp.uint8)
 
-    return trees.map_matched(active, params, state.target_sparsities, masks)
+    return trees.map_matched(find_active, params, state.target_sparsities, masks)
 
 
 def _find_masks(tree: PyTree, may_be_packed: bool = True) -> PyTree:
@@ -207,11 +209,11 @@ def _make_alike(*masks: chex.Array) -> tuple[chex.Array, ...]:
     return masks if are_bytes else tuple(mask != 0 for mask in masks)
 
 
-def _named(by_path: dict[trees.KeyPath, PyTree]) -> dict[str, PyTree]:
+def _key_by_name(by_path: dict[trees.KeyPath, PyTree]) -> dict[str, PyTree]:
     return {trees.path_string(path): value for path, value in by_path.items()}
 
 
-def _shape(leaf: PyTree) -> tuple[int, ...] | None:
+def _read_shape(leaf: PyTree) -> tuple[int, ...] | None:
     return None if leaf is None else jnp.shape(leaf)
 
 

@@ -20,7 +20,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
-from sparsity.shrinking.dead import stays_at
+from sparsity.shrinking.dead import mark_kept
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
 from sparsity.training.kept_state import KeptState
@@ -47,15 +47,15 @@ class CutParameter:
 
     def cut(self, array: jax.Array) -> jax.Array:
         """Cuts an array of the parameter's shape."""
-        return _cut(array, self.axes)
+        return _cut_array(array, self.axes)
 
     def zero_removed(self, array: jax.Array) -> jax.Array:
         """Returns the array with zeros at the entries that the cut removes."""
         for axis, index in self.axes.items():
-            stays = stays_at(index, array.shape[axis])
+            is_kept = mark_kept(index, array.shape[axis])
             shape = [1] * array.ndim
-            shape[0], shape[axis] = len(stays), array.shape[axis]
-            array = jnp.where(stays.reshape(shape), array, 0)
+            shape[0], shape[axis] = len(is_kept), array.shape[axis]
+            array = jnp.where(is_kept.reshape(shape), array, 0)
         return array
 
 
@@ -78,8 +78,10 @@ def describe_cuts(
     """
     parameters = graph.parameters.match(params, may_be_smaller=False)
     return {
-        key: CutParameter(trees.path_string(key), x.shape, kept.get(x.path, {}), masks.get(x.path))
-        for key, x in parameters.items()
+        key_path: CutParameter(
+            trees.path_string(key_path), x.shape, kept.get(x.path, {}), masks.get(x.path)
+        )
+        for key_path, x in parameters.items()
     }
 
 
@@ -197,7 +199,7 @@ def _cut_moment(owner: CutParameter | None, leaf: jax.Array) -> jax.Array:
         return leaf
     axes = owner.axes if leaf.shape == owner.shape else _find_average_axes(owner, leaf.shape)
     if axes is not None:
-        return _cut(leaf, axes)
+        return _cut_array(leaf, axes)
     if math.prod(leaf.shape) == 1:  # optimizers write one entry where they keep no moment
         return leaf
     raise ValueError(
@@ -219,17 +221,17 @@ def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
         if not is_owned:
             owners.check_stray(leaf, names, _REMEDY)
             if trees.is_prunable(leaf) and leaf.ndim:
-                _check_place(path, leaf, owner_tree)
+                _check_outside_cuts(path, leaf, owner_tree)
     owners.check_state(owner_tree, state, _REMEDY)
 
 
-def _check_place(path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
+def _check_outside_cuts(path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
     """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
     names = trees.path_names(path)
-    for place, owner in trees.leaves_by_path(owner_tree).items():
-        part = trees.path_names(place)
-        starts = range(len(names) - len(part) + 1)
-        if owner.axes and any(names[i : i + len(part)] == part for i in starts):
+    for owner_path, owner in trees.leaves_by_path(owner_tree).items():
+        owner_names = trees.path_names(owner_path)
+        starts = range(len(names) - len(owner_names) + 1)
+        if owner.axes and any(names[i : i + len(owner_names)] == owner_names for i in starts):
             raise ValueError(
                 f"The optimizer's state has a leaf {trees.path_string(path)!r} of shape "
                 f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, and nothing tells which "
@@ -257,16 +259,16 @@ def _find_average_axes(
     return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
 
 
-def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
+def _cut_array(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
     axes = dict(axes)  # of which jax knows the arrays
-    placed = None if is_traced(array) else getattr(array, "sharding", None)
+    old_sharding = None if is_traced(array) else getattr(array, "sharding", None)
     shape = cut_shape(jnp.shape(array), axes)
     small: jax.Array
-    if isinstance(placed, NamedSharding) and not sharding.explicit_sharding(array):
-        small = _take_all(array, axes, sharding.fit(placed, shape))
+    if isinstance(old_sharding, NamedSharding) and not sharding.explicit_sharding(array):
+        small = _take_all(array, axes, sharding.fit(old_sharding, shape))
     else:
         small = sharding.shard_like(array, _take_all, array, axes, shape=shape)
     return small
@@ -275,7 +277,7 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
 def _take_all_on_host(
     array: PyTree, axes: Mapping[int, np.ndarray], target: Sharding | None = None
 ) -> PyTree:
-    return NotImplemented if target is not None else _take_in_turn(array, axes)  # of a mesh
+    return NotImplemented if target is not None else _take_along_axes(array, axes)  # of a mesh
 
 
 @host.instead(_take_all_on_host)
@@ -296,17 +298,17 @@ def _take_bits(array: jax.Array, axes: Mapping[int, jax.Array]) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.floating):
         unsigned = getattr(jnp, f"uint{jnp.finfo(array.dtype).bits}")
         bits = jax.lax.bitcast_convert_type(array, unsigned)
-    return jax.lax.bitcast_convert_type(_take_in_turn(bits, axes), array.dtype)
+    return jax.lax.bitcast_convert_type(_take_along_axes(bits, axes), array.dtype)
 
 
 @_take_bits.defjvp
 def _take_tangents(
     primals: tuple[jax.Array, Mapping[int, jax.Array]], tangents: tuple[jax.Array, PyTree]
 ) -> tuple[jax.Array, jax.Array]:
-    return _take_bits(*primals), _take_in_turn(tangents[0], primals[1])
+    return _take_bits(*primals), _take_along_axes(tangents[0], primals[1])
 
 
-def _take_in_turn(array: PyTree, axes: Mapping[int, PyTree]) -> PyTree:
+def _take_along_axes(array: PyTree, axes: Mapping[int, PyTree]) -> PyTree:
     for axis, index in axes.items():
         array = take(array, index, axis)
     return array

@@ -20,7 +20,7 @@ from sparsity.programs.axes import Axis, KeptIndices
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Evidence: TypeAlias = Mapping[Path, Mapping[int, Sequence[np.ndarray]]]  # as in `Plan`
-Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
+LiveMasks = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
 def find_dead(
@@ -53,15 +53,15 @@ def find_dead(
     evidence: dict[Path, dict[int, np.ndarray]] = {}
     while masked:
         dead = proofs.find_removable(masked)
-        changed = set()
+        changed_paths = set()
         for group in masked:
             removable = _choose_removable(dead[group], removed[group])
             if removable.any():
                 _note_evidence(group, masked[group] & removable[..., None], graph, evidence)
                 removed[group] |= removable
-                changed |= _remove(group, removable[..., None] & ~masked[group], live)
-        affected = [g for g in groups if any(path in changed for path, _ in g.members)]
-        masked = {group: _find_masked(group, live) for group in affected}
+                changed_paths |= _remove(group, removable[..., None] & ~masked[group], live)
+        affected_groups = [g for g in groups if any(path in changed_paths for path, _ in g.members)]
+        masked = {group: _find_masked(group, live) for group in affected_groups}
     kept = {}
     for group, is_removed in removed.items():
         if is_removed.any():
@@ -84,7 +84,7 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> Ch
     cases, removed = {}, {}
     for group in graph.groups:
         if group.variable in kept:
-            removed[group] = ~stays_at(kept[group.variable], group.size)
+            removed[group] = ~mark_kept(kept[group.variable], group.size)
             is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
             for number, ((path, axis), positions) in enumerate(members):
@@ -92,20 +92,20 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> Ch
                 if rows is None:
                     is_masked[..., number] = True
                     continue
-                noted = np.stack([np.isin(positions, row).all(axis=1) for row in rows])
-                is_layered = len(noted) == len(is_masked)
-                is_masked[..., number] = noted if is_layered else noted.all(axis=0)
+                is_noted = np.stack([np.isin(positions, row).all(axis=1) for row in rows])
+                is_layered = len(is_noted) == len(is_masked)
+                is_masked[..., number] = is_noted if is_layered else is_noted.all(axis=0)
             cases[group] = is_masked & removed[group][..., None]
     dead = _Proofs(graph).find_removable(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
 
 
-def stays_at(index: np.ndarray, size: int) -> np.ndarray:
+def mark_kept(index: np.ndarray, size: int) -> np.ndarray:
     """Returns bool[layers, size]: the entries of an axis that stay, one row if layers agree."""
-    rows = np.atleast_2d(index)
-    stays: np.ndarray = np.zeros((len(rows), size), bool)
-    np.put_along_axis(stays, rows, True, axis=1)
-    return stays
+    indices = np.atleast_2d(index)
+    is_kept: np.ndarray = np.zeros((len(indices), size), bool)
+    np.put_along_axis(is_kept, indices, True, axis=1)
+    return is_kept
 
 
 class _Proofs:
@@ -130,16 +130,16 @@ class _Proofs:
             unique, numbers = np.unique(rows, axis=0, return_inverse=True)
             members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
             cases[group] = members, numbers.reshape(is_masked.shape[:2])
-        self._decide({group: members for group, (members, _) in cases.items()})
+        self._prove_cases({group: members for group, (members, _) in cases.items()})
         return {
             group: np.array([self._verdicts[group][m] for m in members])[numbers]
             for group, (members, numbers) in cases.items()
         }
 
-    def _decide(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
+    def _prove_cases(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
         """Proves or refuses each case; one pass over the program serves a case of every group."""
         while True:
-            trial = {group: self._next_case(group, members) for group, members in cases.items()}
+            trial = {group: self._choose_case(group, members) for group, members in cases.items()}
             trial = {group: members for group, members in trial.items() if members}
             if not trial:
                 return
@@ -151,7 +151,7 @@ class _Proofs:
             for group, members in trial.items():
                 self._verdicts[group][members] = group.variable not in unproven
 
-    def _next_case(self, group: ChannelGroup, cases: Collection[Members]) -> Members:
+    def _choose_case(self, group: ChannelGroup, cases: Collection[Members]) -> Members:
         """Returns the largest undecided case; none of its members where all are decided.
 
         Fewer masked members than in a refused case prove nothing: such cases need no pass.
@@ -166,7 +166,7 @@ class _Proofs:
 
 
 def _list_members(
-    group: ChannelGroup, live: Live
+    group: ChannelGroup, live: LiveMasks
 ) -> Iterator[tuple[int, Path, np.ndarray, np.ndarray]]:
     """Yields the members of a group whose parameters have a mask.
 
@@ -182,17 +182,17 @@ def _list_members(
             yield number, path, positions, by_channel
 
 
-def _check_alive(group: ChannelGroup, masked: np.ndarray, live: Live) -> None:
+def _check_alive(group: ChannelGroup, masked: np.ndarray, live: LiveMasks) -> None:
     """Raises a ValueError if masks remove all channels of a group, or of one of its layers."""
-    with_mask = [path in live for path, _ in group.members]
-    if masked[..., with_mask].all(axis=(1, 2)).any():
+    has_mask = [path in live for path, _ in group.members]
+    if masked[..., has_mask].all(axis=(1, 2)).any():
         raise ValueError(
             f"All {group.size} channels of the group {group.name!r} are masked. Let at least one "
             "stay in the masks."
         )
 
 
-def _find_masked(group: ChannelGroup, live: Live) -> np.ndarray:
+def _find_masked(group: ChannelGroup, live: LiveMasks) -> np.ndarray:
     """Returns bool[layers, channels, members]: 1 where no entry of a member is live."""
     masked: np.ndarray = np.zeros((group.layers or 1, group.size, len(group.members)), bool)
     for number, _, positions, entries in _list_members(group, live):
@@ -204,8 +204,8 @@ def _find_masked(group: ChannelGroup, live: Live) -> np.ndarray:
 def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
     """Returns bool[layers, channels]: dead channels to remove, equally many in each layer."""
     candidates = dead & ~removed
-    most = dead.shape[1] - 1 - removed[0].sum()
-    count = min(candidates.sum(axis=1).min(), most)
+    max_count = dead.shape[1] - 1 - removed[0].sum()
+    count = min(candidates.sum(axis=1).min(), max_count)
     removable: np.ndarray = candidates & (np.cumsum(candidates, axis=1) <= count)
     return removable
 
@@ -220,18 +220,18 @@ def _note_evidence(
     members = zip(group.members, group.positions, strict=True)
     for number, ((path, axis), positions) in enumerate(members):
         size = graph.parameters.find_shape(path)[axis]
-        noted = np.zeros((len(masked), size), bool)
-        noted[:, positions] = masked[..., number, None]
+        is_noted = np.zeros((len(masked), size), bool)
+        is_noted[:, positions] = masked[..., number, None]
         axes = evidence.setdefault(path, {})
-        axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | noted
+        axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | is_noted
 
 
-def _remove(group: ChannelGroup, removable: np.ndarray, live: Live) -> set[Path]:
+def _remove(group: ChannelGroup, removable: np.ndarray, live: LiveMasks) -> set[Path]:
     """Removes bool[layers, channels, members] from live entries; returns paths that change."""
-    paths = set()
+    changed_paths = set()
     for number, path, positions, entries in _list_members(group, live):
         if removable[..., number].any():
             for layer, row in zip(entries, removable[..., number], strict=True):
                 layer[positions[row].reshape(-1)] = False
-            paths.add(path)
-    return paths
+            changed_paths.add(path)
+    return changed_paths

@@ -18,15 +18,15 @@ from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.removal.shared_entries import SharedEntry
-from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept
+from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept_indices
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
 
-Arrays: TypeAlias = Sequence[jax.Array]
-Function: TypeAlias = Callable[..., Arrays]
+ArraySequence: TypeAlias = Sequence[jax.Array]
+ArrayFunction: TypeAlias = Callable[..., ArraySequence]
 
 
 class CutInterpreter(Interpreter[jax.Array]):
@@ -41,9 +41,13 @@ class CutInterpreter(Interpreter[jax.Array]):
         self._coupling, self._kept_indices = removal.coupling, dict(kept_indices)
         self._shared_entries = removal.shared_entries if kept_indices else {}
         self._keeps_rules = True  # of calls, for derivatives
-        self._layer: dict[Axis, jax.Array] = {}  # rows of `kept_indices`, in a step of a scan
-        self._needed = {x for entry in self._shared_entries.values() for x in entry.list_values()}
-        self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
+        # Rows of `kept_indices`, in a step of a scan.
+        self._layer_indices: dict[Axis, jax.Array] = {}
+        self._needed_values = {
+            x for entry in self._shared_entries.values() for x in entry.list_values()
+        }
+        # Arrays of these, within the body or call that runs.
+        self._needed_arrays: dict[Value, jax.Array] = {}
         self._sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
@@ -52,7 +56,7 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the remaining entries among the first `end` along an axis."""
-        index = find_kept(self._coupling.axes(value)[axis], self._kept_indices)
+        index = find_kept_indices(self._coupling.axes(value)[axis], self._kept_indices)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
@@ -61,7 +65,7 @@ class CutInterpreter(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
-            index = find_kept(axis, {**self._kept_indices, **self._layer})  # type: ignore[dict-item]
+            index = find_kept_indices(axis, {**self._kept_indices, **self._layer_indices})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
         return array
@@ -71,21 +75,23 @@ class CutInterpreter(Interpreter[jax.Array]):
         return self.cut(value, constant) if value.shape else constant
 
     def define(self, value: Value, array: jax.Array) -> jax.Array:
-        array = _place(value, array)
-        if value in self._needed:
-            self._rows[value] = array
+        array = _reshard_like(value, array)
+        if value in self._needed_values:
+            self._needed_arrays[value] = array
         return array
 
     def run(self, program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the outputs of a program, whose rows no other program reads."""
+        """Returns the outputs of a program, whose needed arrays no other program reads."""
         pairs = zip(program.inputs, inputs, strict=True)
-        outer = self._rows
-        self._rows = {value: array for value, array in pairs if value in self._needed}
+        outer = self._needed_arrays
+        self._needed_arrays = {
+            value: array for value, array in pairs if value in self._needed_values
+        }
         outputs = super().run(program, inputs)
-        self._rows = outer
+        self._needed_arrays = outer
         return outputs
 
-    def bind(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
+    def bind(self, equation: Equation, inputs: list[jax.Array]) -> ArraySequence:
         name = equation.name
         values = (*equation.inputs, *equation.outputs)
         if all(self.shape(value) == value.shape for value in values):
@@ -93,13 +99,13 @@ class CutInterpreter(Interpreter[jax.Array]):
         if name in SOURCES:  # at full size, so that kept entries do not change
             outputs = zip(equation.outputs, equation.bind(inputs), strict=True)
             return [self.cut(value, array) for value, array in outputs]
-        bound = equation.bind(inputs, **self._resize(equation))
+        results = equation.bind(inputs, **self._resize(equation))
         if (entry := self._shared_entries.get(equation)) is not None:
             axis = self._coupling.axes(entry.value)[entry.axis].root
             # The entries that the sum has lost are all alike.
-            if lost := axis.size - self._sizes.get(axis, axis.size):
-                bound[0] += lost * equation.bind([self._compute_entry(entry)])[0]
-        return bound
+            if num_removed := axis.size - self._sizes.get(axis, axis.size):
+                results[0] += num_removed * equation.bind([self._compute_entry(entry)])[0]
+        return results
 
     def _resize(self, equation: Equation) -> dict[str, object]:
         """Returns the parameters of an equation that differ at the smaller sizes."""
@@ -109,84 +115,93 @@ class CutInterpreter(Interpreter[jax.Array]):
         if name in PRODUCTS and read_product(equation).groups > 1:
             groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
             return {"feature_group_count": groups}
-        return _shardings(equation, self.shape(equation.outputs[0]))
+        return _fit_shardings(equation, self.shape(equation.outputs[0]))
 
     def _compute_entry(self, entry: SharedEntry) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
         value, maker = entry.value, entry.maker
         shape = [1 if i == entry.axis else n for i, n in enumerate(self.shape(value))]
         if entry.constant is not None:
-            return _place(value, jnp.full(shape, entry.constant, value.dtype))
+            return _reshard_like(value, jnp.full(shape, entry.constant, value.dtype))
         if maker is None:
-            return self._rows[value] if value.constant is None else self.read(value)
+            return self._needed_arrays[value] if value.constant is None else self.read(value)
         inputs = [self._compute_entry(x) for x in entry.inputs]
         if maker.name == "broadcast_in_dim":
             axes = maker.params["broadcast_dimensions"]
-            return _place(value, lax.broadcast_in_dim(inputs[0], shape, axes))
+            return _reshard_like(value, lax.broadcast_in_dim(inputs[0], shape, axes))
         inputs = [jnp.broadcast_to(x, shape) if x.shape else x for x in inputs]
-        return maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
+        return maker.bind(inputs, **_fit_shardings(maker, tuple(shape)))[0]
 
-    def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
+    def call(self, equation: Equation, inputs: list[jax.Array]) -> ArraySequence:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         if equation.is_inline:
-            return super().run(equation.bodies[0], inputs)
-        function: Function = functools.partial(self._apply, equation.bodies[0])
+            return super().run(equation.inner_programs[0], inputs)
+        function: ArrayFunction = functools.partial(self._run_unpacked, equation.inner_programs[0])
         if equation.is_remat:
             function = equation.checkpoint(function)
         elif isinstance(equation.rule, Exception):
-            function = _forward_only(function, equation.rule)
+            function = _refuse_derivatives(function, equation.rule)
         elif equation.rule is not None and self._keeps_rules:
-            function = self._with_rule(equation, equation.rule, function)
+            function = self._add_rule(equation, equation.rule, function)
         return list(function(*inputs))
 
-    def rows(self, scan: Equation) -> list[jax.Array]:
-        return [jnp.asarray(self._kept_indices[variable]) for variable in self._layered(scan)]
+    def list_step_inputs(self, scan: Equation) -> list[jax.Array]:
+        return [
+            jnp.asarray(self._kept_indices[variable])
+            for variable in self._list_layered_variables(scan)
+        ]
 
-    def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> CutInterpreter:
+    def enter_step(self, scan: Equation, step_inputs: Sequence[jax.Array]) -> CutInterpreter:
         step = copy.copy(self)
-        step._layer = self._layer | dict(zip(self._layered(scan), rows, strict=True))
+        step._layer_indices = self._layer_indices | dict(
+            zip(self._list_layered_variables(scan), step_inputs, strict=True)
+        )
         return step
 
-    def _layered(self, scan: Equation) -> list[Axis]:
+    def _list_layered_variables(self, scan: Equation) -> list[Axis]:
         """Returns the variables whose kept entries differ between layers of a scan."""
-        rows = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
-        return [v for v, length in rows.items() if length == scan.length]
+        lengths = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
+        return [v for v, length in lengths.items() if length == scan.length]
 
-    def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    def _run_unpacked(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))
 
-    def _with_rule(self, equation: Equation, rule: Program, function: Function) -> Function:
+    def _add_rule(
+        self, equation: Equation, rule: Program, function: ArrayFunction
+    ) -> ArrayFunction:
         """Returns a call with its custom rule for derivatives, at the smaller sizes."""
-        plain = copy.copy(self)
-        plain._keeps_rules = False
+        without_rules = copy.copy(self)
+        without_rules._keeps_rules = False
 
         if equation.maps_tangents:
 
-            def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
-                used = _pick_differentiable(tangents, equation.inputs)
-                computed = plain.run(rule, [*primals, *used])
-                half, values = len(computed) // 2, equation.outputs
-                outputs = _insert_others(computed[:half], values, function(*primals))
-                return outputs, _insert_others(computed[half:], values, _no_tangents(outputs))
+            def forward(primals: ArraySequence, tangents: ArraySequence) -> tuple[PyTree, PyTree]:
+                differentiable = _pick_differentiable(tangents, equation.inputs)
+                computed = without_rules.run(rule, [*primals, *differentiable])
+                num_outputs, values = len(computed) // 2, equation.outputs
+                outputs = _insert_others(computed[:num_outputs], values, function(*primals))
+                return outputs, _insert_others(
+                    computed[num_outputs:], values, _make_zero_tangents(outputs)
+                )
 
             with_jvp = jax.custom_jvp(function)
             with_jvp.defjvp(forward)
             return with_jvp
 
-        def backward(inputs: Arrays, cotangents: Arrays) -> PyTree:
-            used = _pick_differentiable(cotangents, equation.outputs)
-            computed = plain.run(rule, [*inputs, *used])
-            return _insert_others(computed, equation.inputs, _no_tangents(inputs))
+        def backward(inputs: ArraySequence, cotangents: ArraySequence) -> PyTree:
+            differentiable = _pick_differentiable(cotangents, equation.outputs)
+            computed = without_rules.run(rule, [*inputs, *differentiable])
+            return _insert_others(computed, equation.inputs, _make_zero_tangents(inputs))
 
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
         return with_vjp
 
 
-def _forward_only(function: Function, error: Exception) -> Function:
+def _refuse_derivatives(function: ArrayFunction, error: Exception) -> ArrayFunction:
     """Returns a function whose derivatives raise the error of the model's rule."""
 
-    def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
+    def forward(primals: ArraySequence, tangents: ArraySequence) -> tuple[PyTree, PyTree]:
         raise error
 
     wrapped = jax.custom_jvp(function)
@@ -194,17 +209,19 @@ def _forward_only(function: Function, error: Exception) -> Function:
     return wrapped
 
 
-def _pick_differentiable(arrays: Arrays, values: Sequence[Value]) -> list[jax.Array]:
+def _pick_differentiable(arrays: ArraySequence, values: Sequence[Value]) -> list[jax.Array]:
     """Returns the arrays of values that have derivatives."""
     return [x for x, value in zip(arrays, values, strict=True) if is_differentiable(value)]
 
 
-def _no_tangents(arrays: Arrays) -> list[np.ndarray]:
+def _make_zero_tangents(arrays: ArraySequence) -> list[np.ndarray]:
     """Returns the zeros that jax takes for tangents of integers."""
     return [np.zeros(np.shape(x), jax.dtypes.float0) for x in arrays]
 
 
-def _insert_others(computed: Arrays, values: Sequence[Value], others: Sequence[PyTree]) -> PyTree:
+def _insert_others(
+    computed: ArraySequence, values: Sequence[Value], others: Sequence[PyTree]
+) -> PyTree:
     """Returns the arrays that a rule computes, and others for values without derivatives."""
     arrays, pairs = iter(computed), zip(values, others, strict=True)
     return tuple(next(arrays) if is_differentiable(value) else other for value, other in pairs)
@@ -221,13 +238,13 @@ def take(array: PyTree, index: np.ndarray | jax.Array, axis: int) -> PyTree:
     return xp.take(array, index, axis=axis)
 
 
-def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, object]:
+def _fit_shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, object]:
     """Returns the shardings of an equation, without axes that do not divide the new sizes."""
     params = {key: equation.params.get(key) for key in ("sharding", "out_sharding")}
     return {key: fit(x, shape) for key, x in params.items() if isinstance(x, NamedSharding)}
 
 
-def _place(value: Value, array: jax.Array) -> jax.Array:
+def _reshard_like(value: Value, array: jax.Array) -> jax.Array:
     """Shards an array on Explicit axes like the value, where axes divide the new sizes."""
     if value.sharding is None:
         return array

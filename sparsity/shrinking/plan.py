@@ -12,7 +12,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, check_sizes
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.channels.cuts import AxisArrays, solve_kept, spread_kept
+from sparsity.graph.channels.cuts import AxisArrays, list_kept_indices, solve_kept_indices
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
@@ -58,7 +58,7 @@ class Plan:
             check_kind(f"kept[{path!r}]", axes, Mapping, "a dict {axis: indices}")
             check_kind(f"shapes[{path!r}]", self.shapes[path], tuple, "a tuple of sizes")
             for axis, index in axes.items():
-                if fault := _fault(index, axis, self.shapes[path]):
+                if fault := _find_fault(index, axis, self.shapes[path]):
                     raise ValueError(
                         f"The plan keeps of the parameter {trees.join_names(path)!r}, shape "
                         f"{self.shapes[path]}, along axis {axis}: {fault}."
@@ -107,9 +107,9 @@ class Plan:
             "lambda row: small.apply(params, row[None]).",
         )
         structs = zip(sharding.abstract(arrays), full, strict=True)
-        example = rebuild([sharding.resized(*pair) for pair in structs])
+        example = rebuild([sharding.resize_struct(*pair) for pair in structs])
         retraced = graph.retrace(example, *args)
-        kept_indices = solve_kept(retraced.removal.list_axes(), self)
+        kept_indices = solve_kept_indices(retraced.removal.list_parameter_axes(), self)
         check_proven(retraced, kept_indices, self)
         return retraced.model.run(
             CutInterpreter(retraced.removal, kept_indices), [*arrays, *inputs]
@@ -125,7 +125,7 @@ class Plan:
         params, args = graph.model.example
         arrays, rebuild = trees.split_arrays(params)
         structs = [
-            sharding.resized(array, self.shrink_shape(parameter.path, parameter.shape))
+            sharding.resize_struct(array, self.shrink_shape(parameter.path, parameter.shape))
             for array, parameter in zip(arrays, graph.parameters, strict=True)
         ]
         return graph.trace(functools.partial(self.apply, graph), rebuild(structs), *args)
@@ -176,8 +176,10 @@ class Plan:
                     f"this plan leaves {shape}. Compose plans in the order of the cuts."
                 )
             for axis, index in axes.items():
-                before = axes_before.get(axis)
-                axes_before[axis] = index if before is None else _compose(before, index)
+                earlier_index = axes_before.get(axis)
+                axes_before[axis] = (
+                    index if earlier_index is None else _compose_indices(earlier_index, index)
+                )
         return Plan(kept, shapes, _compose_evidence(self, later))
 
 
@@ -204,7 +206,7 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
     return [shapes[path] for path in arrays]
 
 
-def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
+def _find_fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     """Returns why an axis of a parameter cannot keep these indices; `None` if it can."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
@@ -231,8 +233,8 @@ def _are_removed(rows: object, kept: np.ndarray, size: int) -> bool:
         and row.ndim == 1
         and row.dtype.kind in "iu"
         and (row[1:] > row[:-1]).all()
-        and ((row >= 0) & (row < size) & ~np.isin(row, stays)).all()
-        for row, stays in zip(rows, kept, strict=True)
+        and ((row >= 0) & (row < size) & ~np.isin(row, kept_row)).all()
+        for row, kept_row in zip(rows, kept, strict=True)
     )
 
 
@@ -241,10 +243,10 @@ def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[i
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
 
-def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
-    layers = np.broadcast_shapes(first.shape[:-1], then.shape[:-1])
-    first, then = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, then))
-    return np.take_along_axis(first, then, axis=-1)
+def _compose_indices(first: np.ndarray, later: np.ndarray) -> np.ndarray:
+    layers = np.broadcast_shapes(first.shape[:-1], later.shape[:-1])
+    first, later = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, later))
+    return np.take_along_axis(first, later, axis=-1)
 
 
 def _compose_evidence(first: Plan, later: Plan) -> Evidence:
@@ -255,11 +257,11 @@ def _compose_evidence(first: Plan, later: Plan) -> Evidence:
             if not any(axis in plan.evidence.get(path, {}) for plan in (first, later)):
                 continue
             rows = _list_evidence(later, path, axis)
-            if (before := first.kept.get(path, {}).get(axis)) is not None:
-                parts = _list_evidence(first, path, axis), [*np.atleast_2d(before)], rows
+            if (kept_before := first.kept.get(path, {}).get(axis)) is not None:
+                parts = _list_evidence(first, path, axis), [*np.atleast_2d(kept_before)], rows
                 count = max(map(len, parts))
                 layers = zip(*(part * (count // len(part)) for part in parts), strict=True)
-                rows = [np.union1d(earlier, stays[row]) for earlier, stays, row in layers]
+                rows = [np.union1d(earlier, kept_row[row]) for earlier, kept_row, row in layers]
             evidence.setdefault(path, {})[axis] = rows
     return evidence
 
@@ -268,8 +270,8 @@ def _list_evidence(plan: Plan, path: Path, axis: int) -> list[np.ndarray]:
     """Returns the evidence at an axis that loses indices: a row for each row of `kept`."""
     if axis in plan.evidence.get(path, {}):
         return list(plan.evidence[path][axis])
-    every = np.arange(plan.shapes[path][axis])
-    return [np.setdiff1d(every, kept) for kept in np.atleast_2d(plan.kept[path][axis])]
+    all_indices = np.arange(plan.shapes[path][axis])
+    return [np.setdiff1d(all_indices, kept) for kept in np.atleast_2d(plan.kept[path][axis])]
 
 
 def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Plan:
@@ -280,7 +282,7 @@ def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Pla
       kept_indices: {variable: channels that stay}.
       evidence: as in `Plan`; axes at which masks remove all removed indices need not be left out.
     """
-    kept = spread_kept(graph.removal.list_axes(), kept_indices)
+    kept = list_kept_indices(graph.removal.list_parameter_axes(), kept_indices)
     shapes = {x.path: x.shape for x in graph.parameters if x.path in kept}
 
     def is_partial(path: Path, axis: int, rows: Sequence[np.ndarray]) -> bool:
@@ -297,13 +299,14 @@ def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Pla
 def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for parameter, axes in graph.removal.list_axes():
-        for number, axis in enumerate(axes):
+    for parameter, axes in graph.removal.list_parameter_axes():
+        for axis_number, axis in enumerate(axes):
             if any(v in kept_indices and v not in removable for v in list_variables(axis)):
-                why = _reason(graph, parameter.path, number)
+                reason = _explain_refusal(graph, parameter.path, axis_number)
                 raise ValueError(
-                    f"The plan removes indices of axis {number} of {parameter.name!r}, which this "
-                    f"model needs: {why}. The plan was made for another model, or for other flags."
+                    f"The plan removes indices of axis {axis_number} of {parameter.name!r}, which "
+                    f"this model needs: {reason}. The plan was made for another model, or for "
+                    "other flags."
                 )
     for group in graph.groups:
         index = kept_indices.get(group.variable)
@@ -323,7 +326,7 @@ def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
         )
 
 
-def _reason(graph: Graph, path: Path, axis: int) -> str:
+def _explain_refusal(graph: Graph, path: Path, axis: int) -> str:
     """Returns why indices of an axis cannot be cut."""
     refusals = [r for r in graph.refused if (r.path, r.axis) == (path, axis)]
     if not refusals:

@@ -12,7 +12,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, Tree
 from sparsity.graph import Graph
-from sparsity.graph.channels.cuts import solve_kept
+from sparsity.graph.channels.cuts import solve_kept_indices
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.shrinking import cutting
@@ -86,7 +86,7 @@ def shrink(
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
     """Returns a checked plan that removes what masks remove, and the masks by path."""
     if isinstance(masks, Plan):
-        check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
+        check_proven(graph, solve_kept_indices(graph.removal.list_parameter_axes(), masks), masks)
         return masks, {}
     by_path = {x.path: mask for x, mask in graph.parameters.match_masks(masks)}
     for path, mask in by_path.items():
@@ -100,10 +100,10 @@ def _find_replicated(
     """Returns the attribute `replicated` of a `Small`."""
     parameters, small = graph.parameters.match(params), trees.leaves_by_path(small_params)
     replicated = {}
-    for key, leaf in trees.leaves_by_path(params).items():
-        placed = getattr(leaf, "sharding", None)
-        if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
-            for axis, count in enumerate(sharding.num_devices(placed, leaf.ndim)):
-                if small[key].shape[axis] % count:
-                    replicated[parameters[key].path, axis] = count
+    for key_path, leaf in trees.leaves_by_path(params).items():
+        old_sharding = getattr(leaf, "sharding", None)
+        if isinstance(old_sharding, NamedSharding) and leaf.shape != small[key_path].shape:
+            for axis, count in enumerate(sharding.num_devices(old_sharding, leaf.ndim)):
+                if small[key_path].shape[axis] % count:
+                    replicated[parameters[key_path].path, axis] = count
     return replicated

@@ -13,10 +13,10 @@ import numpy as np
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.pictures import bars, pick_pair
+from sparsity.core.pictures import draw_bars, pick_pair
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph, Parameter
-from sparsity.graph.channels.cuts import solve_kept
+from sparsity.graph.channels.cuts import solve_kept_indices
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking.plan import Plan
@@ -114,7 +114,7 @@ class Small(Generic[Tree]):
           Median seconds of a call before and after the cut: an entry of `report`.
         """
 
-        def program(plan: Plan, params: Params) -> Callable[[], object]:
+        def make_program(plan: Plan, params: Params) -> Callable[[], object]:
             arrays, rebuild = trees.split_arrays((params, args))
 
             @jax.jit
@@ -124,8 +124,8 @@ class Small(Generic[Tree]):
 
             return functools.partial(run, arrays)
 
-        full = program(Plan({}, {}), params)
-        return time_in_turn(full, program(self.plan, self.params), rounds=rounds)
+        full = make_program(Plan({}, {}), params)
+        return time_in_turn(full, make_program(self.plan, self.params), rounds=rounds)
 
     def report(self, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
         """Returns a table of shapes, sizes, bytes and MACs before and after, by parameter.
@@ -139,22 +139,24 @@ class Small(Generic[Tree]):
         """
         seconds = seconds or {}
         check_kind("seconds", seconds, Mapping, "a dict {name: (before, after)}")
-        densities = self._densities()
+        densities = self._compute_densities()
         columns = ("entries", "left", "bytes", "left", "MACs", "left")
         last_columns = ("density",) if densities else ()
         table = extras.make_table(("parameter", "shape", "smaller"), (*columns, *last_columns))
         totals = np.zeros(4, object)
-        for parameter, shape, sizes, macs in self._rows():
+        for parameter, shape, sizes, macs in self._list_rows():
             numbers = (*sizes, *(size * parameter.dtype.itemsize for size in sizes))
             totals += numbers
             shapes = trees.shape_text(parameter.shape), trees.shape_text(shape)
             density = densities.get(parameter.path)
-            shown = ["" if density is None else f"{density:.3g}" for _ in last_columns]
-            table.add_row(parameter.name, *shapes, *(f"{n:,}" for n in (*numbers, *macs)), *shown)
+            density_texts = ["" if density is None else f"{density:.3g}" for _ in last_columns]
+            table.add_row(
+                parameter.name, *shapes, *(f"{n:,}" for n in (*numbers, *macs)), *density_texts
+            )
         table.add_section()
         numbers = (*totals, self.before.macs(), self.macs())
         table.add_row("all", "", "", *(f"{n:,}" for n in numbers), *("" for _ in last_columns))
-        parts = [extras.as_text(table), *self._notes()]
+        parts = [extras.as_text(table), *self._list_notes()]
         if seconds:
             times = extras.make_table(("time",), ("before", "after", "ratio"))
             for name, (before, after) in seconds.items():
@@ -174,19 +176,19 @@ class Small(Generic[Tree]):
         Returns:
           The matplotlib axes.
         """
-        rows = self._rows()
-        shown = [row for row in rows if row.macs[0] or len(row.parameter.shape) > 1]
-        names = [row.parameter.name for row in shown]
-        axes = pick_pair(axes, len(shown))
+        rows = self._list_rows()
+        plotted = [row for row in rows if row.macs[0] or len(row.parameter.shape) > 1]
+        names = [row.parameter.name for row in plotted]
+        axes = pick_pair(axes, len(plotted))
         columns = (
-            ("multiply-adds", [row.macs for row in shown], self.before.macs()),
-            ("parameters", [row.sizes for row in shown], sum(row.sizes[0] for row in rows)),
+            ("multiply-adds", [row.macs for row in plotted], self.before.macs()),
+            ("parameters", [row.sizes for row in plotted], sum(row.sizes[0] for row in rows)),
         )
         for ax, (quantity, pairs, total) in zip(axes, columns, strict=True):
-            bars(ax, quantity, names, [n for n, _ in pairs], [n for _, n in pairs], total)
+            draw_bars(ax, quantity, names, [n for n, _ in pairs], [n for _, n in pairs], total)
         return axes
 
-    def _rows(self) -> list[_Row]:
+    def _list_rows(self) -> list[_Row]:
         """Returns the rows of tables and pictures, in tree order."""
         rows = []
         for parameter in self.before.parameters:
@@ -195,16 +197,16 @@ class Small(Generic[Tree]):
             rows.append(_Row(parameter, shape, (parameter.size, math.prod(shape)), macs))
         return rows
 
-    def _densities(self) -> dict[Path, float]:
+    def _compute_densities(self) -> dict[Path, float]:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
-        for key, mask in trees.leaves_by_path(self.masks).items():
-            path = trees.path_names(key)
+        for key_path, mask in trees.leaves_by_path(self.masks).items():
+            path = trees.path_names(key_path)
             parameter = self.before.parameters.find(path, mask, may_be_smaller=True)
             densities[parameter.path] = np.count_nonzero(mask) / mask.size
         return densities
 
-    def _notes(self) -> list[str]:
+    def _list_notes(self) -> list[str]:
         notes = []
         if self.replicated:
             names = [f"{trees.join_names(path)}:{axis}" for path, axis in self.replicated]
@@ -228,5 +230,5 @@ class Small(Generic[Tree]):
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        kept_indices = solve_kept(self.before.removal.list_axes(), self.plan)
+        kept_indices = solve_kept_indices(self.before.removal.list_parameter_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in kept_indices.items()}

@@ -229,12 +229,12 @@ class _Comparison:
         differing = [pair for pair in shapes if pair[0] != pair[1]]
         if any(pair not in self._changed for pair in differing):
             return f"{name} makes an array whose shape is not that of the parameter"
-        if len(dense.bodies) != len(kept.bodies):
+        if len(dense.inner_programs) != len(kept.inner_programs):
             return f"{name} depends on the number of axes or their sizes"
-        for one, other in zip(dense.bodies, kept.bodies, strict=True):
+        for one, other in zip(dense.inner_programs, kept.inner_programs, strict=True):
             if reason := self.compare(one, other):
                 return reason
-        if dense.bodies:
+        if dense.inner_programs:
             return ""
         if not _have_equal_params(dense.params, kept.params, bool(differing)):
             return f"{name} has other settings"

@@ -13,11 +13,11 @@ from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
     Sites,
+    are_kept,
     check_user_mask,
     place_masks,
     read_masks,
 )
-from sparsity.masks.bits import are_kept
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState

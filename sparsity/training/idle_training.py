@@ -9,7 +9,7 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.core.warn import warn
-from sparsity.masks.sites import leading_axes
+from sparsity.masks import leading_axes
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.updater import Updater
 

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
-from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, constant_in, fold_constant, is_same
+from sparsity.programs.entrywise import (
+    ENTRYWISE,
+    REDUCTIONS,
+    find_uniform_value,
+    fold_constant,
+    is_same,
+)
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
@@ -54,11 +60,11 @@ class RemovedEntries(Flow[Fact]):
         self.run(program)
         return [self.fact(output) for output in program.outputs]
 
-    def start(self, value: Value) -> Fact:
+    def initial_fact(self, value: Value) -> Fact:
         array = value.constant
         if jnp.issubdtype(value.dtype, jnp.complexfloating) and not is_traced(array):
             return Fact(removed=None if array is None or np.any(array) else 0.0)
-        return Fact(removed=constant_in(array))
+        return Fact(removed=find_uniform_value(array))
 
     def visit(self, equation: Equation) -> None:
         facts = [self.fact(value) for value in equation.inputs]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
+from sparsity.calibration.pruners.exchange import ReaderMatrices, choose_channels
 from tests.calibration import oracles
 
 CHANNELS = 10
@@ -22,25 +22,29 @@ def _float64():
 def problem(seed, width=1):
     """Weights, Gram, inputs of each channel, and x: inputs of several channels lie in any order."""
     weights, x, _ = oracles.layer(CHANNELS * width, 4, 60, 6, seed)
-    places = np.random.default_rng(width).permutation(CHANNELS * width).reshape(CHANNELS, width)
-    return weights, x.T @ x, places, x
+    input_indices = (
+        np.random.default_rng(width).permutation(CHANNELS * width).reshape(CHANNELS, width)
+    )
+    return weights, x.T @ x, input_indices, x
 
 
 def chosen(kept, swap, *problems, damping=0.0):
     readers = [
         ReaderMatrices(
-            jnp.asarray(weights)[None, None], jnp.asarray(gram)[None, None], jnp.asarray(places)
+            jnp.asarray(weights)[None, None],
+            jnp.asarray(gram)[None, None],
+            jnp.asarray(input_indices),
         )
-        for weights, gram, places, _ in problems
+        for weights, gram, input_indices, _ in problems
     ]
-    return np.flatnonzero(choose(readers, kept, swap, damping)[0])
+    return np.flatnonzero(choose_channels(readers, kept, swap, damping)[0])
 
 
 def error(stay, *problems):
     """What least squares on these channels leave, from the inputs themselves."""
     return sum(
-        np.linalg.lstsq(x[:, places[stay].ravel()], x @ weights.T)[1].sum()
-        for weights, _, places, x in problems
+        np.linalg.lstsq(x[:, input_indices[stay].ravel()], x @ weights.T)[1].sum()
+        for weights, _, input_indices, x in problems
     )
 
 
@@ -79,12 +83,14 @@ def test_exchanges_come_closer_to_the_best_of_all_subsets():
 
 def test_no_choice_by_size_or_by_variance_is_better():
     for seed in range(8):
-        weights, gram, places, x = problem(seed)
+        weights, gram, input_indices, x = problem(seed)
         scores = (weights**2).sum(0), (weights**2).sum(0) * x.var(0)
-        actual = error(chosen(4, 8, (weights, gram, places, x)), (weights, gram, places, x))
+        actual = error(
+            chosen(4, 8, (weights, gram, input_indices, x)), (weights, gram, input_indices, x)
+        )
         for score in scores:
             stay = np.argsort(score)[-4:]
-            assert actual < error(stay, (weights, gram, places, x))
+            assert actual < error(stay, (weights, gram, input_indices, x))
 
 
 @pytest.mark.slow
@@ -98,7 +104,7 @@ def test_products_that_read_the_same_channels_decide_together():
 def test_layers_choose_by_themselves():
     layers = problem(0), problem(1)
     weights, grams = (jnp.stack([x[i][None] for x in layers]) for i in range(2))
-    masks = choose([ReaderMatrices(weights, grams, jnp.asarray(layers[0][2]))], 4, 8, 0.01)
+    masks = choose_channels([ReaderMatrices(weights, grams, jnp.asarray(layers[0][2]))], 4, 8, 0.01)
     for layer, mask in zip(layers, masks, strict=True):
         np.testing.assert_array_equal(np.flatnonzero(mask), chosen(4, 8, layer, damping=0.01))
 
@@ -120,7 +126,7 @@ def test_dead_channels_and_copies_go_first(damping):
 @pytest.mark.parametrize("width", [1, 2])
 def test_any_number_of_channels_may_stay(width):
     drawn = problem(0, width)
-    weights, _, places, x = drawn
-    singular = weights, x[:3].T @ x[:3], places, x[:3]
+    weights, _, input_indices, x = drawn
+    singular = weights, x[:3].T @ x[:3], input_indices, x[:3]
     for kept in range(1, CHANNELS + 1):
         assert len(chosen(kept, 8, drawn)) == len(chosen(kept, 8, singular)) == kept

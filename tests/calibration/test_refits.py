@@ -77,8 +77,8 @@ def test_only_outputs_that_conjugate_gradients_leave_unsolved_are_factored(monke
         chosen["solved"] = is_solved
         return jnp.where(is_solved[:, None], 0, jnp.full_like(gradient, jnp.nan)), is_solved
 
-    by_gradients = least_squares._by_gradients
-    monkeypatch.setattr(least_squares, "_by_gradients", solve)
+    by_gradients = least_squares._solve_by_gradients
+    monkeypatch.setattr(least_squares, "_solve_by_gradients", solve)
     gram = jnp.asarray(x.T @ x, jnp.float32)
     gradient = jnp.asarray(weights @ x.T @ x, jnp.float32)
     gains = least_squares._solve_by_xla(24, 1, gradient, gradient == gradient, gram)

@@ -560,4 +560,4 @@ def test_the_command_runs_in_a_process_of_its_own(kernels):
     ],
 )
 def test_bytes_are_written_with_the_largest_unit_that_leaves_a_digit(count, text):
-    assert output.bytes_text(count) == text
+    assert output.format_bytes(count) == text

@@ -16,7 +16,7 @@ from tests.helpers import bits
 def arrays(path):
     """Returns the arrays of a checkpoint by name."""
     return {
-        name: x.load() for name, x in checkpoints.leaves_by_name(checkpoints.read(path)).items()
+        name: x.load() for name, x in checkpoints.arrays_by_name(checkpoints.read(path)).items()
     }
 
 

@@ -97,7 +97,7 @@ def test_a_bias_that_is_shifted_stands_for_what_is_added_to_the_product(name):
         for i, (key, shape) in enumerate(shapes.items())
     }
     graph = trace(model, params, X)
-    bias, read = graph.biases[(at,)], graph.model.reader
+    bias, read = graph.biases[(at,)], graph.model.make_reader
     scales = [read({(key,): x for key, x in params.items()})(x.value) for x in bias.scales]
     added = jnp.linspace(-1, 3, params[to].size)
     shifted = bias.shift(params[to], added, scales)
@@ -147,7 +147,7 @@ def test_biases_of_scanned_layers_heads_and_experts():
 
 def test_values_of_a_model_need_the_parameters_that_they_depend_on():
     graph = trace(lambda p, x: x * p["scale"], {"scale": jnp.ones(3)}, jnp.ones((2, 3)))
-    read = graph.model.reader({})
+    read = graph.model.make_reader({})
     with pytest.raises(
         ValueError, match="A value of the model depends on 'scale', which has shape"
     ):

@@ -54,7 +54,7 @@ def test_removing_groups_around_any_primitive_leaves_what_masking_gives(first):
 
 
 def test_each_primitive_of_the_tables_is_drawn():
-    tables = set().union(*coupling.TABLES)
+    tables = set().union(*coupling.ANALYSED_PRIMITIVES)
     assert tables == every_primitive.FUNCTIONS.keys() | every_primitive.NOT_DRAWN
     x, weight = np.linspace(-1.2, 2, 12).reshape(2, 6), np.ones((6, 6))
     with jax.enable_x64(True):

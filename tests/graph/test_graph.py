@@ -130,7 +130,7 @@ def test_tracing_and_grouping_4_000_equations_allocates_no_array():
     graph = trace(fn, params, jax.ShapeDtypeStruct((2, 8), jnp.float32))
     assert len(graph.groups) == 9 + 8  # in each pair of layers, and from one pair to the next
     assert graph.macs() == 40 * 9 * 2 * 2 * 8 * 16
-    assert sum(1 for _ in graph.model.program.flat()) > 4000
+    assert sum(1 for _ in graph.model.program.flat_equations()) > 4000
     assert {id(array) for array in jax.live_arrays()} <= before
 
 

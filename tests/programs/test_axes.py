@@ -7,7 +7,7 @@ from sparsity.programs.axes import (
     Axis,
     Reason,
     count_entries,
-    find_kept,
+    find_kept_indices,
     join_axes,
     label_entries,
     list_variables,
@@ -46,6 +46,6 @@ def test_entries_that_stay_along_joined_axes_have_a_row_for_each_layer_that_diff
         ({one: np.array([1]), other: layers}, [[3, 5], [4, 5]], [[1, 2, 4], [1, 3, 4]]),
         ({one: np.array([[0], [1]]), other: layers}, [[0, 2], [4, 5]], [[0, 2, 4], [1, 3, 4]]),
     ):
-        assert find_kept(product, kept).tolist() == along_product
-        assert find_kept(total, kept).tolist() == along_sum
-    assert find_kept(product, {}) is None
+        assert find_kept_indices(product, kept).tolist() == along_product
+        assert find_kept_indices(total, kept).tolist() == along_sum
+    assert find_kept_indices(product, {}) is None

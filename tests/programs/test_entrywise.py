@@ -13,7 +13,9 @@ from sparsity.programs.program import read_jaxpr
 
 def fold(fn, *constants, dtype=jnp.float32):
     """Folds the one equation of a function of constants."""
-    (equation,) = read_jaxpr(jax.make_jaxpr(fn)(*(dtype(x or 0) for x in constants))).flat()
+    (equation,) = read_jaxpr(
+        jax.make_jaxpr(fn)(*(dtype(x or 0) for x in constants))
+    ).flat_equations()
     return entrywise.fold_constant(equation, constants)
 
 
@@ -55,7 +57,7 @@ def test_a_choice_out_of_range_is_uncertain(which):
     def choose(*cases):
         return lax.select_n(jnp.int32(0), *cases)
 
-    equation = list(read_jaxpr(jax.make_jaxpr(choose)(1.0, 2.0, 3.0)).flat())[-1]
+    equation = list(read_jaxpr(jax.make_jaxpr(choose)(1.0, 2.0, 3.0)).flat_equations())[-1]
     assert entrywise.fold_constant(equation, [which, 1.0, 2.0, 3.0]) is None
     assert entrywise.fold_constant(equation, [2, 1.0, 2.0, 3.0]) == 3
 
@@ -81,7 +83,7 @@ def test_constants_are_the_results_of_jax(name):
     fn = getattr(lax, name)
     grids = np.meshgrid(*[NUMBERS] * (1 + (name in BINARY)), indexing="ij")
     arguments = [grid.ravel() for grid in grids]
-    (equation,) = read_jaxpr(jax.make_jaxpr(fn)(*arguments)).flat()
+    (equation,) = read_jaxpr(jax.make_jaxpr(fn)(*arguments)).flat_equations()
     folded = [
         entrywise.fold_constant(equation, [float(x) for x in row])
         for row in zip(*arguments, strict=True)
@@ -118,7 +120,7 @@ def test_primitives_of_other_versions_fold_to_results_by_hand(name):
     primitive.def_abstract_eval(lambda x, *_: x)
     for constants, result in NAMED[name]:
         arguments = [dtype(0)] * len(constants)
-        (equation,) = read_jaxpr(jax.make_jaxpr(primitive.bind)(*arguments)).flat()
+        (equation,) = read_jaxpr(jax.make_jaxpr(primitive.bind)(*arguments)).flat_equations()
         assert entrywise.fold_constant(equation, constants) == result, constants
 
 
@@ -169,15 +171,15 @@ def test_a_cast_keeps_constants_that_the_dtype_holds(dtype, kept, lost):
 
 
 def test_a_constant_is_the_one_value_of_an_array_of_up_to_65536_entries():
-    assert entrywise.constant_in(np.full((256, 256), 3.0)) == 3
-    assert entrywise.constant_in(np.full(256 * 256 + 1, 3.0)) is None
-    assert entrywise.constant_in(2) == 2
-    assert entrywise.constant_in(np.bool_(True)) == 1
-    assert entrywise.constant_in(2**53 + 1) is None  # no float is equal to it
+    assert entrywise.find_uniform_value(np.full((256, 256), 3.0)) == 3
+    assert entrywise.find_uniform_value(np.full(256 * 256 + 1, 3.0)) is None
+    assert entrywise.find_uniform_value(2) == 2
+    assert entrywise.find_uniform_value(np.bool_(True)) == 1
+    assert entrywise.find_uniform_value(2**53 + 1) is None  # no float is equal to it
     for array in (None, np.array([1, 2]), np.array([2, 1, 2]), np.zeros(0), np.ones(2, complex)):
-        assert entrywise.constant_in(array) is None
+        assert entrywise.find_uniform_value(array) is None
     seen = []
-    jax.jit(lambda x: seen.append(entrywise.constant_in(x)))(np.ones(2))
+    jax.jit(lambda x: seen.append(entrywise.find_uniform_value(x)))(np.ones(2))
     assert seen == [None]
 
 
@@ -211,8 +213,8 @@ def test_a_lookup_out_of_range_gives_the_fill_value_of_its_mode(dtype, fill):
 
     def gather_fill(**options):
         program = read_jaxpr(jax.make_jaxpr(lambda x: x.at[jnp.array([5])].get(**options))(x))
-        (gather,) = [equation for equation in program.flat() if equation.name == "gather"]
-        return entrywise.gather_fill(gather)
+        (gather,) = [equation for equation in program.flat_equations() if equation.name == "gather"]
+        return entrywise.read_gather_fill(gather)
 
     np.testing.assert_array_equal(gather_fill(mode="fill"), float(fill))
     np.testing.assert_array_equal(x.at[jnp.array([5])].get(mode="fill"), np.asarray([fill], dtype))

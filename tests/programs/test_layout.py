@@ -103,7 +103,9 @@ def test_related_axes_hold_the_same_entries_and_no_axis_is_left_out(name):
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape) for shape in shapes]
     (equation,) = [
-        x for x in read_jaxpr(jax.make_jaxpr(fn)(*arrays)).flat() if x.name == name.split()[0]
+        x
+        for x in read_jaxpr(jax.make_jaxpr(fn)(*arrays)).flat_equations()
+        if x.name == name.split()[0]
     ]
     relations = LAYOUTS[equation.name].relate(equation)
     sources, targets = (

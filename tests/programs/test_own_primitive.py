@@ -8,8 +8,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import sparsity
-from sparsity.programs.entrywise import ENTRYWISE, Entrywise, exact
-from sparsity.programs.layout import LAYOUTS, AxisRule, same
+from sparsity.programs.entrywise import ENTRYWISE, Entrywise, fold_exactly
+from sparsity.programs.layout import LAYOUTS, AxisRule, relate_same
 from sparsity.programs.products import PRODUCTS, Operand, Product
 
 
@@ -35,7 +35,7 @@ SWAP = primitive("swap_ends", lambda x: jnp.swapaxes(x, 0, -1))
 def _swap(equation):
     last = len(equation.inputs[0].shape) - 1
     axes = [last, *range(1, last), 0]
-    return [same((0, axis), (0, i), "a swap of axes") for i, axis in enumerate(axes)]
+    return [relate_same((0, axis), (0, i), "a swap of axes") for i, axis in enumerate(axes)]
 
 
 def model(params, x):
@@ -45,7 +45,7 @@ def model(params, x):
 
 @pytest.fixture
 def entries(monkeypatch):
-    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(exact(lambda x: 2 * x)))
+    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(fold_exactly(lambda x: 2 * x)))
     monkeypatch.setitem(LAYOUTS, "swap_ends", AxisRule(_swap))
 
 

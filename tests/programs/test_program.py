@@ -194,7 +194,7 @@ def test_programs_of_functions_that_hold_arrays_or_call_back_are_not_mixed_up():
 def test_the_oldest_program_makes_room(monkeypatch):
     compiled = {}
     monkeypatch.setattr(reuse, "_COMPILED", compiled)
-    monkeypatch.setattr(reuse, "_MOST", 2)
+    monkeypatch.setattr(reuse, "_MAX_PROGRAMS", 2)
     keys = []
     for factor in (2.0, 3.0, 4.0):
         reuse.compile_or_reuse(functools.partial(jnp.multiply, factor), jnp.float32(1))
@@ -233,9 +233,9 @@ def test_axes_of_a_product_know_their_partners_and_their_places():
         return dots, convolved
 
     program = read_jaxpr(jax.make_jaxpr(model)(x, w, image, kernel))
-    dot, convolution = map(read_product, program.flat())
-    assert [dot.partners(i) for i in range(2)] == [{2: 0, 0: 2}, {0: 2, 2: 0}]
-    assert [dot.places(i) for i in range(2)] == [{0: 0, 1: 1}, {0: 2, 2: 1}]
+    dot, convolution = map(read_product, program.flat_equations())
+    assert [dot.map_paired_axes(i) for i in range(2)] == [{2: 0, 0: 2}, {0: 2, 2: 0}]
+    assert [dot.map_result_axes(i) for i in range(2)] == [{0: 0, 1: 1}, {0: 2, 2: 1}]
     # An output channel meets the 4 channels of its group, which are some of the image's.
-    assert [convolution.partners(i) for i in range(2)] == [{1: 1}, {1: 1, 0: 1}]
-    assert [convolution.places(i) for i in range(2)] == [{0: 0}, {1: 0}]
+    assert [convolution.map_paired_axes(i) for i in range(2)] == [{1: 1}, {1: 1, 0: 1}]
+    assert [convolution.map_result_axes(i) for i in range(2)] == [{0: 0}, {1: 0}]

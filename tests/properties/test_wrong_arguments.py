@@ -421,15 +421,15 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_argument(name):
 
 def list_keys(algorithm):
     """Keys that a configuration of an algorithm takes, without the choices of names."""
-    fields = api._field_names(sparsity.ALGORITHM_REGISTRY[algorithm])
+    fields = api._list_field_names(sparsity.ALGORITHM_REGISTRY[algorithm])
     tables = api.DISTRIBUTIONS, api.SCHEDULES, sparsity.ALGORITHM_REGISTRY
-    keys = set.union(fields, *(api._config_keys(table.values()) for table in tables))
+    keys = set.union(fields, *(api._list_config_keys(table.values()) for table in tables))
     if sparsity.ALGORITHM_REGISTRY[algorithm].schedule_type != "polynomial":
         keys -= {"power", "initial_sparsity"}  # ignored, which is logged
     if algorithm.startswith("global"):
         keys.remove("erk_power_scale")
     if "scope" in fields:
-        keys |= set.union(*map(api._field_names, api.SCOPES.values()))
+        keys |= set.union(*map(api._list_field_names, api.SCOPES.values()))
     return keys
 
 

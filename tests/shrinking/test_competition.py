@@ -237,11 +237,13 @@ def test_costs_are_exact_of_traced_sizes():
         for _ in range(4):
             sizes = [int(rng.integers(1, n)) for n in most]
             high, low = at(jnp.array(sizes, jnp.uint32))
-            assert (int(high) << 32) + int(low) == (cost.value(sizes) - least) * table.unit
+            assert (int(high) << 32) + int(low) == (
+                cost.value(sizes) - least
+            ) * table.steps_per_unit
             parts = np.float32(sizes) - np.float32(0.25)
             high, low = limit(parts)
-            exact = (cost.value([Fraction(float(x)) for x in parts]) - least) * table.unit
-            step = (cost.value(sizes) - cost.value([n - 1 for n in sizes])) * table.unit
+            exact = (cost.value([Fraction(float(x)) for x in parts]) - least) * table.steps_per_unit
+            step = (cost.value(sizes) - cost.value([n - 1 for n in sizes])) * table.steps_per_unit
             assert exact - step * Fraction(1, 10**4) - 1 <= (int(high) << 32) + int(low) <= exact
 
 

@@ -17,8 +17,9 @@ from jax import lax
 from sparsity.algorithms.lamp.scores import ScaledLayer
 
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
-_TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
-_PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
+# Pivots, in deviations of a sampled rank.
+_PIVOT_DEVIATIONS = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)
+_FRACTIONS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
 _FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are float32
 _PASSES = 8  # at most: then layers are sorted
 _SLACK = 1e-4  # relative error of a score from float32 sums
@@ -50,7 +51,7 @@ def find_brackets(
     """
     is_large = count_weights(layers) > room
     low = jnp.full(len(layers), -1, jnp.float32)
-    first = _sample_pivots(layers, k, room)
+    first_pivots = _sample_pivots(layers, k, room)
 
     def is_wide(state: tuple[jax.Array, _Brackets]) -> jax.Array:
         passes, brackets = state
@@ -62,9 +63,9 @@ def find_brackets(
         # In the order of the floats, which is about that of logarithms.
         start, stop = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
         width = (stop - start).astype(jnp.float32)
-        places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
-        pivots = lax.bitcast_convert_type(places, jnp.float32)
-        pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
+        positions = start[:, None] + (width[:, None] * _FRACTIONS).astype(jnp.int32)
+        pivots = lax.bitcast_convert_type(positions, jnp.float32)
+        pivots = jnp.concatenate([ends, jnp.where(passes == 0, first_pivots, pivots)], axis=1)
         return passes + 1, _narrow_brackets(layers, pivots, k)
 
     start = jnp.int32(0), _Brackets(low, low + np.inf, low + np.inf)
@@ -96,9 +97,9 @@ def _sample_pivots(layers: Sequence[ScaledLayer], k: jax.Array, room: int) -> ja
     rank = jnp.sum(scores >= last, axis=1, keepdims=True, dtype=jnp.int32)
     rank = jnp.minimum(rank, count).astype(jnp.float32)
     deviation = jnp.sqrt(rank * (1 - rank / count.astype(np.float32)) + 1)
-    places = jnp.round(rank + deviation * _TEETH).astype(jnp.int32)
-    pivots = jnp.take_along_axis(squares, jnp.clip(places, 0, count - 1), axis=1)
-    return jnp.where(places < 0, np.inf, jnp.where(places >= count, -1, pivots))
+    ranks = jnp.round(rank + deviation * _PIVOT_DEVIATIONS).astype(jnp.int32)
+    pivots = jnp.take_along_axis(squares, jnp.clip(ranks, 0, count - 1), axis=1)
+    return jnp.where(ranks < 0, np.inf, jnp.where(ranks >= count, -1, pivots))
 
 
 def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> jax.Array:
@@ -106,8 +107,8 @@ def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> ja
     falling, ordered = lax.sort(
         (-scores.reshape(-1), jnp.asarray(weights.astype(np.float32).reshape(-1))), num_keys=1
     )
-    at = jnp.sum(jnp.cumsum(ordered) < k, dtype=jnp.int32)
-    return -falling[jnp.minimum(at, len(falling) - 1)]
+    rank = jnp.sum(jnp.cumsum(ordered) < k, dtype=jnp.int32)
+    return -falling[jnp.minimum(rank, len(falling) - 1)]
 
 
 def _narrow_brackets(layers: Sequence[ScaledLayer], pivots: jax.Array, k: jax.Array) -> _Brackets:
@@ -116,7 +117,7 @@ def _narrow_brackets(layers: Sequence[ScaledLayer], pivots: jax.Array, k: jax.Ar
     At a pivot the score is about the pivot over the sum of the squares above: the score of the last
     weight above, and of the first below.
     """
-    squares = (in_rows(layer.squares().astype(jnp.float32)) for layer in layers)
+    squares = (split_into_rows(layer.squares().astype(jnp.float32)) for layer in layers)
     tables = [_count_above(x, row) for x, row in zip(squares, pivots, strict=True)]
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
     scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
@@ -146,12 +147,12 @@ def _bound_last_score(
       sizes: numbers of weights, [layers, 1].
       k: number of weights to keep, of all layers.
     """
-    t = scores.reshape(-1)
-    exceeds = scores > t[:, None, None]
+    thresholds = scores.reshape(-1)
+    exceeds = scores > thresholds[:, None, None]
     fewest = jnp.sum(jnp.max(jnp.where(exceeds, counts, 0), axis=2), axis=1)
     most = jnp.sum(jnp.min(jnp.where(exceeds, sizes, counts), axis=2), axis=1)
-    floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
-    ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
+    floor = jnp.max(jnp.where(fewest >= k, thresholds, -1)) * (1 - _SLACK)
+    ceiling = jnp.min(jnp.where(most < k, thresholds, np.inf)) * (1 + _SLACK)
     return floor, ceiling
 
 
@@ -174,7 +175,7 @@ def count_weights(layers: Sequence[ScaledLayer]) -> np.ndarray:
     return np.array([layer.weights.size for layer in layers], np.int32)
 
 
-def in_rows(x: jax.Array) -> jax.Array:
+def split_into_rows(x: jax.Array) -> jax.Array:
     """Returns x[n] as rows, for threads to share."""
     most = min(_ROWS, len(x))
     return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)

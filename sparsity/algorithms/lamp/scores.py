@@ -71,7 +71,7 @@ class ScaledLayer(NamedTuple):
     @classmethod
     def read(cls, weights: jax.Array) -> ScaledLayer:
         """Reads a layer from its weights, of any shape."""
-        magnitudes = _magnitudes(weights)
+        magnitudes = _compute_magnitudes(weights)
         _, exponent = jnp.frexp(max_abs(magnitudes, tuple(range(magnitudes.ndim))))
         one = jnp.ones((), magnitudes.dtype)
         # In two steps: a single factor may be out of range.
@@ -80,16 +80,16 @@ class ScaledLayer(NamedTuple):
 
     def squares(self, weights: jax.Array | None = None) -> jax.Array:
         """Returns squares in [0, 1] of some weights, of all by default; NaN if not finite."""
-        magnitudes = _magnitudes(self.weights if weights is None else weights)
+        magnitudes = _compute_magnitudes(self.weights if weights is None else weights)
         magnitudes = jnp.where(jnp.isfinite(magnitudes), magnitudes, np.nan)
         return jnp.square(magnitudes * self.scales[0] * self.scales[1])
 
 
-def _magnitudes(weights: jax.Array) -> jax.Array:
-    return jnp.abs(weights).astype(float_type(weights))
+def _compute_magnitudes(weights: jax.Array) -> jax.Array:
+    return jnp.abs(weights).astype(read_score_dtype(weights))
 
 
-def float_type(weights: jax.Array) -> np.dtype:
+def read_score_dtype(weights: jax.Array) -> np.dtype:
     """Returns the dtype of scores."""
     real = jnp.finfo(weights.dtype).dtype  # of the absolute values
     return promote(real, jnp.float32)
@@ -113,8 +113,8 @@ def score_ranks(
     real = falling.dtype
     scaled = jnp.where(jnp.isnan(falling), 0, -falling) * np.exp2(bits).astype(real)
     high = jnp.trunc(scaled * 2.0**-32)
-    each = high.astype(jnp.uint32), jnp.trunc(scaled - high * 2.0**32).astype(jnp.uint32)
-    sums = exact.plus(exact.running_totals(each), above)
+    words = high.astype(jnp.uint32), jnp.trunc(scaled - high * 2.0**32).astype(jnp.uint32)
+    sums = exact.plus(exact.running_totals(words), above)
     totals = sums[0].astype(real) * 2.0**32 + sums[1].astype(real)
     totals = totals * np.exp2(-bits).astype(real)
     return jnp.where(falling == 0, 0, -falling / jnp.where(totals == 0, 1, totals)), sums

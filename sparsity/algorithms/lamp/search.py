@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.algorithms.lamp.brackets import count_weights, find_brackets, in_rows
+from sparsity.algorithms.lamp.brackets import count_weights, find_brackets, split_into_rows
 from sparsity.algorithms.lamp.scores import (
     ScaledLayer,
     count_bits,
     count_digit_bits,
-    float_type,
     lamp_scores,
+    read_score_dtype,
     score_ranks,
 )
 from sparsity.core import exact, exact_sums
@@ -45,7 +45,7 @@ _GROUP = 16  # layers of a switch, whose time to compile grows with the square o
 _MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
 
 
-class _Inside(NamedTuple):
+class _InsideBracket(NamedTuple):
     """Weights inside the brackets, [layers, ...], or inside that of a layer.
 
     Attributes:
@@ -73,7 +73,7 @@ def search_together(arrays: Sequence[jax.Array], k: Words) -> list[jax.Array] | 
       k: number of weights to keep, two words.
     """
     is_large = any(x.size > _ROOM[1] for x in arrays) and all(x.size for x in arrays)
-    is_uniform = len({float_type(x) for x in arrays}) == 1
+    is_uniform = len({read_score_dtype(x) for x in arrays}) == 1
     is_local = jax.default_backend() == "cpu" and all(map(_is_local, arrays))
     if not (is_large and is_uniform and is_local):
         return None
@@ -90,27 +90,27 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
     room = min(max(int(sizes.max()) // _SHARE, least), most)
     low, high = find_brackets(layers, exact.to_float(k)[0], room)
     parts = [_read_inside(*x, room) for x in zip(layers, low, high, strict=True)]
-    inside: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    inside: _InsideBracket = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     chosen, is_proved = _choose_inside(inside, low, high, sizes, (k[0][0], k[1][0]))
 
-    def by_search() -> list[jax.Array]:
+    def mask_by_search() -> list[jax.Array]:
         columns = layers, high, inside.positions, chosen, arrays
         return [
-            (layer.squares() > end).astype(jnp.uint8).at[at].max(mask, mode="drop")
+            (layer.squares() > end).astype(jnp.uint8).at[positions].max(mask, mode="drop")
             .reshape(array.shape)
-            for layer, end, at, mask, array in zip(*columns, strict=True)
+            for layer, end, positions, mask, array in zip(*columns, strict=True)
         ]  # fmt: skip
 
-    def by_sorting() -> list[jax.Array]:
-        ranked = [Ranked.wrap(x) for x in _sorted_scores(arrays)]
+    def mask_by_sorting() -> list[jax.Array]:
+        ranked = [Ranked.wrap(x) for x in _score_by_sorting(arrays)]
         return topk_masks(ranked, k, across_leaves=True)
 
-    masks: list[jax.Array] = lax.cond(is_proved, by_search, by_sorting)
+    masks: list[jax.Array] = lax.cond(is_proved, mask_by_search, mask_by_sorting)
     return masks, is_proved
 
 
 def _choose_inside(
-    inside: _Inside, low: jax.Array, high: jax.Array, sizes: np.ndarray, k: Words
+    inside: _InsideBracket, low: jax.Array, high: jax.Array, sizes: np.ndarray, k: Words
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the slots to keep besides all weights above, and whether it is proved.
 
@@ -137,9 +137,9 @@ def _choose_inside(
         exact.total(x) for x in (inside.num_above, inside.num_above + inside.num_inside)
     )
     is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
-    need = exact.minus(k, above)
+    num_needed = exact.minus(k, above)
     slots = Ranked.wrap(scores, is_slot.astype(jnp.uint8))
-    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), across_leaves=True)
+    [chosen] = topk_masks([slots], (num_needed[0][None], num_needed[1][None]), across_leaves=True)
     last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
     least_above, most_below = (
         square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
@@ -173,13 +173,15 @@ def _is_local(x: jax.Array) -> bool:
     return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
 
 
-def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _score_by_sorting(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns `lamp_scores` of each layer; layers of a size share a program and its buffers."""
-    alike: dict[Hashable, list[int]] = {}
+    numbers_by_type: dict[Hashable, list[int]] = {}
     for i, x in enumerate(arrays):
-        alike.setdefault((x.size, x.dtype), []).append(i)
+        numbers_by_type.setdefault((x.size, x.dtype), []).append(i)
     groups = [
-        each[at : at + _GROUP] for each in alike.values() for at in range(0, len(each), _GROUP)
+        numbers[start : start + _GROUP]
+        for numbers in numbers_by_type.values()
+        for start in range(0, len(numbers), _GROUP)
     ]
     scores: dict[int, jax.Array] = {}
     for members in groups:
@@ -198,9 +200,9 @@ def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 # ------------------------------------------------------------------ the exact sums
-def _read_inside(layer: ScaledLayer, low: jax.Array, high: jax.Array, room: int) -> _Inside:
+def _read_inside(layer: ScaledLayer, low: jax.Array, high: jax.Array, room: int) -> _InsideBracket:
     """Reads the weights with squares in (low, high]."""
-    squares = in_rows(layer.squares())
+    squares = split_into_rows(layer.squares())
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
     digits = _split_digits(jnp.where(is_above, squares, 0), layer.weights.size)
     above, inside, *sums = (
@@ -210,7 +212,7 @@ def _read_inside(layer: ScaledLayer, low: jax.Array, high: jax.Array, room: int)
     picked = layer.squares(layer.weights.at[positions].get(mode="clip"))
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
     sum_above = _join_digits(sums, count_digit_bits(layer.weights.size))
-    return _Inside(*counts, sum_above, positions, picked)
+    return _InsideBracket(*counts, sum_above, positions, picked)
 
 
 def _split_digits(squares: jax.Array, size: int) -> list[jax.Array]:

@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
     check_finite,
@@ -48,7 +48,7 @@ Problems: TypeAlias = Mapping[KeyPath, Problem]
 class StatisticsReader:
     """Pruner that reads statistics of inputs; `StatisticsPruning` explains the attributes."""
 
-    statistics_kind: ClassVar[Kind] = "gram"
+    statistics_kind: ClassVar[StatisticsKind] = "gram"
     gram_copies: ClassVar[int] = 2
 
     def statistic(
@@ -138,7 +138,7 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
           **extra_args: other arguments of `instant_sparsify`, for overrides.
         """
         solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
-        for key, problem in problems.items():
+        for key_path, problem in problems.items():
             site, param, statistic, target = problem
             if target is None:
                 raise ValueError(
@@ -146,14 +146,18 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
                     "sparsity, so that solve cannot prune it. Override solve_tree, too."
                 )
             if not param.size:
-                solved[key] = param, jnp.ones(param.shape, jnp.uint8)
+                solved[key_path] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
             solution = self.solve(site, param, statistic, target)
             check_solution(solution, f"{type(self).__name__}.solve", site.name, param)
-            new, mask = (sharding.place_like(param, x) for x in solution)
-            solved[key] = new, mask
-        weights = trees.map_matched(lambda key, param: solved.get(key, (param,))[0], params)
-        return weights, trees.map_matched(lambda key, _: solved.get(key, (0, None))[1], params)
+            weights_of_param, mask = (sharding.place_like(param, x) for x in solution)
+            solved[key_path] = weights_of_param, mask
+        weights = trees.map_matched(
+            lambda key_path, param: solved.get(key_path, (param,))[0], params
+        )
+        return weights, trees.map_matched(
+            lambda key_path, _: solved.get(key_path, (0, None))[1], params
+        )
 
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that need statistics: all with a sparsity."""
@@ -192,21 +196,22 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
         name = type(self).__name__
         paths = self.calibrated_paths(params, targets)
         check_iterable(f"the result of {name}.calibrated_paths", paths)
-        for key in paths:
-            if key not in leaves:
+        for key_path in paths:
+            if key_path not in leaves:
                 raise ValueError(
-                    f"{name}.calibrated_paths must return key paths of the params, got {key!r}."
+                    f"{name}.calibrated_paths must return key paths of the params, got "
+                    f"{key_path!r}."
                 )
-            site, param = sites[key], leaves[key]
+            site, param = sites[key_path], leaves[key_path]
             statistic = self.statistic(statistics, site, param.shape)
-            problems[key] = Problem(site, param, statistic, sparsities.get(key))
-        overrides = is_overridden(self, "solve_tree", StatisticsPruning)
-        who = f"{name}.{'solve_tree' if overrides else 'solve'}"
+            problems[key_path] = Problem(site, param, statistic, sparsities.get(key_path))
+        solves_tree = is_overridden(self, "solve_tree", StatisticsPruning)
+        label = f"{name}.{'solve_tree' if solves_tree else 'solve'}"
         extra = {**extra_args, "grads": grads}
         solved = call_hook(self.solve_tree, params, targets, problems, extra=extra)
-        weights, masks = read_pruned(solved, who, params, sparsities, self.use_packed_masks)
+        weights, masks = read_pruned(solved, label, params, sparsities, self.use_packed_masks)
         # `solve` changes the parameters of problems alone; others, such as embeddings, are large.
-        check_finite(weights, who, params, leaves if overrides else problems)
+        check_finite(weights, label, params, leaves if solves_tree else problems)
         pruned = apply_masks(weights, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 

@@ -36,15 +36,15 @@ class ReaderChannels(Coupled):
     def rank_across(
         self, importance: Sequence[jax.Array], costs: Sequence[Fraction]
     ) -> list[jax.Array]:
-        standardized = [_standardized(x) for x in importance]
+        standardized = [_standardize(x) for x in importance]
         joined = jnp.concatenate(standardized)
         # Positive, in the order of the scores, of which some are negative.
         order = jnp.argsort(jnp.argsort(joined, stable=True, descending=True), stable=True)
-        places = len(joined) - order
+        ranks = len(joined) - order
         ends = [*itertools.accumulate(len(x) for x in standardized)]
         return [
-            jnp.where(x > -jnp.inf, place, 0).astype(jnp.float32)
-            for x, place in zip(standardized, jnp.split(places, ends[:-1]), strict=True)
+            jnp.where(x > -jnp.inf, group_ranks, 0).astype(jnp.float32)
+            for x, group_ranks in zip(standardized, jnp.split(ranks, ends[:-1]), strict=True)
         ]
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
@@ -55,8 +55,8 @@ class ReaderChannels(Coupled):
 
     def scored_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that add to the importance of groups with a sparsity."""
-        groups = self._groups(params, sparsities)
-        return {key for group in groups for key, _, _ in group.scored}
+        groups = self._place_groups(params, sparsities)
+        return {key_path for group in groups for key_path, _, _ in group.scored}
 
     def choose_masks(
         self,
@@ -75,26 +75,27 @@ class ReaderChannels(Coupled):
           sparsities: tree of sparsities, `None` for leaves without one.
           extra: more arrays for `choose`.
         """
-        groups = self._groups(tree, sparsities)
+        groups = self._place_groups(tree, sparsities)
         numbers = [*map(self._count_by_sparsity, groups)]
-        return self._masks(
+        return self._make_masks(
             groups, lambda leaves, arrays: choose(groups, leaves, *arrays), [tree], (numbers, extra)
         )
 
     def _warn_of_few(self, masks: Masks, sparsities: Sparsities) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""
         by_path = trees.leaves_by_path(masks)
-        for group in self._groups(masks, sparsities):
-            (key, axis, positions), layers = group.members[0], group.channels.layers
-            if is_traced(by_path[key]):
+        for group in self._place_groups(masks, sparsities):
+            (key_path, axis, positions), layers = group.members[0], group.channels.layers
+            if is_traced(by_path[key_path]):
                 continue
-            rows = np.moveaxis(np.asarray(by_path[key]), axis, -1)
-            stays = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
-            kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.full.size
-            if kept * _FEW < size:
+            rows = np.moveaxis(np.asarray(by_path[key_path]), axis, -1)
+            is_kept = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
+            num_kept, size = int(is_kept.max(axis=-1).sum(axis=-1).min()), group.full.size
+            if num_kept * _FEW < size:
                 warn(
-                    f"The group {group.channels.name!r} keeps {kept} of {size} channels, as others "
-                    "matter more. Raise min_channels of Coupled, or leave it out with filter_fn.",
+                    f"The group {group.channels.name!r} keeps {num_kept} of {size} channels, as "
+                    "others matter more. Raise min_channels of Coupled, or leave it out with "
+                    "filter_fn.",
                 )
 
 
@@ -118,10 +119,10 @@ class ChannelPruning(StatisticsPruning):
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
         scored = self.readers.scored_paths(params, targets)  # a set, whose order differs by process
-        return [key for key in trees.leaves_by_path(params) if key in scored]
+        return [key_path for key_path in trees.leaves_by_path(params) if key_path in scored]
 
 
-def _standardized(importance: jax.Array) -> jax.Array:
+def _standardize(importance: jax.Array) -> jax.Array:
     """Returns (x - mean) / deviation, [channels]; for layers, the means of each rank in order.
 
     Args:
@@ -130,8 +131,8 @@ def _standardized(importance: jax.Array) -> jax.Array:
     layers = jnp.atleast_2d(importance)
     count = layers.shape[1]
     mean = ordered_sum(layers, (1,))[:, None] / count
-    spread = ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
-    scores = (layers - mean) * jnp.where(spread > 0, jax.lax.rsqrt(spread), 0)
+    variance = ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
+    scores = (layers - mean) * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
     scores = jnp.where(layers > 0, scores, -jnp.inf)
     if importance.ndim == 1:
         return scores[0]

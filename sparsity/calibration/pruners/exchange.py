@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import cho_solve
 
-from sparsity.calibration.inverses import damping_shifts
+from sparsity.calibration.inverses import compute_damping_shifts
 
 _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
@@ -34,12 +34,12 @@ class ReaderMatrices(NamedTuple):
     Attributes:
       weights: [layers, matrices, outputs, inputs].
       grams: [layers, matrices, inputs, inputs].
-      places: int[channels, n], the inputs of each channel.
+      input_indices: int[channels, n], the inputs of each channel.
     """
 
     weights: jax.Array
     grams: jax.Array
-    places: jax.Array
+    input_indices: jax.Array
 
 
 class _State(NamedTuple):
@@ -52,7 +52,7 @@ class _State(NamedTuple):
     error: jax.Array
 
 
-class _Search(NamedTuple):
+class _ExchangeSearch(NamedTuple):
     """Best state so far, and the numbers of channels that go out and come in next."""
 
     state: _State
@@ -61,30 +61,34 @@ class _Search(NamedTuple):
 
 
 @jax.jit
-def choose(
-    readers: Sequence[ReaderMatrices], kept: chex.Numeric, swap: chex.Numeric, damping: chex.Numeric
+def choose_channels(
+    readers: Sequence[ReaderMatrices],
+    num_kept: chex.Numeric,
+    swap: chex.Numeric,
+    damping: chex.Numeric,
 ) -> jax.Array:
     """Returns the mask of the kept channels of each layer, bool[layers, channels].
 
     Args:
       readers: all matrices that read the channels.
-      kept: the number of channels that stay.
+      num_kept: the number of channels that stay.
       swap: the number of channels that are exchanged at once at first.
       damping: added to the diagonals of the Grams, in units of their mean over live inputs.
     """
-    places = [reader.places for reader in readers]
-    channels = len(places[0])
-    start = jnp.minimum(swap, jnp.minimum(kept, channels - kept))
+    input_indices = [reader.input_indices for reader in readers]
+    channels = len(input_indices[0])
+    num_exchanged = jnp.minimum(swap, jnp.minimum(num_kept, channels - num_kept))
 
-    def move(state: _State, is_out: chex.Numeric) -> _State:
+    def switch_channel(state: _State, is_out: chex.Numeric) -> _State:
         """Takes out the channel that costs least, or brings in the channel that gains most."""
-        changes = _change_errors(state.tables, places)
+        changes = _compute_error_changes(state.tables, input_indices)
         ranked = jnp.where(state.inside == is_out, jnp.where(is_out, -changes, changes), -jnp.inf)
         # Among equals the lower index stays, or comes in.
         channel = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
         channel = jnp.where(is_out, channels - 1 - channel, channel)
         tables = [
-            _pivoted(x, indices[channel]) for x, indices in zip(state.tables, places, strict=True)
+            _pivot(x, indices[channel])
+            for x, indices in zip(state.tables, input_indices, strict=True)
         ]
         return _State(
             state.inside.at[channel].set(~state.inside[channel]),
@@ -92,21 +96,27 @@ def choose(
             state.error - ranked[channel],
         )
 
-    def step(search: _Search) -> _Search:
+    def step(search: _ExchangeSearch) -> _ExchangeSearch:
         """Exchanges some channels; fewer the next time if that was no gain."""
-        before, out, back = search
-        after = lax.fori_loop(0, out + back, lambda i, state: move(state, i < out), before)
-        rounding = jnp.sqrt(jnp.finfo(before.error.dtype).eps)
-        is_better = (back == 0) | (after.error < before.error * (1 - rounding))
-        state = jax.tree.map(functools.partial(jnp.where, is_better), after, before)
-        count = jnp.where(back == 0, start, jnp.where(is_better, out, out // 2))
-        return _Search(state, count, count)
+        old_state, num_out, num_in = search
+        new_state = lax.fori_loop(
+            0, num_out + num_in, lambda i, state: switch_channel(state, i < num_out), old_state
+        )
+        rounding = jnp.sqrt(jnp.finfo(old_state.error.dtype).eps)
+        is_better = (num_in == 0) | (new_state.error < old_state.error * (1 - rounding))
+        state = jax.tree.map(functools.partial(jnp.where, is_better), new_state, old_state)
+        num_next = jnp.where(
+            num_in == 0, num_exchanged, jnp.where(is_better, num_out, num_out // 2)
+        )
+        return _ExchangeSearch(state, num_next, num_next)
 
     def choose_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
         tables = [_make_table(weights, grams, damping) for weights, grams in matrices]
         error = jnp.zeros((), jnp.result_type(*tables))
         complete = _State(jnp.ones(channels, bool), tables, error)
-        search = _Search(complete, jnp.asarray(channels - kept), jnp.zeros_like(start))
+        search = _ExchangeSearch(
+            complete, jnp.asarray(channels - num_kept), jnp.zeros_like(num_exchanged)
+        )
         return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
 
     inside: jax.Array = lax.map(choose_layer, [(x.weights, x.grams) for x in readers])
@@ -118,17 +128,19 @@ def _make_table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> 
     inputs = grams.shape[-1]
     eye = jnp.eye(inputs, dtype=grams.dtype)
     diagonal = jnp.diagonal(grams, axis1=-2, axis2=-1)
-    shift = damping_shifts(grams, damping)
+    shift = compute_damping_shifts(grams, damping)
     scale = lax.rsqrt(diagonal + shift)
-    least = jnp.sqrt(jnp.finfo(grams.dtype).eps)  # or rounding decides where data say nothing
-    extra = (shift * jnp.square(scale) + least)[..., None] * eye
-    system = grams * scale[..., :, None] * scale[..., None, :] + extra
-    inverse = _inverse(system)
+    jitter = jnp.sqrt(jnp.finfo(grams.dtype).eps)  # or rounding decides where data say nothing
+    ridge = (shift * jnp.square(scale) + jitter)[..., None] * eye
+    system = grams * scale[..., :, None] * scale[..., None, :] + ridge
+    inverse = _invert_blocks(system)
     scaled = jnp.where(diagonal > 0, 1 / scale, 0)[..., None, :] * weights
     return jnp.concatenate([inverse, scaled.mT], -1)
 
 
-def _change_errors(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
+def _compute_error_changes(
+    tables: Sequence[jax.Array], input_indices: Sequence[jax.Array]
+) -> jax.Array:
     """Returns by how much the error changes if a channel changes sides, [channels].
 
     The error grows if a channel goes out, by the sum of W_c^T inv(inv(XTX_S)_cc) W_c over matrices
@@ -136,27 +148,27 @@ def _change_errors(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> 
     pairs in the same places, so that one formula serves channels on either side.
     """
     total = jnp.zeros((), jnp.result_type(*tables))
-    for table, indices in zip(tables, places, strict=True):
+    for table, indices in zip(tables, input_indices, strict=True):
         inputs = table.shape[-2]
-        squares = table[:, indices[:, :, None], indices[:, None, :]]  # inv(XTX_S)_cc or C
+        blocks = table[:, indices[:, :, None], indices[:, None, :]]  # inv(XTX_S)_cc or C
         rows = table[:, indices, inputs:]  # W_c or G
-        total = total + jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
+        total = total + jnp.sum(_matmul(_invert_blocks(blocks), rows) * rows, (0, 2, 3))
     return total
 
 
-def _pivoted(table: jax.Array, indices: jax.Array) -> jax.Array:
+def _pivot(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the table after inputs have changed sides."""
     columns = table[:, :, indices]
-    inverse = _inverse(columns[:, indices])
+    inverse = _invert_blocks(columns[:, indices])
     rows = _matmul(inverse, table[:, indices])
     table = (table - _matmul(columns, rows)).at[:, indices].set(rows)
     table = table.at[:, :, indices].set(-_matmul(columns, inverse))
     return table.at[:, indices[:, None], indices].set(inverse)
 
 
-def _inverse(squares: jax.Array) -> jax.Array:
+def _invert_blocks(matrices: jax.Array) -> jax.Array:
     """Inverts positive definite matrices."""
-    if squares.shape[-1] == 1:
-        return 1 / squares
-    eye = jnp.broadcast_to(jnp.eye(squares.shape[-1], dtype=squares.dtype), squares.shape)
-    return cho_solve((lax.linalg.cholesky(squares, symmetrize_input=False), True), eye)
+    if matrices.shape[-1] == 1:
+        return 1 / matrices
+    eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), matrices.shape)
+    return cho_solve((lax.linalg.cholesky(matrices, symmetrize_input=False), True), eye)

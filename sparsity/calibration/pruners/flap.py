@@ -12,8 +12,8 @@ import numpy as np
 from sparsity.calibration.pruners.base import Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.refits.means import Means, holds_outputs
-from sparsity.calibration.statistics.errors import num_rows
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.errors import broadcast_num_rows
+from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
@@ -67,7 +67,7 @@ class FLAPPruning(ChannelPruning):
 
     compensate: bool = True
 
-    statistics_kind: ClassVar[Kind] = "moments"
+    statistics_kind: ClassVar[StatisticsKind] = "moments"
     corrects: ClassVar[str | None] = "biases"
 
     def check_fields(self) -> None:
@@ -81,11 +81,11 @@ class FLAPPruning(ChannelPruning):
         grads: PyTree | None = None,
         statistics: Statistics | None = None,
     ) -> PyTree:
-        def score(key: KeyPath, param: jax.Array) -> jax.Array:
-            statistic = (statistics or {}).get(trees.path_names(key))
+        def score(key_path: KeyPath, param: jax.Array) -> jax.Array:
+            statistic = (statistics or {}).get(trees.path_names(key_path))
             if statistic is None or statistic.sums is None:  # it reads no channels
                 return sharding.zeros_like(param, np.dtype(np.float32))
-            scores = sharding.shard_like(param, _fluctuations, param, statistic)
+            scores = sharding.shard_like(param, _score_fluctuations, param, statistic)
             return sharding.place_like(param, scores)
 
         return trees.map_matched(score, params)
@@ -119,36 +119,40 @@ class FLAPPruning(ChannelPruning):
         """
         if grads is not None:
             check_gradients(grads, params, targets)
-        biases = self._biases(params, problems) if self.compensate else {}
+        biases = self._find_biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {key: param.path for key, param in graph.parameters.match(params).items()}
-        read = graph.model.reader({name: leaves[key] for key, name in names.items()})
-        statistics = {trees.path_names(key): x.statistic for key, x in problems.items()}
+        names = {key_path: param.path for key_path, param in graph.parameters.match(params).items()}
+        read_value = graph.model.make_reader(
+            {name: leaves[key_path] for key_path, name in names.items()}
+        )
+        statistics = {trees.path_names(key_path): x.statistic for key_path, x in problems.items()}
         extra = {**extra_args, "statistics": statistics}
         inputs = StepInputs(params, grads, self.sites(params), extra)
         scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
         masks = inputs.call(self.create_masks, scores, targets)
         pruned = trees.leaves_by_path(apply_masks(params, masks))
 
-        def compensate(key: KeyPath, bias: jax.Array) -> jax.Array:
-            for reader, place in biases.get(key, ()):
+        def compensate(key_path: KeyPath, bias: jax.Array) -> jax.Array:
+            for reader, place in biases.get(key_path, ()):
                 _, dense, statistic, _ = problems[reader]
-                bias = Means().shift(place, bias, dense, pruned[reader], statistic, read)
+                bias = Means().shift(place, bias, dense, pruned[reader], statistic, read_value)
             return bias
 
         return trees.map_matched(compensate, params), masks
 
-    def _biases(
+    def _find_biases(
         self, params: Params, problems: Problems
     ) -> dict[KeyPath, list[tuple[KeyPath, Bias]]]:
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
         leaves = graph.parameters.match(params)
-        keys = {param.path: key for key, param in leaves.items()}
+        keys = {param.path: key_path for key_path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
-        named = {x: leaves[x].path for x in problems if leaves[x].path in graph.biases}
-        places = {x: graph.biases[path] for x, path in named.items()}
-        if missing := [x for x in problems if x not in places or places[x].path not in keys]:
+        paths_by_reader = {x: leaves[x].path for x in problems if leaves[x].path in graph.biases}
+        bias_by_reader = {x: graph.biases[path] for x, path in paths_by_reader.items()}
+        if missing := [
+            x for x in problems if x not in bias_by_reader or bias_by_reader[x].path not in keys
+        ]:
             names = trees.listed([leaves[x].name for x in missing], len(missing))
             raise ValueError(
                 f"The model adds no bias of their own to the outputs of {names}, which read "
@@ -156,7 +160,7 @@ class FLAPPruning(ChannelPruning):
                 "Give each a bias of zeros, or compensate=False. A BatchNorm in inference mode "
                 "serves if its running mean or its shift is among the params."
             )
-        for reader, place in places.items():
+        for reader, place in bias_by_reader.items():
             bias = keys[place.path]
             if not holds_outputs(graph, leaves[reader].path, place):
                 raise ValueError(
@@ -168,19 +172,19 @@ class FLAPPruning(ChannelPruning):
         return biases
 
 
-def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
+def _score_fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the shares of weights in the importance of their channels."""
     # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
-    matrices, variances = jnp.abs(statistic.matrices(weights)), _variances(statistic)
+    matrices, variances = jnp.abs(statistic.matrices(weights)), _compute_variances(statistic)
     squares = jnp.square(matrices.astype(promote(matrices.dtype, variances.dtype)))
     return statistic.parameter(squares * variances[..., None, :], weights.shape)
 
 
-def _variances(statistic: Statistic) -> jax.Array:
+def _compute_variances(statistic: Statistic) -> jax.Array:
     """Returns unbiased variances of the inputs, [*batch, inputs]; 0 where rounding hides them."""
     squares = statistic.sums_of_squares()
-    count = num_rows(statistic, squares.ndim)
+    count = broadcast_num_rows(statistic, squares.ndim)
     means = jnp.asarray(statistic.sums) / count
-    spread = squares - jnp.square(jnp.abs(means)) * count
-    is_seen = spread > 16 * jnp.finfo(squares.dtype).eps * squares
-    return jnp.where(is_seen, spread, 0) / jnp.maximum(count - 1, 1)
+    centred_squares = squares - jnp.square(jnp.abs(means)) * count
+    exceeds_rounding = centred_squares > 16 * jnp.finfo(squares.dtype).eps * squares
+    return jnp.where(exceeds_rounding, centred_squares, 0) / jnp.maximum(count - 1, 1)

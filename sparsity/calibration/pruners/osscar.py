@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
+from sparsity.calibration.pruners.exchange import ReaderMatrices, choose_channels
 from sparsity.calibration.refits.least_squares import LeastSquares
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import check_solvable, is_finite
@@ -89,21 +89,21 @@ class OSSCARPruning(ChannelPruning):
         **extra_args: ExtraArg,
     ) -> tuple[Params, Masks]:
         for problem in problems.values():
-            self._check(problem)
-        choose_channels = functools.partial(_choose, list(problems), self.swap, self.damping)
+            self._check_reader(problem)
+        choose_masks = functools.partial(_choose_masks, list(problems), self.swap, self.damping)
         statistics = [problem.statistic for problem in problems.values()]
-        masks = self.readers.choose_masks(choose_channels, params, targets, statistics)
+        masks = self.readers.choose_masks(choose_masks, params, targets, statistics)
 
-        def refit(key: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
-            if key not in problems or mask is None:
+        def refit(key_path: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
+            if key_path not in problems or mask is None:
                 return pruned
-            _, dense, statistic, _ = problems[key]
+            _, dense, statistic, _ = problems[key_path]
             weights, _ = LeastSquares()(dense, pruned, mask, statistic)
             return sharding.place_like(dense, weights)
 
         return trees.map_matched(refit, apply_masks(params, masks), masks), masks
 
-    def _check(self, reader: Problem) -> None:
+    def _check_reader(self, reader: Problem) -> None:
         """Raises a ValueError for a parameter that least squares cannot refit."""
         site, param, statistic, _ = reader
         check_solvable(statistic, param, site.name, self.damping)
@@ -122,8 +122,8 @@ class OSSCARPruning(ChannelPruning):
                 )
 
 
-def _choose(
-    keys: Sequence[KeyPath],
+def _choose_masks(
+    key_paths: Sequence[KeyPath],
     swap: int,
     damping: float,
     groups: Sequence[PlacedGroup],
@@ -132,31 +132,33 @@ def _choose(
     statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
     """Returns the masks of the channels of each group, from the statistics of parameters."""
-    seen = dict(zip(keys, statistics, strict=True))
+    statistic_by_key = dict(zip(key_paths, statistics, strict=True))
     masks = []
     for group, count in zip(groups, counts, strict=True):
-        readers = [_reader(group, place, leaves, seen) for place in group.scored]
+        readers = [
+            _read_matrices(group, member, leaves, statistic_by_key) for member in group.scored
+        ]
         count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunk
-        mask = choose(readers, count, swap, damping).astype(jnp.uint8)
+        mask = choose_channels(readers, count, swap, damping).astype(jnp.uint8)
         masks.append(mask if group.channels.layers else mask[0])
     return masks
 
 
-def _reader(
+def _read_matrices(
     group: PlacedGroup,
-    place: tuple[KeyPath, int, np.ndarray],
+    member: tuple[KeyPath, int, np.ndarray],
     leaves: Mapping[KeyPath, jax.Array],
     statistics: Mapping[KeyPath, Statistic],
 ) -> ReaderMatrices:
     """Returns a parameter as the matrices that read a group along one of its axes."""
-    key, axis, positions = place
-    if [key for key, _, _ in group.scored].count(key) > 1:
+    key_path, axis, positions = member
+    if [key_path for key_path, _, _ in group.scored].count(key_path) > 1:
         raise ValueError(
-            f"{trees.path_string(key)!r} reads the channels of the group {group.channels.name!r} "
-            "along several axes, so that no channel has inputs of its own. Leave it out with "
-            "filter_fn, or use FLAPPruning."
+            f"{trees.path_string(key_path)!r} reads the channels of the group "
+            f"{group.channels.name!r} along several axes, so that no channel has inputs of its "
+            "own. Leave it out with filter_fn, or use FLAPPruning."
         )
-    param, statistic, layers = leaves[key], statistics[key], group.channels.layers
+    param, statistic, layers = leaves[key_path], statistics[key_path], group.channels.layers
     matrices, grams = statistic.matrices(param), statistic.real_grams()
     dtype = promote(matrices.dtype, grams.dtype)
 
@@ -167,6 +169,6 @@ def _reader(
 
     # The inputs of a matrix are numbered along all contracting axes, the last one fastest.
     numbers = np.arange(grams.shape[-1]).reshape([param.shape[x] for x in statistic.contracting])
-    along = np.moveaxis(numbers, statistic.contracting.index(axis), 0)
-    places = along[positions].reshape(len(positions), -1)
-    return ReaderMatrices(by_layer(matrices), by_layer(grams), jnp.asarray(places))
+    channel_inputs = np.moveaxis(numbers, statistic.contracting.index(axis), 0)
+    input_indices = channel_inputs[positions].reshape(len(positions), -1)
+    return ReaderMatrices(by_layer(matrices), by_layer(grams), jnp.asarray(input_indices))

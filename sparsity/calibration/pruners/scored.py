@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsReader
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_real_array
@@ -54,7 +54,7 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
     """
 
     is_per_output: ClassVar[bool] = False
-    statistics_kind: ClassVar[Kind] = "squares"
+    statistics_kind: ClassVar[StatisticsKind] = "squares"
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         """Returns the scores of matrices, [*batch, outputs, inputs].
@@ -76,11 +76,13 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
     ) -> PyTree:
         sites = sites or self.sites(params)
 
-        def score(key: KeyPath, param: jax.Array) -> jax.Array | None:
-            if isinstance(statistics, Mapping) and trees.path_names(key) not in statistics:
+        def score(key_path: KeyPath, param: jax.Array) -> jax.Array | None:
+            if isinstance(statistics, Mapping) and trees.path_names(key_path) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
-            statistic = self.statistic(statistics, sites[key], param.shape)
-            return self._score_leaf(sites[key].name, statistic, param, statistic.sums_of_squares())
+            statistic = self.statistic(statistics, sites[key_path], param.shape)
+            return self._score_leaf(
+                sites[key_path].name, statistic, param, statistic.sums_of_squares()
+            )
 
         return trees.map_matched(score, params)
 
@@ -93,17 +95,17 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
             weights = abs(statistic.matrices(param))
             weights = weights.astype(promote(weights.dtype, squares.dtype))
             scores = score(weights, squares.astype(weights.dtype)[..., None, :])
-            who = f"the result of {type(self).__name__}.score of {name!r}"
-            check_real_array(who, scores, weights.shape)
+            label = f"the result of {type(self).__name__}.score of {name!r}"
+            check_real_array(label, scores, weights.shape)
             return statistic.parameter(scores, param.shape)
 
-        def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
+        def score_on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
             score = type(self).score
             if np.iscomplexobj(param) or host.find_body(score) is None:
                 return NotImplemented
             return score_by(functools.partial(host.call, score, self), param, squares)
 
-        @host.instead(on_host)
+        @host.instead(score_on_host)
         def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
             compiled = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
             scores: jax.Array = sharding.shard_like(param, compiled, param, squares)
@@ -138,12 +140,15 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
         sites = sites or self.sites(scores)
         shapes = trees.leaves_by_path(scores)
         split_axes = {}
-        for key in trees.leaves_by_path(sparsities):
-            shape = getattr(shapes.get(key), "shape", ())
-            statistic = self.statistic(statistics, sites[key], shape)
+        for key_path in trees.leaves_by_path(sparsities):
+            shape = getattr(shapes.get(key_path), "shape", ())
+            statistic = self.statistic(statistics, sites[key_path], shape)
             if self.is_per_output:
-                check_groups(sites[key], statistic, shape)
-            split_axes[key] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
+                check_groups(sites[key_path], statistic, shape)
+            split_axes[key_path] = (
+                *statistic.batch,
+                *(statistic.output if self.is_per_output else ()),
+            )
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
         return tree_scope.select_tree(scores, sparsities)
@@ -201,7 +206,9 @@ class RIAPruning(ScoredPruning):
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         # RI_ij = |W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|; RIA_ij = RI_ij ||X_j||_2^a
-        return (_share(weights, -1) + _share(weights, -2)) * jnp.sqrt(jnp.sqrt(squares))
+        return (_divide_by_sum(weights, -1) + _divide_by_sum(weights, -2)) * jnp.sqrt(
+            jnp.sqrt(squares)
+        )
 
 
 def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
@@ -210,12 +217,12 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
     axes = (pattern.axis,) if isinstance(pattern, NByM) else ()
     for axis in pattern.axes if isinstance(pattern, FanIn) else axes:
         if absolute_axis(axis, site.batch_axes, len(shape)) not in statistic.contracting:
-            kind = type(pattern).__name__
+            pattern_name = type(pattern).__name__
             raise ValueError(
                 f"{pattern} of {site.name!r}, shape {shape}: its weights are compared within an "
                 f"output, and axis {axis} is none that its product contracts, "
-                f"{statistic.contracting}. Give one of these as the axis of {kind}; sparsity_type "
-                "may be a function of (path, param)."
+                f"{statistic.contracting}. Give one of these as the axis of {pattern_name}; "
+                "sparsity_type may be a function of (path, param)."
             )
 
 
@@ -233,21 +240,23 @@ class SplitScope(Layerwise):
 
     def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
-        masks = self.scope.select([self._moved(scored) for scored in scored_sites], topk_fn)
+        masks = self.scope.select(
+            [self._move_axes_first(scored) for scored in scored_sites], topk_fn
+        )
         return [
             _move_axes(mask, tuple(range(len(axes))), axes)
-            for axes, mask in zip(map(self._axes, scored_sites), masks, strict=True)
+            for axes, mask in zip(map(self._list_axes, scored_sites), masks, strict=True)
         ]
 
-    def _moved(self, scored: ScoredSite) -> ScoredSite:
+    def _move_axes_first(self, scored: ScoredSite) -> ScoredSite:
         """Returns the parameter with the axes in front."""
-        axes = self._axes(scored)
+        axes = self._list_axes(scored)
         if not axes:
             return scored
         scores = _move_axes(jnp.asarray(scored.scores), axes, tuple(range(len(axes))))
         return scored._replace(lazy_scores=scores, site=scored.site._replace(batch_axes=len(axes)))
 
-    def _axes(self, scored: ScoredSite) -> tuple[int, ...]:
+    def _list_axes(self, scored: ScoredSite) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
         return self.split_axes[scored.site.path] if scored.site.pattern.is_elementwise else ()
 
@@ -257,7 +266,7 @@ def _move_axes(x: jax.Array, source: tuple[int, ...], target: tuple[int, ...]) -
     return jnp.moveaxis(x, source, target)
 
 
-def _share(weights: jax.Array, axis: int) -> jax.Array:
+def _divide_by_sum(weights: jax.Array, axis: int) -> jax.Array:
     """Returns each weight divided by the sum along an axis, 0 where that is 0."""
     total = jnp.expand_dims(ordered_sum(weights, (axis % weights.ndim,)), axis)
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)

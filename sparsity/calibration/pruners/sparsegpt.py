@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.pruners.scored import check_groups
-from sparsity.calibration.pruners.sweep import block_sizes, inverse_factors, sweep
+from sparsity.calibration.pruners.sweep import choose_block_sizes, inverse_factors, sweep
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding
@@ -96,11 +96,12 @@ class SparseGPTPruning(StatisticsPruning):
                 "WandaPruning and a refit."
             )
         check_solvable(statistic, param, site.name, self.damping)
-        grams, (squares, places) = statistic.grams(), statistic.with_squares(param.shape, innermost)
+        grams = statistic.grams()
+        squares, permutation = statistic.with_squares(param.shape, innermost)
         dtype = promote(param.dtype, np.empty(0, grams.dtype).real.dtype)
-        multiple = block_sizes(size, inputs)[0]
-        factors = inverse_factors(grams, self.damping, dtype, multiple, places)
-        prune = functools.partial(_prune, size, n, group)
+        multiple = choose_block_sizes(size, inputs)[0]
+        factors = inverse_factors(grams, self.damping, dtype, multiple, permutation)
+        prune = functools.partial(_prune_by_sweep, size, n, group)
         weights, mask = sharding.shard_like(
             (param, param), prune, param, dataclasses.replace(squares, gram=factors), target
         )
@@ -125,7 +126,7 @@ def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _prune(
+def _prune_by_sweep(
     size: int,
     n: int | None,
     group: int | None,
@@ -134,8 +135,8 @@ def _prune(
     sparsity: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns weights and mask; the Gram matrices of the statistic are factors."""
-    live = statistic.sums_of_squares()[..., None, :] > 0
-    weights = statistic.parameter(jnp.where(live, statistic.matrices(param), 0), param.shape)
+    is_live = statistic.sums_of_squares()[..., None, :] > 0
+    weights = statistic.parameter(jnp.where(is_live, statistic.matrices(param), 0), param.shape)
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, factor, size, n, sparsity, group)

@@ -19,7 +19,12 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
-from sparsity.calibration.inverses import damping_shifts, factor_inverse, pad, shift_diagonals
+from sparsity.calibration.inverses import (
+    compute_damping_shifts,
+    factor_inverse,
+    pad_with_identity,
+    shift_diagonals,
+)
 from sparsity.core import host, sharding
 from sparsity.core.trees import PyTree
 from sparsity.patterns import FanIn
@@ -45,7 +50,7 @@ class Swept(NamedTuple):
 def sweep(
     weights: jax.Array,
     factor: jax.Array,
-    unit: int,
+    block_size: int,
     n: int | None,
     sparsity: chex.Numeric,
     group: int | None = None,
@@ -54,8 +59,10 @@ def sweep(
 
     Args:
       weights: [inputs, outputs], 0 for inputs that were always 0.
-      factor: H^-1 of `inverse_factors`, [inputs, inputs], or a multiple of `block_sizes` large.
-      unit: B_s, consecutive inputs whose weights are chosen when the first of them is reached.
+      factor: H^-1 of `inverse_factors`, [inputs, inputs], or a multiple of `choose_block_sizes`
+        large.
+      block_size: B_s, consecutive inputs whose weights are chosen when the first of them is
+        reached.
       n: the number of these that each output keeps. `None`: the outputs compete, and through each
         block num_kept of the entries so far stay.
       sparsity: scalar; at 0 all stay.
@@ -63,18 +70,18 @@ def sweep(
         the blocks so far. `None`: single weights.
     """
     inputs, outputs = weights.shape
-    sizes = block_sizes(unit, inputs)
-    factor = pad(factor, sizes[0])
+    sizes = choose_block_sizes(block_size, inputs)
+    factor = pad_with_identity(factor, sizes[0])
     padding = len(factor) - inputs
-    ends = np.minimum(np.arange(0, inputs + padding + 1, unit), inputs)
+    ends = np.minimum(np.arange(0, inputs + padding + 1, block_size), inputs)
     entries = ends * (outputs if group is None else 1)
     counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
 
     def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns M of the B_s inputs `rows`."""
         if n is not None:
-            return (selection.nm_mask(scores, n, unit, axis=0) > 0) | (sparsity <= 0)
-        count = counts[rows[0] // unit]
+            return (selection.nm_mask(scores, n, block_size, axis=0) > 0) | (sparsity <= 0)
+        count = counts[rows[0] // block_size]
         if group is not None:
             pattern = FanIn(group, axis=0)
             units = pattern.pool(scores)
@@ -86,13 +93,13 @@ def sweep(
 
     weights = jnp.pad(weights, ((0, padding), (0, 0)))
     rows, mask = jnp.arange(inputs + padding), jnp.zeros(weights.shape, bool)
-    swept = _sweep_blocks(choose, unit, sizes, weights, factor, rows, mask)
+    swept = _sweep_blocks(choose, block_size, sizes, weights, factor, rows, mask)
     return Swept(*(x[:inputs] for x in swept))
 
 
 def _sweep_blocks(
     choose: Callable[[jax.Array, jax.Array], jax.Array],
-    unit: int,
+    block_size: int,
     sizes: tuple[int, ...],
     weights: jax.Array,
     factor: jax.Array,
@@ -103,7 +110,7 @@ def _sweep_blocks(
 
     Args:
       choose: from scores and inputs to their mask.
-      unit: B_s, one of the sizes or larger than all.
+      block_size: B_s, one of the sizes or larger than all.
       sizes: B of the blocks, and of the blocks within these.
       weights: W of the inputs, corrected for all inputs before them.
       factor: H^-1 of the inputs among themselves, [inputs, inputs].
@@ -115,13 +122,15 @@ def _sweep_blocks(
         return Swept(weights - lost, mask, lost / factor)  # E_j = (1 - M_j) W_j / H^-1_jj
     size, *smaller = sizes
 
-    def sweep_block(weights: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, Swept]:
-        start, factor, rows, mask = block  # i, H^-1_i:(i+B),:
+    def sweep_block(
+        weights: jax.Array, inputs_of_block: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, Swept]:
+        start, factor, rows, mask = inputs_of_block  # i, H^-1_i:(i+B),:
         block_weights = lax.dynamic_slice_in_dim(weights, start, size)
         square = lax.dynamic_slice_in_dim(factor, start, size, axis=1)  # H^-1_i:(i+B),i:(i+B)
-        if size == unit:  # M <- the weights w_c of the largest w_c^2 / (H^-1_cc)^2
+        if size == block_size:  # M <- the weights w_c of the largest w_c^2 / (H^-1_cc)^2
             mask = choose(jnp.square(block_weights / jnp.diagonal(square)[:, None]), rows)
-        swept = _sweep_blocks(choose, unit, tuple(smaller), block_weights, square, rows, mask)
+        swept = _sweep_blocks(choose, block_size, tuple(smaller), block_weights, square, rows, mask)
         # W_(i+B): <- W_(i+B): - E H^-1_i:(i+B),(i+B):. Inputs before i meet zeros of the factor;
         # those of the block are changed, too, and not read again.
         update = jnp.dot(factor.T, swept.errors, precision=lax.Precision.HIGHEST)
@@ -133,15 +142,15 @@ def _sweep_blocks(
     return Swept(*(x.reshape(-1, weights.shape[1]) for x in swept))
 
 
-def block_sizes(unit: int, inputs: int) -> tuple[int, ...]:
+def choose_block_sizes(block_size: int, inputs: int) -> tuple[int, ...]:
     """Returns the sizes of nested blocks; each divides the one before."""
-    sizes = [unit]
-    for most in reversed(_SIZES):
-        if most < sizes[-1]:
-            sizes.append(max(n for n in range(1, most + 1) if sizes[-1] % n == 0))
-    for most in _SIZES:
-        sizes.insert(0, sizes[0] * max(1, most // sizes[0]))
-    return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == unit}, reverse=True))
+    sizes = [block_size]
+    for max_size in reversed(_SIZES):
+        if max_size < sizes[-1]:
+            sizes.append(max(n for n in range(1, max_size + 1) if sizes[-1] % n == 0))
+    for max_size in _SIZES:
+        sizes.insert(0, sizes[0] * max(1, max_size // sizes[0]))
+    return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == block_size}, reverse=True))
 
 
 def _inverse_factors_on_host(
@@ -149,7 +158,7 @@ def _inverse_factors_on_host(
     damping: chex.Numeric,
     dtype: np.dtype,
     multiple: int = 1,
-    places: np.ndarray | None = None,
+    permutation: np.ndarray | None = None,
 ) -> np.ndarray:
     size = grams.shape[-1]
     padded = size + -size % multiple
@@ -157,12 +166,12 @@ def _inverse_factors_on_host(
     factors[..., size:, :], factors[..., :, size:] = 0, 0
     np.einsum("...ii->...i", factors)[..., size:] = 1
     inner: PyTree = factors[..., :size, :size]
-    if places is None:
+    if permutation is None:
         inner[...] = grams.real
     else:
-        for row, place in enumerate(places):  # all rows at once would be one more matrix
-            inner[..., row, :] = grams.real[..., place, places]
-    shift_diagonals(inner, damping_shifts(inner, damping))
+        for row, place in enumerate(permutation):  # all rows at once would be one more matrix
+            inner[..., row, :] = grams.real[..., place, permutation]
+    shift_diagonals(inner, compute_damping_shifts(inner, damping))
     try:
         factor_inverse(inner)
     except np.linalg.LinAlgError:
@@ -176,7 +185,7 @@ def inverse_factors(
     damping: chex.Numeric,
     dtype: np.dtype,
     multiple: int = 1,
-    places: np.ndarray | None = None,
+    permutation: np.ndarray | None = None,
 ) -> jax.Array:
     """Returns upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1.
 
@@ -187,22 +196,24 @@ def inverse_factors(
       damping: added to the diagonals, in units of their means over live inputs.
       dtype: of the result.
       multiple: divides the size of U, which the identity matrix fills up.
-      places: int[inputs], the places of the inputs of U among those of the Gram matrices.
+      permutation: int[inputs], the places of the inputs of U among those of the Gram matrices.
     """
-    factor = functools.partial(_factor, dtype, multiple, places, damping)
-    factors: jax.Array = sharding.replicated(factor, grams)
+    factor = functools.partial(_factor_damped_inverse, dtype, multiple, permutation, damping)
+    factors: jax.Array = sharding.call_replicated(factor, grams)
     return factors
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _factor(
+def _factor_damped_inverse(
     dtype: np.dtype,
     multiple: int,
-    places: np.ndarray | None,
+    permutation: np.ndarray | None,
     damping: chex.Numeric,
     grams: jax.Array,
 ) -> jax.Array:
     grams = grams.real.astype(dtype)
-    if places is not None:
-        grams = grams[..., places[:, None], places]
-    return factor_inverse(pad(shift_diagonals(grams, damping_shifts(grams, damping)), multiple))
+    if permutation is not None:
+        grams = grams[..., permutation[:, None], permutation]
+    return factor_inverse(
+        pad_with_identity(shift_diagonals(grams, compute_damping_shifts(grams, damping)), multiple)
+    )

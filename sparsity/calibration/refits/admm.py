@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.inverses import invert, pad, shift_diagonals
+from sparsity.calibration.inverses import invert, pad_with_identity, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
@@ -78,11 +78,15 @@ class ADMM:
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        def refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, seen: Statistic) -> PyTree:
+        def refit(
+            dense: jax.Array, pruned: jax.Array, mask: jax.Array, local_statistic: Statistic
+        ) -> PyTree:
             xp = host.namespace([dense])
-            like = (dense, dense, dense, seen.real_grams())
+            like = (dense, dense, dense, local_statistic.real_grams())
             try:
-                start = _run(like, _start, self.rho, self.damping, dense, seen)
+                start = _call_compiled(
+                    like, _initialize, self.rho, self.damping, dense, local_statistic
+                )
             except np.linalg.LinAlgError:  # of numpy: jax returns weights that are not finite
                 return NotImplemented
             weights, duals, products, inverse = start
@@ -91,36 +95,40 @@ class ADMM:
                     share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
                     mask = xp.asarray(select(jnp.abs(weights + duals), share))
                 state = (weights, duals, mask, products, inverse)
-                weights, duals = _run((dense, dense), _step, self.rho, *state, seen)
-            return _run(dense, _end, weights, duals, pruned, mask, seen), mask
+                weights, duals = _call_compiled(
+                    (dense, dense), _iterate, self.rho, *state, local_statistic
+                )
+            return _call_compiled(
+                dense, _unscale_weights, weights, duals, pruned, mask, local_statistic
+            ), mask
 
         end, new_mask = host.instead(refit)(refit)(dense, pruned, mask, statistic)
         return end, new_mask
 
 
-def _run(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+def _call_compiled(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Calls a function of arrays: compiled, or as it is for arrays of numpy."""
     if host.namespace(jax.tree.leaves(args)) is np:
         return fn(*args)
     return sharding.shard_like(like, jax.jit(fn), *args)
 
 
-def _start(
+def _initialize(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns W, U and XY as parameters, and inv(XX + rho I), padded to entire blocks."""
-    norms, inverse_norms = _norms(statistic)
+    norms, inverse_norms = _compute_input_norms(statistic)
     gram = statistic.real_grams().astype(promote(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
-    gram = shift_diagonals(pad(gram), damping)  # XX
+    gram = shift_diagonals(pad_with_identity(gram), damping)  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.parameter(weights, dense.shape)
-    products = statistic.parameter(_multiply(weights, gram), dense.shape)
+    products = statistic.parameter(_multiply_padded(weights, gram), dense.shape)
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
 
-def _multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+def _multiply_padded(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     """Returns the products with matrices that may be padded."""
     inputs = rows.shape[-1]
     if isinstance(matrices, np.ndarray):
@@ -129,7 +137,7 @@ def _multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     return dot(jnp.pad(rows, padding), matrices)[..., :inputs]
 
 
-def _step(
+def _iterate(
     rho: float,
     weights: jax.Array,
     duals: jax.Array,
@@ -142,12 +150,12 @@ def _step(
     xp = host.namespace([weights])
     sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
-    pull = statistic.matrices(products + rho * (sparse - duals))
+    right_side = statistic.matrices(products + rho * (sparse - duals))
     # W = XXinv (XY + rho (Z - U))
-    return statistic.parameter(_multiply(pull, inverse), mask.shape), duals
+    return statistic.parameter(_multiply_padded(right_side, inverse), mask.shape), duals
 
 
-def _end(
+def _unscale_weights(
     weights: jax.Array,
     duals: jax.Array,
     pruned: jax.Array,
@@ -156,15 +164,15 @@ def _end(
 ) -> jax.Array:
     """Returns the weights on the support, in the scale of the parameter."""
     xp, weights = host.namespace([weights]), weights + duals
-    _, inverse_norms = _norms(statistic)
+    _, inverse_norms = _compute_input_norms(statistic)
     scale = inverse_norms[..., None, :]
     kept = statistic.matrices(pruned).astype(weights.dtype)  # jax promotes no float8
-    live = xp.where(scale > 0, statistic.matrices(weights) * scale, kept)
-    new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0)
-    return new.astype(pruned.dtype)
+    unscaled = xp.where(scale > 0, statistic.matrices(weights) * scale, kept)
+    solution: jax.Array = xp.where(mask > 0, statistic.parameter(unscaled, mask.shape), 0)
+    return solution.astype(pruned.dtype)
 
 
-def _norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
+def _compute_input_norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
     """Returns norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
     xp = host.namespace([grams := statistic.real_grams()])
     norms = xp.sqrt(xp.diagonal(grams, axis1=-2, axis2=-1))

@@ -23,7 +23,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 
 _PROGRAMS = 4  # at most, for supports of any size of parameters of one shape
-_AT_ONCE = 2**22  # bytes of the matrices that are factored together
+_MAX_BYTES_AT_ONCE = 2**22  # bytes of the matrices that are factored together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,25 +62,25 @@ class LeastSquares:
 
     def count_bytes(self, outputs: int, inputs: int) -> int:
         """Returns the bytes of the systems that are factored together."""
-        return max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
+        return max(min(_MAX_BYTES_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
 
 
 def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
     """Does what `_refit` does, one matrix after the other."""
     grams = statistic.real_grams()
     dtype = promote(dense.dtype, grams.dtype)
-    lead = math.prod(statistic.lead(dense.shape))
+    num_matrices = math.prod(statistic.lead(dense.shape))
     matrices = [statistic.matrices(x) for x in (dense, pruned, mask)]
-    matrices = [x.reshape(lead, *x.shape[-2:]) for x in matrices]
+    matrices = [x.reshape(num_matrices, *x.shape[-2:]) for x in matrices]
     refitted: PyTree = np.empty(matrices[0].shape, dense.dtype)
     try:
-        for i, gram in enumerate(grams.reshape(lead, *grams.shape[-2:])):
-            before, after = (x[i].astype(dtype) for x in matrices[:2])
+        for i, gram in enumerate(grams.reshape(num_matrices, *grams.shape[-2:])):
+            dense_matrix, pruned_matrix = (x[i].astype(dtype) for x in matrices[:2])
             support = matrices[2][i] > 0
-            max_kept, is_shared = _supports(support)
+            max_kept, is_shared = _read_supports(support)
             solve = _solve_shared if is_shared else functools.partial(_solve_on_host, max_kept)
             refitted[i] = _refit_matrix(
-                solve, dense.dtype, before, after, support, gram.astype(dtype)
+                solve, dense.dtype, dense_matrix, pruned_matrix, support, gram.astype(dtype)
             )
     except np.linalg.LinAlgError:  # XLA returns weights that are not finite
         return NotImplemented
@@ -93,7 +93,7 @@ def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
     max_kept, is_shared = statistic.inputs(dense.shape), False
     if not is_traced(mask):
         with sharding.evaluate_now():
-            max_kept, is_shared = _supports(statistic.matrices(mask))
+            max_kept, is_shared = _read_supports(statistic.matrices(mask))
     step = max(-(-statistic.inputs(dense.shape) // _PROGRAMS), 1)
     max_kept = min(-(-max_kept // step) * step, statistic.inputs(dense.shape))
     refit = functools.partial(_refit_by_xla, max_kept, is_shared)
@@ -120,16 +120,16 @@ def _refit_by_xla(
     return statistic.solve(refit_matrix, dense, pruned, mask).astype(dense.dtype)
 
 
-def _supports(masks: jax.Array) -> tuple[int, bool]:
+def _read_supports(masks: jax.Array) -> tuple[int, bool]:
     """Returns the most inputs that an output keeps, and whether all non-empty supports agree.
 
     Args:
       masks: [..., outputs, inputs].
     """
-    kept = (masks > 0).sum(axis=-1)
+    num_kept = (masks > 0).sum(axis=-1)
     union = (masks > 0).any(axis=-2, keepdims=True)
-    is_shared = (((masks > 0) == union) | (kept == 0)[..., None]).all()
-    return max(int(kept.max(initial=1)), 1), bool(is_shared)
+    is_shared = (((masks > 0) == union) | (num_kept == 0)[..., None]).all()
+    return max(int(num_kept.max(initial=1)), 1), bool(is_shared)
 
 
 def _refit_matrix(
@@ -150,19 +150,22 @@ def _refit_matrix(
       mask: its mask.
       gram: [inputs, inputs].
     """
-    xp, lost = host.namespace([gram]), dense - pruned
-    outputs = dot(lost, gram)
+    xp, lost_weights = host.namespace([gram]), dense - pruned
+    outputs = dot(lost_weights, gram)
     gain = solve(xp.where(mask > 0, outputs, 0), mask > 0, gram)
-    new = (pruned + gain).astype(dtype).astype(gram.dtype)
-    difference = dense - new
-    before, after = (outputs * lost).sum(axis=-1), (dot(difference, gram) * difference).sum(axis=-1)
-    refitted: jax.Array = xp.where((after <= before)[:, None], new, pruned)
+    corrected = (pruned + gain).astype(dtype).astype(gram.dtype)
+    difference = dense - corrected
+    error_before, error_after = (
+        (outputs * lost_weights).sum(axis=-1),
+        (dot(difference, gram) * difference).sum(axis=-1),
+    )
+    refitted: jax.Array = xp.where((error_after <= error_before)[:, None], corrected, pruned)
     return refitted
 
 
 def _solve_shared(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:
     """Returns corrections of outputs that have one support, [outputs, inputs]."""
-    return _by_factor(gradient[None], kept.any(axis=0)[None], gram, kept.shape[-1])[0]
+    return _solve_by_factor(gradient[None], kept.any(axis=0)[None], gram, kept.shape[-1])[0]
 
 
 def _solve_on_host(max_kept: int, gradient: PyTree, kept: PyTree, gram: PyTree) -> PyTree:
@@ -171,14 +174,16 @@ def _solve_on_host(max_kept: int, gradient: PyTree, kept: PyTree, gram: PyTree) 
     Conjugate gradients solve all outputs at once, by products with the Gram matrix. Outputs that
     these leave far from their solutions are solved by Cholesky factors, some at once.
     """
-    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
+    gains, is_solved = _solve_by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     counts = kept.sum(axis=-1)
     rows = np.flatnonzero(~is_solved)
     rows = rows[np.argsort(counts[rows], kind="stable")]
-    at_once = max(_AT_ONCE // (max_kept**2 * gram.itemsize), 1)
-    for start in range(0, len(rows), at_once):
-        some = rows[start : start + at_once]
-        gains[some] = _by_factor(gradient[some, None], kept[some], gram, counts[some[-1]])[:, 0]
+    num_at_once = max(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.itemsize), 1)
+    for start in range(0, len(rows), num_at_once):
+        batch = rows[start : start + num_at_once]
+        gains[batch] = _solve_by_factor(
+            gradient[batch, None], kept[batch], gram, counts[batch[-1]]
+        )[:, 0]
     return gains
 
 
@@ -186,23 +191,27 @@ def _solve_by_xla(
     max_kept: int, matrices: int, gradient: jax.Array, kept: jax.Array, gram: jax.Array
 ) -> jax.Array:
     """Does what `_solve_on_host` does, for so many matrices at once."""
-    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
+    gains, is_solved = _solve_by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     outputs = len(gradient)
-    at_once = max(1, min(_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs))
+    num_at_once = max(
+        1, min(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs)
+    )
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
-    order = jnp.append(order, outputs + jnp.arange(-outputs % at_once))
+    order = jnp.append(order, outputs + jnp.arange(-outputs % num_at_once))
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:
-        rows = lax.dynamic_slice_in_dim(order, i * at_once, at_once)
-        solved = _by_factor(gradient[rows, None], kept[rows], gram, max_kept)[:, 0]
+        rows = lax.dynamic_slice_in_dim(order, i * num_at_once, num_at_once)
+        solved = _solve_by_factor(gradient[rows, None], kept[rows], gram, max_kept)[:, 0]
         return gains.at[rows].set(solved, mode="drop", unique_indices=True)
 
     count = jnp.sum(~is_solved, dtype=jnp.int32)
-    solved: jax.Array = lax.fori_loop(0, (count + at_once - 1) // at_once, solve, gains)
+    solved: jax.Array = lax.fori_loop(0, (count + num_at_once - 1) // num_at_once, solve, gains)
     return solved
 
 
-def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, max_kept: int) -> jax.Array:
+def _solve_by_factor(
+    gradient: jax.Array, kept: jax.Array, gram: jax.Array, max_kept: int
+) -> jax.Array:
     """Returns corrections of outputs on supports of at most so many inputs.
 
     Args:
@@ -213,35 +222,35 @@ def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, max_kept: 
     """
     xp, diagonal = host.namespace([gram]), gram.diagonal()
     scale = xp.where(diagonal > 0, 1 / xp.sqrt(xp.where(diagonal > 0, diagonal, 1)), 0)
-    places = xp.argsort(~kept, axis=-1, stable=True)[:, :max_kept]
-    scales = xp.take_along_axis(xp.where(kept, scale, 0), places, -1).astype(gram.dtype)
-    factor = gram[places[:, :, None], places[:, None, :]]
+    kept_inputs = xp.argsort(~kept, axis=-1, stable=True)[:, :max_kept]
+    scales = xp.take_along_axis(xp.where(kept, scale, 0), kept_inputs, -1).astype(gram.dtype)
+    factor = gram[kept_inputs[:, :, None], kept_inputs[:, None, :]]
     factor *= scales[:, :, None]
     factor *= scales[:, None, :]
     # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
     shift = xp.where(scales > 0, max_kept * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
     factor = factor_inverse(shift_diagonals(factor, shift))
-    places, scales = places[:, None], scales[:, None]
+    kept_inputs, scales = kept_inputs[:, None], scales[:, None]
     gains: jax.Array = xp.zeros_like(gradient)
     for _ in range(3):
-        lost = xp.take_along_axis(gradient - dot(gains, gram), places, -1) * scales
-        part = dot(dot(lost, factor.swapaxes(-1, -2)), factor) * scales
-        gains = gains + _spread(part, places, gradient.shape[-1])
+        residual = xp.take_along_axis(gradient - dot(gains, gram), kept_inputs, -1) * scales
+        part = dot(dot(residual, factor.swapaxes(-1, -2)), factor) * scales
+        gains = gains + _scatter(part, kept_inputs, gradient.shape[-1])
     return gains
 
 
-def _spread(parts: jax.Array, places: PyTree, inputs: int) -> PyTree:
+def _scatter(parts: jax.Array, indices: PyTree, inputs: int) -> PyTree:
     """Returns rows of so many inputs, with these entries in their places, and 0 elsewhere."""
     xp: PyTree = host.namespace([parts])
     rows = xp.zeros((*parts.shape[:-1], inputs), parts.dtype)
-    places = xp.broadcast_to(places, parts.shape)
+    indices = xp.broadcast_to(indices, parts.shape)
     if xp is np:
-        np.put_along_axis(rows, places, parts, -1)
+        np.put_along_axis(rows, indices, parts, -1)
         return rows
-    return jnp.put_along_axis(rows, places, parts, -1, inplace=False)
+    return jnp.put_along_axis(rows, indices, parts, -1, inplace=False)
 
 
-class _Steps(NamedTuple):
+class _GradientState(NamedTuple):
     """State of conjugate gradients for A x = b, [outputs, inputs] or [outputs]."""
 
     gains: jax.Array  # x
@@ -251,7 +260,7 @@ class _Steps(NamedTuple):
     is_active: jax.Array  # whether r is larger than the tolerance
 
 
-def _by_gradients(
+def _solve_by_gradients(
     gradient: jax.Array, kept: jax.Array, gram: jax.Array, steps: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns corrections by conjugate gradients, and which outputs are solved.
@@ -262,35 +271,43 @@ def _by_gradients(
     xp, diagonal = host.namespace([gram]), gram.diagonal()
     scale = xp.where(diagonal > 0, 1 / xp.where(diagonal > 0, diagonal, 1), 0)
     tolerance = float(xp.finfo(gram.dtype).eps) ** 0.75
-    least = xp.square(tolerance * _norms(gradient))
+    threshold = xp.square(tolerance * _compute_row_norms(gradient))
 
-    def exceeds(residual: jax.Array) -> jax.Array:
-        is_larger: jax.Array = xp.square(_norms(residual)) > least
+    def is_above_tolerance(residual: jax.Array) -> jax.Array:
+        is_larger: jax.Array = xp.square(_compute_row_norms(residual)) > threshold
         return is_larger
 
-    def step(state: _Steps) -> _Steps:
+    def step(state: _GradientState) -> _GradientState:
         x, r, p, product, is_active = state
         q = xp.where(kept, dot(p, gram), 0)
         alpha = xp.where(is_active, product / (p * q).sum(axis=-1), 0)[:, None]
         x, r = x + alpha * p, r - alpha * q
-        new = (r * r * scale).sum(axis=-1)
-        beta = xp.where(is_active, new / product, 0)[:, None]
-        return _Steps(x, r, r * scale + beta * p, new, exceeds(r))
+        new_product = (r * r * scale).sum(axis=-1)
+        beta = xp.where(is_active, new_product / product, 0)[:, None]
+        return _GradientState(x, r, r * scale + beta * p, new_product, is_above_tolerance(r))
 
     product = (gradient**2 * scale).sum(-1)
-    start = xp.zeros_like(gradient), gradient, gradient * scale, product, exceeds(gradient)
-    end = _repeat(step, _Steps(*start), steps)
+    start = (
+        xp.zeros_like(gradient),
+        gradient,
+        gradient * scale,
+        product,
+        is_above_tolerance(gradient),
+    )
+    end = _repeat_while_active(step, _GradientState(*start), steps)
     residual = gradient - xp.where(kept, dot(end.gains, gram), 0)
     # Rounding moves the residual.
-    return end.gains, _norms(residual) <= 4 * tolerance * _norms(gradient)
+    return end.gains, _compute_row_norms(residual) <= 4 * tolerance * _compute_row_norms(gradient)
 
 
-def _norms(rows: jax.Array) -> jax.Array:
+def _compute_row_norms(rows: jax.Array) -> jax.Array:
     norms: jax.Array = host.namespace([rows]).sqrt((rows * rows).sum(axis=-1))
     return norms
 
 
-def _repeat(step: Callable[[_Steps], _Steps], state: _Steps, max_steps: int) -> _Steps:
+def _repeat_while_active(
+    step: Callable[[_GradientState], _GradientState], state: _GradientState, max_steps: int
+) -> _GradientState:
     """Repeats a step while an output is active, at most so many times."""
     if isinstance(state.gains, np.ndarray):
         for _ in range(max_steps):
@@ -299,10 +316,10 @@ def _repeat(step: Callable[[_Steps], _Steps], state: _Steps, max_steps: int) -> 
             state = step(state)
         return state
 
-    def step_counted(counted: tuple[jax.Array, _Steps]) -> tuple[jax.Array, _Steps]:
+    def step_counted(counted: tuple[jax.Array, _GradientState]) -> tuple[jax.Array, _GradientState]:
         return counted[0] + 1, step(counted[1])
 
-    def continues(counted: tuple[jax.Array, _Steps]) -> jax.Array:
+    def continues(counted: tuple[jax.Array, _GradientState]) -> jax.Array:
         return (counted[0] < max_steps) & counted[1].is_active.any()
 
     return lax.while_loop(continues, step_counted, (jnp.int32(0), state))[1]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.statistics.errors import mean_outputs
-from sparsity.calibration.statistics.row_sums import Kind
+from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
 from sparsity.core.trees import Path
@@ -42,7 +42,7 @@ class Means:
       (Array([[4., 0.]], dtype=float32), Array([3.], dtype=float32))
     """
 
-    statistics_kind: ClassVar[Kind] = "moments"
+    statistics_kind: ClassVar[StatisticsKind] = "moments"
 
     def shift(
         self,

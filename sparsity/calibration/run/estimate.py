@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.frames import last_uses
+from sparsity.calibration.run.frames import find_last_uses
 from sparsity.calibration.run.task import PruningTask
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -53,7 +53,7 @@ class Estimate:
         return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB {place})"
 
 
-class Meter:
+class MemoryMeter:
     """Follows the bytes of a run.
 
     Args:
@@ -65,9 +65,9 @@ class Meter:
         calibration = task.make_calibration()
         self._graph, self._uses, self._needs = task.graph, calibration.uses, task.needs
         self._batches = len(batches)
-        self._batch_bytes = sum(_bytes(x) for x in trees.split_arrays(list(batches))[0])
-        grams = calibration.gram_shapes(one_layer=True)
-        self._grams = {name: _bytes(gram) for name, gram in grams.items()}
+        self._batch_bytes = sum(_count_bytes(x) for x in trees.split_arrays(list(batches))[0])
+        grams = calibration.list_gram_shapes(one_layer=True)
+        self._grams = {name: _count_bytes(gram) for name, gram in grams.items()}
         self._params = sum(param.size * param.dtype.itemsize for param in task.graph.parameters)
         self._pruned: dict[Path, int] = {}
         self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
@@ -76,13 +76,13 @@ class Meter:
         """Returns the bytes of the run."""
         program = self._graph.model.program
         # The batches themselves stay with the caller.
-        self._run(program, self._batch_bytes, shared={*program.inputs})
+        self._follow_program(program, self._batch_bytes, shared={*program.inputs})
         peak, activations, param = self._peak
         gram = max(self._grams.values(), default=0) if self._needs.has_grams else 0
         model = self._params + sum(self._pruned.values())
         return Estimate(model, activations, gram, peak, param)
 
-    def _run(self, program: Program, live_bytes: int, shared: set[Value]) -> None:
+    def _follow_program(self, program: Program, live_bytes: int, shared: set[Value]) -> None:
         """Follows a program.
 
         Args:
@@ -90,46 +90,54 @@ class Meter:
           live_bytes: bytes of activations around it.
           shared: inputs of the program that share memory with values around it.
         """
-        last, live = last_uses(program), dict[Value, int]()
+        last_uses, live = find_last_uses(program), dict[Value, int]()
         for value in program.inputs:
             if self._graph.is_data(value) and value not in shared:
-                live[value] = self._batches * _bytes(value)
-        for equation in program.flat():
-            dead = {x for x in equation.inputs if last.get(x) is equation}
+                live[value] = self._batches * _count_bytes(value)
+        for equation in program.flat_equations():
+            dead = {x for x in equation.inputs if last_uses.get(x) is equation}
             if any(map(self._graph.is_data, equation.inputs)):
-                ends = sum(live.get(value, 0) for value in dead) // self._batches
-                self._step(equation, live_bytes + sum(live.values()), ends)
+                freed_bytes = sum(live.get(value, 0) for value in dead) // self._batches
+                self._follow_equation(equation, live_bytes + sum(live.values()), freed_bytes)
                 for value in equation.outputs:
-                    live[value] = self._batches * _bytes(value)
+                    live[value] = self._batches * _count_bytes(value)
             for value in {*dead, *equation.outputs} & live.keys():
-                if last.get(value, equation) is equation:
+                if last_uses.get(value, equation) is equation:
                     del live[value]
 
-    def _step(self, equation: Equation, live_bytes: int, ends: int) -> None:
+    def _follow_equation(self, equation: Equation, live_bytes: int, freed_bytes: int) -> None:
         """Follows an equation and the weights that it stops at.
 
         Args:
           equation: the equation.
           live_bytes: bytes that live before it.
-          ends: bytes of a batch that the equation is the last to read.
+          freed_bytes: bytes of a batch that the equation is the last to read.
         """
-        for number in self._uses.at(equation):
+        for number in self._uses.find(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        if self._uses.takes_apart(equation):
-            (body,) = equation.within()
+        if self._uses.reads_layers(equation):
+            (body,) = equation.list_bodies()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
             fixed = body.layers.start - len(body.carries)
             shared = {inner for i, (_, inner) in pairs if i < fixed}
-            stacked = self._batches * sum(map(_bytes, equation.outputs))
+            stacked = self._batches * sum(map(_count_bytes, equation.outputs))
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
-                self._run(body.program, live_bytes + stacked, shared)
+                self._follow_program(body.program, live_bytes + stacked, shared)
             return
-        for number in self._uses.within(equation):
+        for number in self._uses.list_inner(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        inside = sum(_bytes(v) for body in equation.bodies for e in body.flat() for v in e.outputs)
-        made = sum(map(_bytes, equation.outputs))
-        later = (self._batches - 1) * max(made - ends, 0)  # what batch after batch adds
-        self._note(live_bytes + made + later + inside, live_bytes + later, "")
+        inside_bytes = sum(
+            _count_bytes(v)
+            for body in equation.inner_programs
+            for e in body.flat_equations()
+            for v in e.outputs
+        )
+        output_bytes = sum(map(_count_bytes, equation.outputs))
+        # Those that batch after batch adds.
+        later_bytes = (self._batches - 1) * max(output_bytes - freed_bytes, 0)
+        self._note(
+            live_bytes + output_bytes + later_bytes + inside_bytes, live_bytes + later_bytes, ""
+        )
 
     def _follow_weight(self, use: Use, live_bytes: int) -> None:
         """Follows the sums and the solution of a weight."""
@@ -137,7 +145,10 @@ class Meter:
         self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
         part = 4 * param.size // max(layers, 1)
-        x, y = (_wide(v) for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0]))
+        x, y = (
+            _count_wide_bytes(v)
+            for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0])
+        )
         if self._needs.has_grams:
             gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
@@ -150,18 +161,18 @@ class Meter:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part
         self._note(live_bytes + work, live_bytes, param.name)
 
-    def _note(self, bytes_: int, activations: int, param: str) -> None:
+    def _note(self, added_bytes: int, activations: int, param: str) -> None:
         """Notes the bytes besides the model at a point of the run."""
-        now = self._params + sum(self._pruned.values()) + bytes_
-        if now > self._peak[0]:
-            self._peak = now, activations, param
+        total_bytes = self._params + sum(self._pruned.values()) + added_bytes
+        if total_bytes > self._peak[0]:
+            self._peak = total_bytes, activations, param
 
 
-def _bytes(x: Value | jax.ShapeDtypeStruct) -> int:
+def _count_bytes(x: Value | jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array of that type."""
     return math.prod(x.shape) * int(jnp.dtype(x.dtype).itemsize)
 
 
-def _wide(value: Value) -> int:
+def _count_wide_bytes(value: Value) -> int:
     """Returns the bytes of a value in the dtype of sums, at least four each."""
     return value.size * max(int(jnp.dtype(value.dtype).itemsize), 4)

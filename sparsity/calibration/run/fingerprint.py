@@ -56,26 +56,26 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[str]:
-    def described(value: Value) -> str:
+    def describe_value(value: Value) -> str:
         if value.constant is not None:
             return fingerprint(value.constant)
         return str(numbers.setdefault(value, len(numbers)))
 
     for value in program.inputs:
-        yield f"input {described(value)} {value.dtype}{value.shape}"
-    for equation in program.flat():
-        yield f"{equation.name} {[described(value) for value in equation.inputs]}"
+        yield f"input {describe_value(value)} {value.dtype}{value.shape}"
+    for equation in program.flat_equations():
+        yield f"{equation.name} {[describe_value(value) for value in equation.inputs]}"
         yield from _describe_parameters(equation)
-        for body in equation.bodies:
+        for body in equation.inner_programs:
             yield from _describe_program(body, numbers)
         for value in equation.outputs:
-            yield f"output {described(value)} {value.dtype}{value.shape}"
-    yield f"returns {[described(value) for value in program.outputs]}"
+            yield f"output {describe_value(value)} {value.dtype}{value.shape}"
+    yield f"returns {[describe_value(value) for value in program.outputs]}"
 
 
 def _describe_parameters(equation: Equation) -> Iterator[str]:
     for name, value in sorted(equation.params.items()):
-        if equation.bodies and _is_program(value):
+        if equation.inner_programs and _is_program(value):
             continue
         try:
             yield f"{name} {fingerprint(value)}"
@@ -107,27 +107,27 @@ class _Describer:
             return f"around {self._open[key]}"
         if key not in self._hashes:
             self._open[key] = len(self._open)
-            self._hashes[key] = value, _hash(map(self.describe, self._parts(value)))
+            self._hashes[key] = value, _hash(map(self.describe, self._list_parts(value)))
             del self._open[key]
         return self._hashes[key][1]
 
-    def _parts(self, value: object) -> Iterable[object]:
+    def _list_parts(self, value: object) -> Iterable[object]:
         """Returns the name of a kind of values, and all that a value of this kind consists of."""
         match value:
             case enum.Enum():
-                return "enum", _name(type(value)), value.name
+                return "enum", _qualify_name(type(value)), value.name
             case np.ma.MaskedArray():
                 return "masked", np.ma.getdata(value), np.ma.getmaskarray(value)
             case jax.Array() | np.ndarray() | np.generic():
-                return "array", *_array(value)
+                return "array", *_describe_array(value)
             case pathlib.PurePath():
-                return "text", *_text(value)
+                return "text", *_describe_text(value)
             case ClosedJaxpr():
                 return "program", *_describe_program(read_jaxpr(value), {})
             case Program():
                 return "program", *_describe_program(value, {})
             case Set():
-                return "set", _name(type(value)), sorted(map(self.describe, value))
+                return "set", _qualify_name(type(value)), sorted(map(self.describe, value))
             case Mapping():
                 return "mapping", type(value), *itertools.chain.from_iterable(value.items())
             case tuple() | list():
@@ -143,19 +143,19 @@ class _Describer:
             case types.BuiltinFunctionType():
                 return "builtin", value.__qualname__, value.__self__
             case types.FunctionType():
-                return "function", *_function(value)
+                return "function", *_describe_function(value)
             case types.CodeType():
                 return "code", *(getattr(value, name) for name in _CODE)
             case types.ModuleType():
-                return "module", value.__name__, _version(value.__name__)
+                return "module", value.__name__, _find_version(value.__name__)
             case type():
-                return "class", *_class(value)
+                return "class", *_describe_class(value)
             case property():
                 return "property", type(value), value.fget, value.fset, value.fdel
             case functools.cached_property():
                 return "cached property", type(value), value.func
             case _:
-                return _object(value)
+                return _describe_object(value)
 
 
 _CODE = (
@@ -170,7 +170,7 @@ _IGNORED_IN_CLASSES = {
 }  # fmt: skip
 
 
-def _array(value: jax.Array | np.ndarray | np.generic) -> Iterator[object]:
+def _describe_array(value: jax.Array | np.ndarray | np.generic) -> Iterator[object]:
     if is_traced(value):
         raise ValueError("It is traced, and its value is not known yet.")
     yield from (str(value.dtype), value.shape, bool(getattr(value, "weak_type", False)))
@@ -182,16 +182,16 @@ def _array(value: jax.Array | np.ndarray | np.generic) -> Iterator[object]:
     yield hashlib.sha256(np.ascontiguousarray(jax.device_get(value)).tobytes()).hexdigest()
 
 
-def _text(value: object) -> Iterator[object]:
+def _describe_text(value: object) -> Iterator[object]:
     text = repr(value)
     if _ADDRESS.search(text):
-        raise _no_description(value)
-    yield from (_name(type(value)), text)
+        raise _make_refusal(value)
+    yield from (_qualify_name(type(value)), text)
 
 
-def _class(value: type) -> Iterator[object]:
-    version = _version(value.__module__)
-    yield from (_name(value), version)
+def _describe_class(value: type) -> Iterator[object]:
+    version = _find_version(value.__module__)
+    yield from (_qualify_name(value), version)
     if version is None:
         yield value.__bases__
         for name, item in vars(value).items():
@@ -199,12 +199,12 @@ def _class(value: type) -> Iterator[object]:
                 yield from (name, item)
 
 
-def _function(value: types.FunctionType) -> Iterator[object]:
-    version = _version(value.__module__)
+def _describe_function(value: types.FunctionType) -> Iterator[object]:
+    version = _find_version(value.__module__)
     yield from (f"{value.__module__}.{value.__qualname__}", version)
     if version is None:
         yield value.__code__
-        yield from _globals(value)
+        yield from _describe_globals(value)
     yield from (value.__defaults__, value.__kwdefaults__, vars(value))
     for cell in value.__closure__ or ():
         try:
@@ -213,43 +213,43 @@ def _function(value: types.FunctionType) -> Iterator[object]:
             yield "empty cell"
 
 
-def _globals(value: types.FunctionType) -> Iterator[object]:
+def _describe_globals(value: types.FunctionType) -> Iterator[object]:
     """Yields the globals that a function names, and what it reads in user modules."""
-    names = sorted(_names(value.__code__))
+    names = sorted(_list_names(value.__code__))
     for name in names:
         if name in value.__globals__:
             item = value.__globals__[name]
             yield from (name, item)
-            if isinstance(item, types.ModuleType) and _version(item.__name__) is None:
+            if isinstance(item, types.ModuleType) and _find_version(item.__name__) is None:
                 yield from (vars(item)[inner] for inner in names if inner in vars(item))
 
 
-def _object(value: object) -> Iterator[object]:
+def _describe_object(value: object) -> Iterator[object]:
     wrapped = getattr(value, "__wrapped__", None)
     if callable(wrapped):  # a jitted or cached function
-        yield from ("wrapped", _name(type(value)), wrapped)
+        yield from ("wrapped", _qualify_name(type(value)), wrapped)
     elif type(value) is object:
         yield "sentinel"
-    elif (state := _state(value)) is not None:
+    elif (state := _read_attributes(value)) is not None:
         yield from ("object", type(value), state)
-    elif hasattr(value, "eqns") or _version(type(value).__module__) is not None:
-        yield from ("text", *_text(value))
+    elif hasattr(value, "eqns") or _find_version(type(value).__module__) is not None:
+        yield from ("text", *_describe_text(value))
     else:
-        raise _no_description(value)
+        raise _make_refusal(value)
 
 
-def _no_description(value: object) -> ValueError:
+def _make_refusal(value: object) -> ValueError:
     return ValueError(
-        f"{value!r} of type {_name(type(value))} has no description that another process would "
-        "share. Use numbers, text, arrays, functions, dataclasses, or objects of these."
+        f"{value!r} of type {_qualify_name(type(value))} has no description that another process "
+        "would share. Use numbers, text, arrays, functions, dataclasses, or objects of these."
     )
 
 
-def _name(cls: type) -> str:
+def _qualify_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _version(module: str | None) -> str | None:
+def _find_version(module: str | None) -> str | None:
     """Returns the version of the library that a module belongs to, `None` for a user's module."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names:
@@ -261,13 +261,13 @@ def _version(module: str | None) -> str | None:
     return None
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _list_names(code: types.CodeType) -> set[str]:
     """Returns the names of globals and attributes in a function and its inner functions."""
-    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    inner = (_list_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
     return {*code.co_names}.union(*inner)
 
 
-def _state(value: object) -> dict[str, object] | None:
+def _read_attributes(value: object) -> dict[str, object] | None:
     """Returns the attributes of an object without cached ones, `None` if Python sees none."""
     classes = type(value).__mro__
     slots = [vars(cls).get("__slots__", ()) for cls in classes]

@@ -23,7 +23,7 @@ class Frame:
       layers: the layer of each scan around the program.
 
     Attributes:
-      last: the last equation that needs each value.
+      last_uses: the last equation that needs each value.
     """
 
     def __init__(
@@ -37,39 +37,41 @@ class Frame:
         self.param_inputs: Mapping[Value, Callable[..., jax.Array]] = param_inputs
         self.data: list[dict[Value, jax.Array]] = data
         self.layers: ScanLayers = layers
-        self.last: Mapping[Value, Equation | None] = last_uses(program)
-        self._from_params: dict[Value, jax.Array] = {}
-        self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
+        self.last_uses: Mapping[Value, Equation | None] = find_last_uses(program)
+        self._values_from_params: dict[Value, jax.Array] = {}
+        self._layers_from_params: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 
-    def from_params(self, value: Value, *layers: int) -> jax.Array:
+    def read_from_params(self, value: Value, *layers: int) -> jax.Array:
         """Returns a value that depends on parameters alone, or one of its layers."""
         if value in self.param_inputs:
             if not self.layers:  # all layers would be held
                 return self.param_inputs[value](*layers)
-            if (value, layers) not in self._parts:  # once for all batches
-                self._parts[value, layers] = self.param_inputs[value](*layers)
-            return self._parts[value, layers]
-        if value not in self._from_params and value in self.program.makers:
+            if (value, layers) not in self._layers_from_params:  # once for all batches
+                self._layers_from_params[value, layers] = self.param_inputs[value](*layers)
+            return self._layers_from_params[value, layers]
+        if value not in self._values_from_params and value in self.program.makers:
             equation = self.program.makers[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
-                layer: jax.Array = equation.bind([self.from_params(equation.inputs[0], *layers)])[0]
+                layer: jax.Array = equation.bind(
+                    [self.read_from_params(equation.inputs[0], *layers)]
+                )[0]
                 return layer
-            outputs = equation.bind([self.from_params(x) for x in equation.inputs])
-            self._from_params.update(zip(equation.outputs, outputs, strict=True))
-        result: jax.Array = self._from_params.get(value, value.constant)
+            outputs = equation.bind([self.read_from_params(x) for x in equation.inputs])
+            self._values_from_params.update(zip(equation.outputs, outputs, strict=True))
+        result: jax.Array = self._values_from_params.get(value, value.constant)
         return result[layers] if layers else result
 
-    def forget(self) -> None:
+    def forget_params(self) -> None:
         """Drops values computed from parameters, which have changed."""
-        self._from_params.clear()
-        self._parts.clear()
+        self._values_from_params.clear()
+        self._layers_from_params.clear()
 
     def read(self, batch: int, value: Value) -> jax.Array:
         """Returns a value for a batch."""
         values = self.data[batch]
-        return values[value] if value in values else self.from_params(value)
+        return values[value] if value in values else self.read_from_params(value)
 
-    def inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
+    def read_inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
         """Returns the inputs of an equation, for a batch."""
         return [self.read(batch, value) for value in equation.inputs]
 
@@ -81,14 +83,14 @@ class Frame:
     def drop_unneeded(self, batch: int, equation: Equation) -> None:
         """Drops the values of a batch that no equation after this one needs."""
         for value in {*equation.inputs, *equation.outputs}:
-            if self.last.get(value, equation) is equation:
+            if self.last_uses.get(value, equation) is equation:
                 self.data[batch].pop(value, None)
 
 
-def last_uses(program: Program) -> dict[Value, Equation | None]:
+def find_last_uses(program: Program) -> dict[Value, Equation | None]:
     """Returns the last equation that needs each value, `None` for outputs."""
-    last: dict[Value, Equation | None] = {}
-    for equation in program.flat():
-        last.update(dict.fromkeys(equation.inputs, equation))
-    last.update(dict.fromkeys(program.outputs))
-    return last
+    last_uses: dict[Value, Equation | None] = {}
+    for equation in program.flat_equations():
+        last_uses.update(dict.fromkeys(equation.inputs, equation))
+    last_uses.update(dict.fromkeys(program.outputs))
+    return last_uses

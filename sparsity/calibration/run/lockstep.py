@@ -78,22 +78,22 @@ class Lockstep:
 
     def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
-        for equations in self._stretches(frame):
+        for equations in self._split_into_stretches(frame):
             if len(equations) > 1:
                 self._run_stretch(frame, equations)
             else:
-                self._step(frame, equations[0])
+                self._run_equation(frame, equations[0])
         self._frames.pop()
 
-    def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
+    def _split_into_stretches(self, frame: Frame) -> Iterator[list[Equation]]:
         """Yields the equations that read data: entrywise ones and layouts in a row together."""
         from_data, stretch = {*frame.data[0]}, list[Equation]()
-        for equation in frame.program.flat():
+        for equation in frame.program.flat_equations():
             if from_data.isdisjoint(equation.inputs):
                 continue
             from_data.update(equation.outputs)
             is_plain = equation.name in ENTRYWISE or equation.name in LAYOUTS
-            if is_plain and not equation.bodies and not self._uses.at(equation):
+            if is_plain and not equation.inner_programs and not self._uses.find(equation):
                 stretch.append(equation)
                 continue
             yield from [stretch] if stretch else []
@@ -103,62 +103,66 @@ class Lockstep:
 
     def _run_stretch(self, frame: Frame, equations: list[Equation]) -> None:
         """Runs equations in a row as one program."""
-        made = dict.fromkeys(value for equation in equations for value in equation.outputs)
-        read = dict.fromkeys(value for equation in equations for value in equation.inputs)
-        inputs, inside = [value for value in read if value not in made], {*equations}
-        needed = [value for value in made if frame.last.get(value, equations[0]) not in inside]
+        made_values = dict.fromkeys(value for equation in equations for value in equation.outputs)
+        read_values = dict.fromkeys(value for equation in equations for value in equation.inputs)
+        inputs, inside = [value for value in read_values if value not in made_values], {*equations}
+        needed_values = [
+            value for value in made_values if frame.last_uses.get(value, equations[0]) not in inside
+        ]
 
         def run(arrays: list[jax.Array]) -> list[jax.Array]:
             values = dict(zip(inputs, arrays, strict=True))
             for equation in equations:
                 outputs = equation.bind([values[x] for x in equation.inputs])
                 values.update(zip(equation.outputs, outputs, strict=True))
-            return [values[x] for x in needed]
+            return [values[x] for x in needed_values]
 
         compiled = compile_at_call(run)
         for batch, values in enumerate(frame.data):
             arrays = [frame.read(batch, value) for value in inputs]
-            values.update(zip(needed, compiled(arrays), strict=True))
+            values.update(zip(needed_values, compiled(arrays), strict=True))
             for equation in equations:
                 frame.drop_unneeded(batch, equation)  # before the next batch needs memory
 
-    def _step(self, frame: Frame, equation: Equation) -> None:
+    def _run_equation(self, frame: Frame, equation: Equation) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
-        for number in self._uses.at(equation):
-            self._reach(frame, equation, number, frame.layers)
-        if self._must_take_apart(equation, frame.layers):
-            self._scan(frame, equation)
+        for number in self._uses.find(equation):
+            self._prune_weight(frame, equation, number, frame.layers)
+        if self._must_run_by_layer(equation, frame.layers):
+            self._run_scan(frame, equation)
             return
-        for number, layers in self._walk_uses(equation.bodies, frame.layers):
-            self._reach(frame, equation, number, layers)
+        for number, layers in self._walk_uses(equation.inner_programs, frame.layers):
+            self._prune_weight(frame, equation, number, layers)
         # Of loops, JAX would keep a program for each trace.
-        run = compile_at_call(equation.bind) if equation.bodies else equation.bind
+        run = compile_at_call(equation.bind) if equation.inner_programs else equation.bind
         for batch in range(len(frame.data)):
-            frame.write(batch, equation, run(frame.inputs(batch, equation)))
+            frame.write(batch, equation, run(frame.read_inputs(batch, equation)))
 
     def _walk_uses(
-        self, bodies: Sequence[Program], layers: ScanLayers
+        self, inner_programs: Sequence[Program], layers: ScanLayers
     ) -> Iterator[tuple[int, ScanLayers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
-        for equation in (equation for body in bodies for equation in body.flat()):
-            for number in self._uses.at(equation):
+        for equation in (equation for body in inner_programs for equation in body.flat_equations()):
+            for number in self._uses.find(equation):
                 yield number, layers
-            for layer in _list_layers(equation) if self._uses.takes_apart(equation) else [None]:
-                inside = layers if layer is None else {**layers, equation: layer}
-                yield from self._walk_uses(equation.bodies, inside)
+            for layer in _list_layers(equation) if self._uses.reads_layers(equation) else [None]:
+                inner_layers = layers if layer is None else {**layers, equation: layer}
+                yield from self._walk_uses(equation.inner_programs, inner_layers)
 
-    def _must_take_apart(self, equation: Equation, layers: ScanLayers) -> bool:
+    def _must_run_by_layer(self, equation: Equation, layers: ScanLayers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
             equation in (use := self._uses[number]).view.scans
-            and not self._is_done(use.path, _layer_index(use, inside))
+            and not self._is_done(use.path, _read_layer_index(use, inner_layers))
             for layer in _list_layers(equation)
-            for number, inside in self._walk_uses(equation.bodies, {**layers, equation: layer})
+            for number, inner_layers in self._walk_uses(
+                equation.inner_programs, {**layers, equation: layer}
+            )
         )
 
-    def _scan(self, frame: Frame, equation: Equation) -> None:
+    def _run_scan(self, frame: Frame, equation: Equation) -> None:
         """Runs a scan layer by layer."""
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         end = body.layers.start
         fixed = end - len(body.carries)
         batches = range(len(frame.data))
@@ -170,18 +174,22 @@ class Lockstep:
         for layer in _list_layers(equation):
             param_inputs: dict[Value, Callable[..., jax.Array]] = {}
             data: list[dict[Value, jax.Array]] = [{} for _ in batches]
-            for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
-                if not is_data[at]:
-                    place = (layer,) if at >= end else ()
-                    param_inputs[inner] = functools.partial(frame.from_params, value, *place)
+            for number, (value, inner) in enumerate(
+                zip(body.inputs, body.program.inputs, strict=True)
+            ):
+                if not is_data[number]:
+                    index = (layer,) if number >= end else ()
+                    param_inputs[inner] = functools.partial(frame.read_from_params, value, *index)
                     continue
                 for b in batches:
-                    array = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
-                    data[b][inner] = array[layer] if at >= end else array
-            inside = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
-            self._run(inside)
+                    array = (
+                        carry[b][number - fixed] if fixed <= number < end else frame.read(b, value)
+                    )
+                    data[b][inner] = array[layer] if number >= end else array
+            inner_frame = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
+            self._run(inner_frame)
             for b in batches:
-                outputs = [inside.read(b, value) for value in body.program.outputs]
+                outputs = [inner_frame.read(b, value) for value in body.program.outputs]
                 carry[b] = outputs[: end - fixed]
                 stacked[b].append(outputs[end - fixed :])
         for b in batches:
@@ -189,10 +197,12 @@ class Lockstep:
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
             frame.write(b, equation, [*carry[b], *joined])
 
-    def _reach(self, frame: Frame, equation: Equation, number: int, layers: ScanLayers) -> None:
+    def _prune_weight(
+        self, frame: Frame, equation: Equation, number: int, layers: ScanLayers
+    ) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
         use = self._uses[number]
-        index = _layer_index(use, layers)
+        index = _read_layer_index(use, layers)
         if self._is_done(use.path, index):
             return
         # The outermost loop that reads the same weight in each step.
@@ -200,15 +210,15 @@ class Lockstep:
             if loop not in use.view.scans:
                 frame, equation = outer, loop
                 break
-        numbers = self._uses.within(equation) if equation.bodies else [number]
+        numbers = self._uses.list_inner(equation) if equation.inner_programs else [number]
         reached = ReachedWeight(
-            self._calibration, frame, equation, self._find_alike(numbers, use, index, frame)
+            self._calibration, frame, equation, self._find_equal_uses(numbers, use, index, frame)
         )
         self._on_reached(use.path, index, reached)
-        for each in self._frames:
-            each.forget()
+        for inner_frame in self._frames:
+            inner_frame.forget_params()
 
-    def _find_alike(
+    def _find_equal_uses(
         self, numbers: Sequence[int], use: Use, index: LayerIndex, frame: Frame
     ) -> dict[int, ScanLayers]:
         """Returns the uses that read the same weight along the same axes as the first of them.
@@ -235,7 +245,7 @@ def _list_layers(scan: Equation) -> Sequence[int]:
     return order[::-1] if scan.params["reverse"] else order
 
 
-def _layer_index(use: Use, layers: ScanLayers) -> LayerIndex:
+def _read_layer_index(use: Use, layers: ScanLayers) -> LayerIndex:
     """Returns the axes that scans take apart, and the layer of each."""
     return tuple(
         (axis, layers[scan]) for axis, scan in zip(use.view.stacked, use.view.scans, strict=True)

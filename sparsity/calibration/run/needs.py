@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.refits.base import BiasRefit
-from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
+from sparsity.calibration.statistics.row_sums import StatisticsKind, check_statistics_kind
 from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
 
@@ -20,7 +20,7 @@ from sparsity.core.trees import PyTree
 class Needs(NamedTuple):
     """Attributes that a pruner or a refit may state; `StatisticsPruning` and `Refit` tell more."""
 
-    statistics_kind: Kind
+    statistics_kind: StatisticsKind
     gram_copies: int = StatisticsPruning.gram_copies
     count_bytes: Callable[[int, int], int] = lambda outputs, inputs: 0
     damping: float | None = None
@@ -33,20 +33,20 @@ class Needs(NamedTuple):
 
 def read_pruner_needs(pruner: object) -> Needs:
     """Returns the needs of a pruner, by default sums of squares: for errors, not for masks."""
-    return _read(pruner, "squares")
+    return _read_needs(pruner, "squares")
 
 
 def read_refit_needs(refit: object) -> Needs:
     """Returns the needs of a refit, by default Gram matrices, and means for biases."""
-    return _read(refit, "moments" if isinstance(refit, BiasRefit) else "gram")
+    return _read_needs(refit, "moments" if isinstance(refit, BiasRefit) else "gram")
 
 
 def combine_needs(pruner: object, refit: object | None) -> Needs:
     """Returns the needs of a run; without Gram matrices it takes means, for centred errors."""
-    both = [read_pruner_needs(pruner), *([] if refit is None else [read_refit_needs(refit)])]
-    return both[-1]._replace(
-        statistics_kind="gram" if any(needs.has_grams for needs in both) else "moments",
-        gram_copies=max(needs.gram_copies for needs in both),
+    stated = [read_pruner_needs(pruner), *([] if refit is None else [read_refit_needs(refit)])]
+    return stated[-1]._replace(
+        statistics_kind="gram" if any(needs.has_grams for needs in stated) else "moments",
+        gram_copies=max(needs.gram_copies for needs in stated),
     )
 
 
@@ -62,22 +62,22 @@ def method_name(method: object) -> str:
     return type(method).__name__ if name is None else f"the function {name}"
 
 
-def _read(method: object, kind: Kind) -> Needs:
+def _read_needs(method: object, kind: StatisticsKind) -> Needs:
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
     needs = Needs(**{"statistics_kind": kind, **stated})
-    who = method_name(method)
-    check_statistics_kind(needs.statistics_kind, who)
-    check_int(f"gram_copies of {who}", needs.gram_copies, 1)
-    check_function(f"count_bytes of {who}", needs.count_bytes, "(outputs, inputs)")
-    return needs._replace(count_bytes=functools.partial(_count_bytes, who, needs.count_bytes))
+    label = method_name(method)
+    check_statistics_kind(needs.statistics_kind, label)
+    check_int(f"gram_copies of {label}", needs.gram_copies, 1)
+    check_function(f"count_bytes of {label}", needs.count_bytes, "(outputs, inputs)")
+    return needs._replace(count_bytes=functools.partial(_read_num_bytes, label, needs.count_bytes))
 
 
-def _count_bytes(who: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
+def _read_num_bytes(label: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
     """Returns what a method counts; a ValueError names the method if that fails or is no count."""
     try:
         counted = count(outputs, inputs)
     except TypeError as error:
-        raise ValueError(f"count_bytes of {who} must take (outputs, inputs): {error}") from error
-    check_int(f"count_bytes(outputs, inputs) of {who}", counted, 0)
+        raise ValueError(f"count_bytes of {label} must take (outputs, inputs): {error}") from error
+    check_int(f"count_bytes(outputs, inputs) of {label}", counted, 0)
     return counted

@@ -20,7 +20,7 @@ import chex
 import jax
 
 from sparsity.calibration.refits.base import BiasRefit, Refit
-from sparsity.calibration.run.estimate import Estimate, Meter
+from sparsity.calibration.run.estimate import Estimate, MemoryMeter
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_pruner_and_refit
@@ -126,14 +126,14 @@ def oneshot(
     batches = _read_batches(batches, params, may_be_shapes=estimate)
     task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
-        return Meter(task, batches).estimate()
+        return MemoryMeter(task, batches).estimate()
     identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
     store = None if folder is None else LayerStore(folder, identity())
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
     run.run(fn, sequential)
-    pruned, report = run.weights.tree(), run.report
+    pruned, report = run.weights.make_tree(), run.report
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
-    return pruned, run.weights.masks(pruner.use_packed_masks), report
+    return pruned, run.weights.make_masks(pruner.use_packed_masks), report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **flags: object) -> None:
@@ -163,13 +163,13 @@ def _check_data(batches: object, held: object, metric: object, folder: object) -
 
 def _read_batches(batches: Iterable[PyTree], params: Params, may_be_shapes: bool) -> list[PyTree]:
     """Returns the batches; raises a ValueError without any, and for arrays without values."""
-    if not (listed := list(batches)):
+    if not (batch_list := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
     if not may_be_shapes:
         remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
         check_values("params", params, remedy)
-        check_values("batches", listed, remedy)
-    return listed
+        check_values("batches", batch_list, remedy)
+    return batch_list
 
 
 def _show_progress(
@@ -178,15 +178,15 @@ def _show_progress(
     """Shows a bar of the layers, and returns the function that advances it by a layer."""
     graph = task.graph
     scanned, shapes = graph.find_scanned_axes(), graph.parameters.find_shape
-    sizes = {
+    num_layers = {
         path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
     }
     tqdm = extras.load("tqdm.auto", "progress").tqdm
-    bar = tqdm(total=sum(sizes.values()), desc="oneshot", unit="layer")
+    bar = tqdm(total=sum(num_layers.values()), desc="oneshot", unit="layer")
 
     def on_layer_done(path: Path, index: LayerIndex) -> None:
         bar.set_postfix_str(f"{task.sites[path].name}, {len(batches)} batches")
-        bar.update(1 if index else sizes[path])
+        bar.update(1 if index else num_layers[path])
         if bar.n >= bar.total:
             bar.close()
 
@@ -232,16 +232,16 @@ class _Run:
         """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
         task, calibration = self._task, self._task.make_calibration()
         if task.needs.has_grams:
-            for name, gram in calibration.gram_shapes(one_layer=True).items():
+            for name, gram in calibration.list_gram_shapes(one_layer=True).items():
                 check_memory({name: gram}, task.needs.gram_copies)  # one is held at a time
 
         def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
             def solve() -> PrunedLayer:
-                statistic = reached.statistic(task.name(path, index))
+                statistic = reached.sum_statistic(task.name_layer(path, index))
                 layer = task.solve(self.weights, path, index, statistic)
                 if task.needs.has_grams:
                     return layer
-                return layer._replace(output_squares=reached.losses(*layer.matrices()))
+                return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
 
             self._finish(path, index, solve)
 
@@ -250,7 +250,7 @@ class _Run:
     def _finish_others(self, fn: Callable[[PyTree, PyTree], PyTree]) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model."""
         task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
-        model = fn, self.weights.tree(), self._batches
+        model = fn, self.weights.make_tree(), self._batches
 
         # Computed lazily: a folder may already hold every layer.
         @functools.cache
@@ -260,7 +260,7 @@ class _Run:
         @functools.cache
         def solve_all() -> Mapping[Path, PrunedLayer]:
             layers = {path: solve(path) for path in paths}
-            matrices = {path: layer.matrices() for path, layer in layers.items()}
+            matrices = {path: layer.list_matrices() for path, layer in layers.items()}
             losses = sum_losses(*model, matrices)
             return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
 
@@ -274,17 +274,17 @@ class _Run:
 
     def _finish(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
         """Takes a parameter, or one layer of it, from the folder, or solves and saves it."""
-        place = self._task.find_bias(path, index)
-        bias = None if place is None else self.weights.now(*place)
-        dense = self.weights.before(path, index)
+        bias_place = self._task.find_bias(path, index)
+        bias = None if bias_place is None else self.weights.read_current(*bias_place)
+        dense = self.weights.read_dense(path, index)
         number = sum(map(len, self._layers.values()))
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
-            stored = self._compute(path, dense, bias, solve)
+            stored = self._solve_layer(path, dense, bias, solve)
             if self._store:
                 self._store.write(number, stored)
-        if place is not None and stored.bias is not None:
-            self.weights.replace(*place, stored.bias)
+        if bias_place is not None and stored.bias is not None:
+            self.weights.replace(*bias_place, stored.bias)
         self.weights.replace(path, index, stored.weights)
         self.weights.replace_mask(path, index, stored.mask)
         layers = self._layers.setdefault(path, {})
@@ -293,7 +293,7 @@ class _Run:
         if self._on_layer_done is not None:
             self._on_layer_done(path, index)
 
-    def _compute(
+    def _solve_layer(
         self,
         path: Path,
         dense: jax.Array,
@@ -303,7 +303,7 @@ class _Run:
         """Solves a parameter, or one layer of it, and shifts the bias that takes over its means."""
         started = time.perf_counter()
         layer = solve()
-        report = dataclasses.replace(layer.report(), seconds=time.perf_counter() - started)
+        report = dataclasses.replace(layer.make_report(), seconds=time.perf_counter() - started)
         weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
         shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
         return StoredLayer(weights, mask, report, shifted)

@@ -67,34 +67,34 @@ def compare_outputs(
       The report, or `None` without batches and metric.
     """
     lost = total = 0.0
-    count, first, run = 0, None, None
+    count, first_batch, run = 0, None, None
     sums: dict[tuple[int, int], np.ndarray] = {}  # of outputs along their last axis, by output
     rows: dict[tuple[int, int], int] = {}
     for batch in batches:
         if run is None:
-            first, run = batch, make_outputs(fn, dense, batch)
-        check_structure(batch, first, count)
+            first_batch, run = batch, make_output_fn(fn, dense, batch)
+        check_structure(batch, first_batch, count)
         count += 1
         expected, returned = run(dense, batch), run(pruned, batch)
-        *squares, each = jax.device_get(_sum_up(expected, returned))
+        *squares, axis_sums = jax.device_get(_sum_outputs(expected, returned))
         lost, total = lost + float(squares[0]), total + float(squares[1])
-        for number, (y, along) in enumerate(zip(expected, each, strict=True)):
-            key = number, along.size
-            sums[key] = sums.get(key, 0) + along.astype(np.result_type(along, np.float64))
-            rows[key] = rows.get(key, 0) + y.size // max(along.size, 1)
+        for number, (y, axis_sum) in enumerate(zip(expected, axis_sums, strict=True)):
+            key = number, axis_sum.size
+            sums[key] = sums.get(key, 0) + axis_sum.astype(np.result_type(axis_sum, np.float64))
+            rows[key] = rows.get(key, 0) + y.size // max(axis_sum.size, 1)
     if not count and metric is None:
         return None
     means = sum(float(np.sum(np.abs(x) ** 2)) / max(rows[key], 1) for key, x in sums.items())
     return OutputReport(
-        error=_share(lost, total),
-        unexplained=_share(lost, max(total - means, 0.0)),
+        error=_divide_losses(lost, total),
+        unexplained=_divide_losses(lost, max(total - means, 0.0)),
         batches=count,
-        dense_metric=None if metric is None else _measure(metric, dense),
-        metric=None if metric is None else _measure(metric, pruned),
+        dense_metric=None if metric is None else _read_metric(metric, dense),
+        metric=None if metric is None else _read_metric(metric, pruned),
     )
 
 
-def _measure(metric: Callable[[PyTree], chex.Numeric], params: Params) -> float:
+def _read_metric(metric: Callable[[PyTree], chex.Numeric], params: Params) -> float:
     """Returns the number that a metric returns; raises a ValueError for anything else."""
     value = metric(params)
     try:
@@ -103,7 +103,7 @@ def _measure(metric: Callable[[PyTree], chex.Numeric], params: Params) -> float:
         raise ValueError(f"metric must return a number, got metric(params) = {value!r}.") from error
 
 
-def make_outputs(
+def make_output_fn(
     fn: Callable[[PyTree, PyTree], PyTree], params: Params, batch: PyTree
 ) -> Callable[[PyTree, PyTree], list[jax.Array]]:
     """Returns a compiled function from parameters and a batch to the outputs with fractions.
@@ -116,18 +116,18 @@ def make_outputs(
     rebuild, rebuild_batch = (trees.split_arrays(tree)[1] for tree in (params, batch))
 
     @jax.jit
-    def outputs(leaves: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
+    def compute_outputs(leaves: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
         results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(arrays)))
         inexact = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         return [jnp.asarray(x) for x in inexact]
 
-    compiled = compile_at_call(outputs)
+    compiled = compile_at_call(compute_outputs)
 
     def run(params: Params, batch: PyTree) -> list[jax.Array]:
         inputs = [trees.split_arrays(x)[0] for x in (params, batch)]
         arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
         devices = {device for x in arrays for device in x.devices()}
-        results: list[jax.Array] = (outputs if len(devices) > 1 else compiled)(*inputs)
+        results: list[jax.Array] = (compute_outputs if len(devices) > 1 else compiled)(*inputs)
         return results
 
     return run
@@ -148,7 +148,7 @@ def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Ar
 
 
 @jax.jit
-def _sum_up(
+def _sum_outputs(
     expected: list[jax.Array], returned: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns the sums of squares, lost and in total, and the sums of outputs by last axis."""
@@ -159,7 +159,7 @@ def _sum_up(
     return sum_lost_squares(expected, returned), sum_squares(expected), sums
 
 
-def _share(lost: float, total: float) -> float:
+def _divide_losses(lost: float, total: float) -> float:
     """Returns a quotient; nothing lost is 0, something of nothing is infinite."""
     if lost == 0:
         return 0.0

@@ -77,8 +77,8 @@ def prune_at_once(
       required: paths of the parameters that must have a mask.
     """
     pruned = pruner.instant_sparsify(params, statistics=statistics)
-    who = f"{type(pruner).__name__}.instant_sparsify"
-    return read_pruned(pruned, who, params, required, pruner.use_packed_masks)
+    label = f"{type(pruner).__name__}.instant_sparsify"
+    return read_pruned(pruned, label, params, required, pruner.use_packed_masks)
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
@@ -86,7 +86,7 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
     if not isinstance(pruner, BaseUpdater):
         raise ValueError(
             "pruner must be an updater, for example "
-            f"WandaPruning(sparsity_distribution_fn=Uniform(0.5)), {_got(pruner)}."
+            f"WandaPruning(sparsity_distribution_fn=Uniform(0.5)), {_describe_value(pruner)}."
         )
     if not pruner.prunes_at_once:
         raise ValueError(
@@ -97,10 +97,10 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
     is_refit = callable(refit) or isinstance(refit, BiasRefit)
     if refit is not None and (isinstance(refit, type) or not is_refit):
         kinds = "None, LeastSquares(), ADMM(), Means() or another `Refit` or `BiasRefit`"
-        raise ValueError(f"refit must be {kinds}, {_got(refit)}.")
+        raise ValueError(f"refit must be {kinds}, {_describe_value(refit)}.")
 
 
-def _got(value: object) -> str:
+def _describe_value(value: object) -> str:
     """Returns the end of a message about a value, which may be a class instead of an instance."""
     if isinstance(value, type):
         return f"got the class {value.__name__}: make an instance, {value.__name__}(...)"
@@ -133,36 +133,41 @@ def apply_refit(
     Raises:
       ValueError: a statistic is missing, does not fit its parameter, or lacks the refit's sums.
     """
-    needs, who = read_refit_needs(refit), method_name(refit)
+    needs, label = read_refit_needs(refit), method_name(refit)
     table = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
-    for key, mask in trees.leaves_by_path(masks).items():
-        dense, before = leaves[key], (pruned_leaves[key], mask)
-        needs_no_refit = key not in targets and trees.path_names(key) not in statistics
+    for key_path, mask in trees.leaves_by_path(masks).items():
+        dense, pruned_layer = leaves[key_path], (pruned_leaves[key_path], mask)
+        needs_no_refit = key_path not in targets and trees.path_names(key_path) not in statistics
         if needs_no_refit or not dense.size:  # a bias of coupled channels, or nothing
-            refitted[key] = before
+            refitted[key_path] = pruned_layer
             continue
-        site = table[key]
-        statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, who)
+        site = table[key_path]
+        statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
         if needs.has_grams:
             check_solvable(statistic, dense, site.name, needs.damping)
-        select = _selection(pruner, site, statistic, targets.get(key, 0.0))
-        new = refit(dense, *before, statistic, select)
-        check_solution(new, who, site.name, dense)
+        select = _make_select(pruner, site, statistic, targets.get(key_path, 0.0))
+        solution = refit(dense, *pruned_layer, statistic, select)
+        check_solution(solution, label, site.name, dense)
         like = (dense, dense)
-        better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
-        new = host.instead(_choose_better)(better)(dense, new, before, statistic)
-        refitted[key] = sharding.place_like(dense, new[0]), sharding.place_like(dense, new[1])
-    pruned = trees.map_matched(lambda key, param: refitted.get(key, (param,))[0], pruned)
-    return pruned, trees.map_matched(lambda key, _: refitted[key][1], masks)
+        choose_better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
+        solution = host.instead(_choose_better)(choose_better)(
+            dense, solution, pruned_layer, statistic
+        )
+        refitted[key_path] = (
+            sharding.place_like(dense, solution[0]),
+            sharding.place_like(dense, solution[1]),
+        )
+    pruned = trees.map_matched(lambda key_path, param: refitted.get(key_path, (param,))[0], pruned)
+    return pruned, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
 
 
 def _choose_better(
     dense: jax.Array,
-    new: tuple[jax.Array, jax.Array],
-    before: tuple[jax.Array, jax.Array],
+    solution: tuple[jax.Array, jax.Array],
+    pruned_layer: tuple[jax.Array, jax.Array],
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights and the mask that change the outputs of a parameter less.
@@ -171,19 +176,24 @@ def _choose_better(
     are not finite change outputs more.
     """
     xp = host.namespace([dense])
-    new = xp.where(new[1] != 0, new[0], 0).astype(dense.dtype), are_kept(new[1])
+    solution = xp.where(solution[1] != 0, solution[0], 0).astype(dense.dtype), are_kept(solution[1])
     if statistic.gram is None:
-        after, first = (xp.sum(~xp.isfinite(x)) for x, _ in (new, before))
+        new_error, before_error = (xp.sum(~xp.isfinite(x)) for x, _ in (solution, pruned_layer))
     else:
-        after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
-    weights, mask = (xp.where(after <= first, a, b) for a, b in zip(new, before, strict=True))
+        new_error, before_error = (
+            output_error(statistic, dense - x).sum() for x, _ in (solution, pruned_layer)
+        )
+    weights, mask = (
+        xp.where(new_error <= before_error, a, b)
+        for a, b in zip(solution, pruned_layer, strict=True)
+    )
     return weights, mask
 
 
 _choose_better_jitted = jax.jit(_choose_better)
 
 
-def _selection(
+def _make_select(
     pruner: BaseUpdater, site: Site, statistic: Statistic, target: chex.Numeric
 ) -> Select:
     """Returns the selection of the highest scores of each matrix, in the pattern of the pruner."""

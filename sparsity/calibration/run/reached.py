@@ -24,7 +24,7 @@ from sparsity.calibration.statistics.summing import (
     add_in_place,
     is_count,
 )
-from sparsity.calibration.statistics.validation import is_finite, not_finite
+from sparsity.calibration.statistics.validation import is_finite, make_not_finite_error
 from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
@@ -51,36 +51,36 @@ class ReachedWeight:
     equation: Equation
     layers: Mapping[int, ScanLayers]
 
-    def statistic(self, name: str) -> Statistic:
+    def sum_statistic(self, name: str) -> Statistic:
         """Returns the statistic of the inputs in all batches, and in all steps of a loop.
 
         Raises:
           ValueError: inputs are not finite; the error names the batch.
         """
-        total = _add_up(self._sums(self.calibration.sum_inputs), name)
+        total = _add_up(self._sum_batches(self.calibration.sum_inputs), name)
         statistic: Statistic = functools.reduce(add, [total[number] for number in sorted(total)])
         return statistic
 
-    def losses(self, *matrices: jax.Array) -> jax.Array:
+    def sum_losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each matrix."""
-        rerun_losses = self._rerun(matrices)
+        rerun_losses = self._rerun_losses(matrices)
         if rerun_losses is not None:
             return rerun_losses
-        batches = self._sums(self.calibration.sum_outputs, matrices)
-        sums = [total for each in batches for total in each.values()]
+        batches = self._sum_batches(self.calibration.sum_outputs, matrices)
+        sums = [total for sums_of_batch in batches for total in sums_of_batch.values()]
         total: jax.Array = functools.reduce(jnp.add, sums)
         return total
 
-    def _rerun(self, matrices: Sequence[jax.Array]) -> jax.Array | None:
+    def _rerun_losses(self, matrices: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the losses by programs that the run needs anyway; `None` if there are none."""
-        if self.equation.bodies:
+        if self.equation.inner_programs:
             return None
-        xs = {number: self._operands(number) for number in self.layers}
-        place = host.find_place(xs, matrices)
+        operands = {number: self._list_operands(number) for number in self.layers}
+        place = host.find_place(operands, matrices)
         if place is None:
             return None
         total = np.zeros(len(matrices))
-        for number, inputs in xs.items():
+        for number, inputs in operands.items():
             use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
             rerun = _make_rerun(use, alignment, matrices, place)
             if rerun is None:
@@ -90,22 +90,26 @@ class ReachedWeight:
         losses: jax.Array = place.put(total.astype(dtype))
         return losses
 
-    def _operands(self, number: int) -> list[jax.Array]:
+    def _list_operands(self, number: int) -> list[jax.Array]:
         """Returns what a product outside of loops multiplies by its weight, for each batch."""
         value = self.equation.inputs[1 - self.calibration.uses[number].operand]
         return [self.frame.read(batch, value) for batch in range(len(self.frame.data))]
 
-    def _sums(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
+    def _sum_batches(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
         """Yields the sums of each batch, by number of the use."""
         batches = range(len(self.frame.data))
-        if not self.equation.bodies:
-            xs = {number: self._operands(number) for number in self.layers}
+        if not self.equation.inner_programs:
+            operands = {number: self._list_operands(number) for number in self.layers}
             compiled = {
-                number: compile_at_call(lambda x, more, number=number: sum_up(number, x, {}, more))
-                for number in xs
+                number: compile_at_call(
+                    lambda x, arrays, number=number: sum_up(number, x, {}, arrays)
+                )
+                for number in operands
             }
             for batch in batches:
-                yield {number: compiled[number](x[batch], arguments) for number, x in xs.items()}
+                yield {
+                    number: compiled[number](x[batch], arguments) for number, x in operands.items()
+                }
             return
         uses = Uses({number: self.calibration.uses[number] for number in self.layers})
         # Indices are arguments, so that the layers of a stack share what is compiled.
@@ -116,7 +120,7 @@ class ReachedWeight:
                 sums = sum_up(number, x, steps, arguments)
                 for scan, layer in zip(self.layers[number], indices[number], strict=True):
                     is_layer = steps[scan] == layer
-                    sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
+                    sums = jax.tree.map(lambda s, is_on=is_layer: jnp.where(is_on, s, 0), sums)
                 return sums
 
             interpreter = SummingInterpreter(uses, sum_layer)
@@ -125,7 +129,7 @@ class ReachedWeight:
 
         program = compile_at_call(jax.jit(run))
         for batch in batches:
-            yield program(self.frame.inputs(batch, self.equation), indices, arguments)
+            yield program(self.frame.read_inputs(batch, self.equation), indices, arguments)
 
 
 def _make_rerun(
@@ -143,14 +147,16 @@ def _make_rerun(
       place: the place of matrices and inputs.
     """
     value = use.equation.inputs[use.operand]
-    if not _is_wide(use, matrices) or matrices[0].size != value.size:
+    if not _has_sum_precision(use, matrices) or matrices[0].size != value.size:
         return None
     roles = read_product(use.equation).operands[use.operand]
     axes = (*roles.batch, *roles.free, *roles.contracted)
     sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
-    weights = [np.asarray(alignment.operand(each)) for each in host.to_numpy(list(matrices))]
-    operands = [each.astype(value.dtype).reshape(sizes).transpose(order) for each in weights]
-    operands = place.put([host.copy(each) for each in operands])
+    weights = [
+        np.asarray(alignment.to_operand_order(matrix)) for matrix in host.to_numpy(list(matrices))
+    ]
+    operands = [matrix.astype(value.dtype).reshape(sizes).transpose(order) for matrix in weights]
+    operands = place.put([host.copy(matrix) for matrix in operands])
 
     def sum_batch(x: jax.Array) -> np.ndarray:
         pairs = [[x, w] if use.operand else [w, x] for w in operands]
@@ -163,17 +169,17 @@ def _make_rerun(
 
 def _sum_squares(x: np.ndarray) -> float:
     """Returns the sum of x^2 over real numbers, by parts that stay in the caches."""
-    return sum(float(np.square(x[at]).sum()) for at in host.chunks(len(x)))
+    return sum(float(np.square(x[chunk]).sum()) for chunk in host.chunks(len(x)))
 
 
-def _is_wide(use: Use, matrices: Sequence[jax.Array]) -> bool:
+def _has_sum_precision(use: Use, matrices: Sequence[jax.Array]) -> bool:
     """Returns whether a product on a CPU has the precision of sums: real, in float32 at least."""
     equation = use.equation
     dtypes = {value.dtype for value in (*equation.inputs, *equation.outputs)}
     dtypes.update(promote(x.dtype, jnp.float32) for x in matrices)
     precision = equation.params["precision"]
-    each = precision if isinstance(precision, tuple) else (precision,)
-    is_plain = all(x is None or isinstance(x, lax.Precision) for x in each)
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    is_plain = all(x is None or isinstance(x, lax.Precision) for x in precisions)
     return is_plain and len(dtypes) == 1 and dtypes <= {np.dtype("float32"), np.dtype("float64")}
 
 
@@ -186,7 +192,7 @@ def _add_up(batches: Iterable[Sums], name: str) -> Sums:
     total: Sums = {}
     for batch, sums in enumerate(batches):
         if not all(map(is_finite, jax.tree.leaves(sums))):
-            raise not_finite(name, batch)
+            raise make_not_finite_error(name, batch)
         if total and place is None:
             total = add_in_place(total, sums)
         elif total:
@@ -203,6 +209,6 @@ def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
     if is_count(total):
         return total + sums
     flat, terms = total.reshape(-1), sums.reshape(-1)
-    for at in host.chunks(len(flat)):
-        flat[at] = host.flushed(host.flushed(flat[at]) + host.flushed(terms[at]))
+    for chunk in host.chunks(len(flat)):
+        flat[chunk] = host.flushed(host.flushed(flat[chunk]) + host.flushed(terms[chunk]))
     return total

@@ -13,7 +13,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.run.needs import read_pruner_needs
 from sparsity.calibration.run.outputs import (
     OutputReport,
-    make_outputs,
+    make_output_fn,
     sum_lost_squares,
     sum_squares,
 )
@@ -75,17 +75,17 @@ class Report(dict[Path, LayerReport]):
     def table(self) -> str:
         """Returns a table of the parameters, and a line of the errors of the model's outputs."""
         numbers = ("sparsity", "error, not refitted", "error", "centred", "rows", "seconds")
-        shown = extras.make_table(("parameter",), numbers)
+        table = extras.make_table(("parameter",), numbers)
         for path, row in self.items():
             errors = [f"{x:.5f}" for x in (row.unrefitted, row.error, row.centred)]
-            shown.add_row(
+            table.add_row(
                 trees.join_names(path),
                 f"{row.sparsity:.4f}",
                 *errors,
                 f"{row.count:,}",
                 f"{row.seconds:.2f}",
             )
-        text = extras.as_text(shown)
+        text = extras.as_text(table)
         return text if self.outputs is None else f"{text}\n\n{self.outputs}"
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -146,20 +146,22 @@ class Report(dict[Path, LayerReport]):
                 raise ValueError(
                     "rates must be above 0, at which nothing is lost, got a rate of 0."
                 )
-        seen = list(batches)
+        batch_list = list(batches)
         kind = read_pruner_needs(pruner).statistics_kind
-        statistics = calibrate(fn, params, seen, kind, lambda path, _: path in self)
-        outputs = make_outputs(fn, params, seen[0])
-        dense = [outputs(params, batch) for batch in seen]
+        statistics = calibrate(fn, params, batch_list, kind, lambda path, _: path in self)
+        outputs = make_output_fn(fn, params, batch_list[0])
+        dense = [outputs(params, batch) for batch in batch_list]
         norm = sum(float(sum_squares(expected)) for expected in dense)
         sensitivity = Sensitivity({path: {} for path in self})
         for path in self:
             for rate in rates:
-                alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
-                pruned = prune(alone, params, statistics)[0]
+                single_pruner = dataclasses.replace(
+                    pruner, sparsity_distribution_fn=Rates({path: rate})
+                )
+                pruned = prune(single_pruner, params, statistics)[0]
                 lost = sum(
                     float(sum_lost_squares(expected, outputs(pruned, batch)))
-                    for expected, batch in zip(dense, seen, strict=True)
+                    for expected, batch in zip(dense, batch_list, strict=True)
                 )
                 sensitivity[path][rate] = lost / norm if norm else 0.0
         return sensitivity

@@ -46,22 +46,27 @@ class LayerStore:
         self._checkpoints = extras.load("orbax.checkpoint", "resume")
         if jax.process_count() > 1:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
-        self._about, self._new = self._folder / "run.json", self._folder / "run.new"
-        if not self._about.exists():
+        self._identity_file = self._folder / "run.json"
+        self._new_identity_file = self._folder / "run.new"
+        if not self._identity_file.exists():
             if self._folder.exists() and not self._folder.is_dir():
                 raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
-            if self._folder.exists() and any(x != self._new for x in self._folder.iterdir()):
+            if self._folder.exists() and any(
+                x != self._new_identity_file for x in self._folder.iterdir()
+            ):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._new.write_text(json.dumps(identity, indent=2), encoding="utf-8")
+                self._new_identity_file.write_text(json.dumps(identity, indent=2), encoding="utf-8")
             return
-        with reading(self._about, "delete the folder to start afresh"):
-            before: dict[str, str] = dict(json.loads(self._about.read_text(encoding="utf-8")))
-        names = {**before, **identity}
-        if differ := [name for name in names if before.get(name) != identity.get(name)]:
+        with reading(self._identity_file, "delete the folder to start afresh"):
+            old_identity: dict[str, str] = dict(
+                json.loads(self._identity_file.read_text(encoding="utf-8"))
+            )
+        names = {**old_identity, **identity}
+        if differing := [name for name in names if old_identity.get(name) != identity.get(name)]:
             raise ValueError(
-                f"folder = {folder} holds another run: its {trees.listed(differ)} differ. Give "
+                f"folder = {folder} holds another run: its {trees.listed(differing)} differ. Give "
                 "another folder, or delete this one to start afresh."
             )
 
@@ -73,7 +78,7 @@ class LayerStore:
         if not path.exists():
             return None
         report = LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)
-        shape = _tree(StoredLayer(like, like.astype(np.uint8), report, bias))
+        shape = _make_tree(StoredLayer(like, like.astype(np.uint8), report, bias))
         restore_args = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with (
             reading(path, "delete it and run again"),
@@ -86,12 +91,13 @@ class LayerStore:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
         path = self._folder / str(number)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            if not self._about.exists():  # a run that is refused before leaves the folder free
-                self._new.replace(self._about)  # atomic
-            checkpointer.save(path, _tree(layer))
+            # A run that is refused before this leaves the folder free.
+            if not self._identity_file.exists():
+                self._new_identity_file.replace(self._identity_file)  # atomic
+            checkpointer.save(path, _make_tree(layer))
 
 
-def _tree(layer: StoredLayer) -> dict[str, PyTree]:
+def _make_tree(layer: StoredLayer) -> dict[str, PyTree]:
     arrays = {name: value for name, value in layer._asdict().items() if value is not None}
     return arrays | {"report": dataclasses.asdict(layer.report)}
 
@@ -118,7 +124,7 @@ def identify(
     fields = dict(vars(task.pruner))
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
         fields.pop(name, None)
-    shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
+    shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _list_arrays(b)]): b for b in batches}
     sparsities = [
         (path, site.pattern, site.batch_axes, float(task.targets[path]))
         for path, site in task.sites.items()
@@ -128,8 +134,8 @@ def identify(
         "refit": task.refit,
         "sparsities": sparsities,
         **others,
-        "params": _arrays(params),
-        "batches": [_arrays(batch) for batch in batches],
+        "params": _list_arrays(params),
+        "batches": [_list_arrays(batch) for batch in batches],
         "jax": jax.__version__,
         "fn": [trace(fn, params, batch).model.program for batch in shapes.values()],
     }
@@ -145,6 +151,6 @@ def identify(
     return identity
 
 
-def _arrays(tree: PyTree) -> list[jax.Array]:
+def _list_arrays(tree: PyTree) -> list[jax.Array]:
     """Returns the arrays of a tree: a traced program has all else."""
     return trees.split_arrays(tree)[0]

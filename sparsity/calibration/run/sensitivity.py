@@ -56,7 +56,7 @@ class Sensitivity(dict[Path, dict[float, float]]):
         pieces = [  # of the hulls: error by weight, weights, parameter
             (rise / sizes[path], width * sizes[path], path)
             for path, curve in self.items()
-            for rise, width in _pieces(curve)
+            for rise, width in _list_hull_pieces(curve)
         ]
         rates = dict.fromkeys(self, 0.0)
         for _, count, path in sorted(pieces):  # the pieces of a parameter become steeper
@@ -65,7 +65,7 @@ class Sensitivity(dict[Path, dict[float, float]]):
         return Rates(rates)
 
 
-def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
+def _list_hull_pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
     """Returns (slope, width) of the pieces of a curve's lower convex hull, from no error at 0."""
     points, end = [(0.0, 0.0), *sorted(curve.items())], 0
     pieces = []

@@ -54,7 +54,7 @@ class PrunedLayer(NamedTuple):
     keeps_means: bool = False
     output_squares: jax.Array | None = None
 
-    def report(self) -> LayerReport:
+    def make_report(self) -> LayerReport:
         """Returns the report of the parameter, with 0 in place of the seconds."""
         shares = jax.device_get(_compute_lost_shares(self))
         error = shares.error_with_means_kept if self.keeps_means else shares.error
@@ -63,19 +63,19 @@ class PrunedLayer(NamedTuple):
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
             error=float(error),
             unrefitted=float(shares.unrefitted),
-            count=count_rows(self.statistic),
+            count=find_max_rows(self.statistic),
             seconds=0.0,
             centred=float(shares.centred),
         )
 
-    def matrices(self) -> list[jax.Array]:
+    def list_matrices(self) -> list[jax.Array]:
         """Returns the dense weights, and the losses after and before a refit, as matrices.
 
         A loss is the dense weights less the kept ones; without a refit there is one loss.
         """
-        before = () if self.pruned is self.refitted else (self.pruned,)
-        dense, *after = host.read((self.dense, self.refitted, *before))
-        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in after))]
+        unrefitted = () if self.pruned is self.refitted else (self.pruned,)
+        dense, *pruned = host.read((self.dense, self.refitted, *unrefitted))
+        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in pruned))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PruningTask:
         kind = self.needs.statistics_kind
         return Calibration(self.graph, kind, lambda path, _: path in self.sites)
 
-    def name(self, path: Path, index: LayerIndex) -> str:
+    def name_layer(self, path: Path, index: LayerIndex) -> str:
         """Returns the name of a parameter, or of one of its layers."""
         return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
 
@@ -120,23 +120,27 @@ class PruningTask:
         """
         if statistic is None:
             raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
-        if not count_rows(statistic):
+        if not find_max_rows(statistic):
             raise ValueError(
-                f"No row of the batches reaches {self.name(path, index)!r}: they are empty, or the "
-                "model takes other branches. Give batches that reach it, or keep it dense with "
-                "filter_fn."
+                f"No row of the batches reaches {self.name_layer(path, index)!r}: they are empty, "
+                "or the model takes other branches. Give batches that reach it, or keep it dense "
+                "with filter_fn."
             )
-        site, dense = self.sites[path], weights.before(path, index)
+        site, dense = self.sites[path], weights.read_dense(path, index)
         warn_of_zeros(statistic, site.name)
         pruner = self._make_pruner(path, index, dense.ndim + len(index))
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
-        alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
-        pruned, masks = prune_at_once(pruner, alone, {path: statistic}, [site.path])
+        single_tree = trees.map_matched(
+            lambda x, _: dense if x == site.path else None, weights.dense
+        )
+        pruned, masks = prune_at_once(pruner, single_tree, {path: statistic}, [site.path])
         refitted = pruned
         if not (self.refit is None or isinstance(self.refit, BiasRefit)):
             refit = self.refit
-            refitted, masks = apply_refit(refit, pruner, alone, pruned, masks, {path: statistic})
+            refitted, masks = apply_refit(
+                refit, pruner, single_tree, pruned, masks, {path: statistic}
+            )
         arrays = pruned, refitted, masks
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in arrays)
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
@@ -154,7 +158,7 @@ class PruningTask:
     ) -> jax.Array:
         """Returns the bias of a parameter after the refit."""
         assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
-        read = self.graph.model.reader(weights.by_path())
+        read = self.graph.model.make_reader(weights.list_current())
         leaves = layer.dense, layer.refitted, layer.statistic
         return self.refit.shift(self.biases[path], bias, *leaves, read)
 
@@ -166,10 +170,10 @@ class PruningTask:
         """
         site = self.sites[path]
 
-        def without(axis: int) -> int:
+        def shift_axis(axis: int) -> int:
             return axis - sum(removed < axis for removed, _ in index)
 
-        batch_axes = without(site.batch_axes)
+        batch_axes = shift_axis(site.batch_axes)
 
         def renumber(axis: int) -> int:
             axis = absolute_axis(axis, site.batch_axes, ndim)
@@ -178,11 +182,11 @@ class PruningTask:
                     f"{site.pattern} of {site.name!r} lies along axis {axis}, whose layers are "
                     "pruned one after the other. Give another axis, or sequential=False."
                 )
-            return without(axis) - batch_axes
+            return shift_axis(axis) - batch_axes
 
         pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
-        who = f"{site.pattern}.renumber_axes of {site.name!r}"
-        check_kind(who, pattern, SparsityType, "a pattern")
+        label = f"{site.pattern}.renumber_axes of {site.name!r}"
+        check_kind(label, pattern, SparsityType, "a pattern")
         return dataclasses.replace(
             self.pruner,
             sparsity_distribution_fn=Rates({path: self.targets[path]}),
@@ -230,24 +234,24 @@ def _find_biases(refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]) -> 
 def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     """Returns the reason why a parameter can have no statistic."""
     uses = [use for use in graph.uses if use.path == path and use.contracting]
-    out = "or leave it out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
+    advice = "or leave it out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
     if any(use.trips is None for use in uses):
         return (
             f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
-            f"often it runs nor what its steps see. Write the loop as a scan, {out}"
+            f"often it runs nor what its steps see. Write the loop as a scan, {advice}"
         )
     ragged = [use for use in uses if use.kind == "ragged"]
     if ragged:
         return (
             f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
             f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
-            f"the groups as a batch axis of einsum, {out}"
+            f"the groups as a batch axis of einsum, {advice}"
         )
     reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
     return (
         f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
         "parts, joined with others, in another shape, or not at all. Store it as its products "
-        f"read it, {out}"
+        f"read it, {advice}"
     )
 
 
@@ -272,18 +276,19 @@ def _compute_shares(layer: PrunedLayer) -> _LostShares:
     leaves = dense - layer.refitted, dense
     if layer.output_squares is None:
         lost, total = (output_error(statistic, x).sum() for x in leaves)
-        before = output_error(statistic, dense - layer.pruned).sum()
+        unrefitted = output_error(statistic, dense - layer.pruned).sum()
     else:
         total, lost, *_ = layer.output_squares
-        before = layer.output_squares[-1]
-    lost_mean, mean = (squared_means(statistic, x).sum() for x in leaves)
-    lost_spread, spread = (lost - lost_mean).clip(0), total - mean
-    is_seen = spread > 16 * jnp.finfo(total.dtype).eps * total  # else rounding hides the variance
-    centred = ratio(lost_spread, spread * is_seen)
+        unrefitted = layer.output_squares[-1]
+    lost_mean, total_mean = (squared_means(statistic, x).sum() for x in leaves)
+    centred_lost, centred_total = (lost - lost_mean).clip(0), total - total_mean
+    # Otherwise rounding hides the variance.
+    exceeds_rounding = centred_total > 16 * jnp.finfo(total.dtype).eps * total
+    centred = ratio(centred_lost, centred_total * exceeds_rounding)
     return _LostShares(
         error=ratio(lost, total),
-        error_with_means_kept=ratio(lost_spread, total),
-        unrefitted=ratio(before, total),
+        error_with_means_kept=ratio(centred_lost, total),
+        unrefitted=ratio(unrefitted, total),
         centred=centred,
     )
 
@@ -291,6 +296,6 @@ def _compute_shares(layer: PrunedLayer) -> _LostShares:
 _compute_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
 
 
-def count_rows(statistic: Statistic) -> int:
+def find_max_rows(statistic: Statistic) -> int:
     """Returns the largest number of rows of a slice."""
     return int(np.max(np.asarray(statistic.count)))

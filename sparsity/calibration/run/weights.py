@@ -38,26 +38,26 @@ class ModelWeights:
         self._masks: dict[Path, jax.Array] = {}
         self._copied: set[int] = set()  # arrays that change in place: copies of the user's
 
-    def tree(self) -> Params:
+    def make_tree(self) -> Params:
         """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
         return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in self._arrays])
 
-    def masks(self, pack: bool) -> Masks:
+    def make_masks(self, pack: bool) -> Masks:
         """Returns the tree of masks, `None` for parameters that stay dense."""
         masks = trees.map_matched(
             lambda path, _: self._masks.get(trees.path_names(path)), self.dense
         )
         return pack_masks(masks, self.dense) if pack else masks
 
-    def by_path(self) -> Mapping[Path, jax.Array]:
+    def list_current(self) -> Mapping[Path, jax.Array]:
         """Returns the current parameters by path."""
         return dict(zip(self._numbers, self._arrays, strict=True))
 
-    def before(self, path: Path, index: LayerIndex) -> jax.Array:
+    def read_dense(self, path: Path, index: LayerIndex) -> jax.Array:
         """Returns a parameter before pruning, or one of its layers."""
         return _read_layer(self._before[self._numbers[path]], index)
 
-    def now(self, path: Path, index: LayerIndex) -> jax.Array:
+    def read_current(self, path: Path, index: LayerIndex) -> jax.Array:
         """Returns a current parameter, or one of its layers."""
         return _read_layer(self._arrays[self._numbers[path]], index)
 
@@ -74,7 +74,7 @@ class ModelWeights:
         if index and number not in self._copied:
             self._arrays[number] = jnp.array(self._arrays[number], copy=True)
             self._copied.add(number)
-        self._arrays[number] = _put(self._arrays[number], part, index)
+        self._arrays[number] = _put_layer(self._arrays[number], part, index)
 
     def replace_mask(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
         """Puts the mask of a layer into the mask of a parameter."""
@@ -82,30 +82,30 @@ class ModelWeights:
         if index and mask is None:
             like = self._arrays[self._numbers[path]]
             mask = sharding.place_like(like, sharding.ones_like(like))
-        self._masks[path] = _put(mask, part, index)
+        self._masks[path] = _put_layer(mask, part, index)
 
 
 def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
-    places = dict(index)
-    layer: jax.Array = array[tuple(places.get(axis, slice(None)) for axis in range(array.ndim))]
+    layers = dict(index)
+    layer: jax.Array = array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
     return layer
 
 
-def _put(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
+def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
     """Returns an array with a layer replaced in the same memory; no index replaces all of it."""
     if array is None or not index:
         return part
-    axes, places = zip(*sorted(index), strict=True)
-    replaced: jax.Array = _update(array, part, axes, places)
+    axes, layers = zip(*sorted(index), strict=True)
+    replaced: jax.Array = _update_layer(array, part, axes, layers)
     return replaced
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _update(
-    array: jax.Array, part: jax.Array, axes: tuple[int, ...], places: Sequence[int]
+def _update_layer(
+    array: jax.Array, part: jax.Array, axes: tuple[int, ...], layers: Sequence[int]
 ) -> jax.Array:
     """Replaces a part, which lacks some ascending axes, at a place along each of these."""
     starts = [0] * array.ndim
-    for axis, place in zip(axes, places, strict=True):
-        starts[axis] = place
+    for axis, layer in zip(axes, layers, strict=True):
+        starts[axis] = layer
     return lax.dynamic_update_slice(array, jnp.expand_dims(part, axes).astype(array.dtype), starts)

@@ -42,7 +42,7 @@ class Alignment:
         """Number of slices and outputs of the operand for each one of the parameter."""
         return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
 
-    def sums(self, sums: jax.Array, ndim: int) -> jax.Array:
+    def to_parameter_order(self, sums: jax.Array, ndim: int) -> jax.Array:
         """Returns sums [*batch, ...] in the order of the parameter.
 
         Args:
@@ -62,7 +62,7 @@ class Alignment:
         flat = flat.reshape(*lead, *input_shape)
         return flat * self.copies if self.copies > 1 else flat
 
-    def operand(self, matrices: jax.Array) -> jax.Array:
+    def to_operand_order(self, matrices: jax.Array) -> jax.Array:
         """Returns matrices in the order of the operand, [slices, outputs, inputs]."""
         lead = math.prod(matrices.shape[:-2])
         flat = matrices.reshape(lead, *matrices.shape[-2:])
@@ -79,15 +79,15 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
       one_layer: the sums belong to one layer of a stack, without the axes that scans took apart.
     """
     view, shape = use.view, graph.parameters.find_shape(use.path)
-    if not _is_told(use, shape):
+    if not _reads_all_entries(use, shape):
         return None
-    contracted, slices, outputs = _factors(use)
-    gone = view.stacked if one_layer else ()
-    group_axes, groups, outputs = _groups(use.groups, outputs, shape)
-    lead = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in gone]
-    lead += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
+    contracted, slices, outputs = _read_factors(use)
+    removed_axes = view.stacked if one_layer else ()
+    group_axes, groups, outputs = _split_groups(use.groups, outputs, shape)
+    slice_factors = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in removed_axes]
+    slice_factors += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
     batch = [*use.batch, *(factor.axis for factor in group_axes if factor.axis is not None)]
-    batch = [axis for axis in dict.fromkeys(batch) if axis not in gone]
+    batch = [axis for axis in dict.fromkeys(batch) if axis not in removed_axes]
     output = sorted({*use.output} - {*batch})
     if groups > 1:  # these are parts of the first output axis
         output.sort(key=lambda axis: not outputs or axis != outputs[0].axis)
@@ -97,31 +97,33 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
         if n == 1 and axis not in (*use.contracting, *use.batch, *output)
     ]
     fits = (
-        sorted((*use.contracting, *output, *batch, *gone)) == [*range(len(shape))]
+        sorted((*use.contracting, *output, *batch, *removed_axes)) == [*range(len(shape))]
         and _covers(contracted, use.contracting, shape)
-        and _covers(lead, batch, shape)
-        and (groups == 1 or _begin_with_groups(outputs, groups, output, shape))
+        and _covers(slice_factors, batch, shape)
+        and (groups == 1 or _are_groups_first(outputs, groups, output, shape))
     )
     if not fits or any(factor.axis is None for factor in contracted):
         return None
-    number = {axis: i for i, axis in enumerate(a for a in range(len(shape)) if a not in gone)}
+    new_axis = {
+        axis: i for i, axis in enumerate(a for a in range(len(shape)) if a not in removed_axes)
+    }
     sizes = {**dict(enumerate(shape)), _GROUPS: groups}
     return Alignment(
         axes=Statistic(
             count=0,
-            contracting=tuple(number[axis] for axis in use.contracting),
-            output=tuple(number[axis] for axis in output),
-            batch=tuple(number[axis] for axis in batch),
+            contracting=tuple(new_axis[axis] for axis in use.contracting),
+            output=tuple(new_axis[axis] for axis in output),
+            batch=tuple(new_axis[axis] for axis in batch),
             groups=groups,
         ),
-        shape=tuple(n for axis, n in enumerate(shape) if axis not in gone),
-        slices=_places(lead, [*batch, _GROUPS], sizes),
-        inputs=np.argsort(_places(contracted, use.contracting, sizes)),
+        shape=tuple(n for axis, n in enumerate(shape) if axis not in removed_axes),
+        slices=_compute_positions(slice_factors, [*batch, _GROUPS], sizes),
+        inputs=np.argsort(_compute_positions(contracted, use.contracting, sizes)),
         copies=math.prod(factor.size for factor in outputs if factor.axis is None),
     )
 
 
-def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
+def _reads_all_entries(use: Use, shape: tuple[int, ...]) -> bool:
     """Returns whether a use multiplies all entries of the parameter, or of a layer in each step."""
     view = use.view
     if use.kind not in ("dot", "convolution") or not use.contracting or use.trips is None:
@@ -137,7 +139,7 @@ def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
     return is_dot or (use.operand == 1 and use.equation.params["batch_group_count"] == 1)
 
 
-def _factors(use: Use) -> list[list[Factor]]:
+def _read_factors(use: Use) -> list[list[Factor]]:
     """Returns the factors of the operand's contracted, batch and free axes."""
     roles = read_product(use.equation).operands[use.operand]
     return [
@@ -146,7 +148,7 @@ def _factors(use: Use) -> list[list[Factor]]:
     ]
 
 
-def _groups(
+def _split_groups(
     groups: int, outputs: Sequence[Factor], shape: tuple[int, ...]
 ) -> tuple[list[Factor], int, list[Factor]]:
     """Splits the outputs of a convolution into factors that are entire groups, and others.
@@ -156,23 +158,23 @@ def _groups(
     Returns:
       (factors that are groups, number of groups within the next factor, other factors).
     """
-    others: list[Factor] = [*outputs]
-    taken: list[Factor] = []
-    while groups > 1 and others and others[0].size:
-        axis, size, _ = others[0]
+    remaining: list[Factor] = [*outputs]
+    group_factors: list[Factor] = []
+    while groups > 1 and remaining and remaining[0].size:
+        axis, size, _ = remaining[0]
         if axis is None and size % groups == 0:
-            taken.append(Factor(None, groups))
-            others[0] = Factor(None, size // groups)
+            group_factors.append(Factor(None, groups))
+            remaining[0] = Factor(None, size // groups)
             groups = 1
-        elif groups % size == 0 and (axis is None or (size == shape[axis] and len(others) > 1)):
-            taken.append(others.pop(0))
+        elif groups % size == 0 and (axis is None or (size == shape[axis] and len(remaining) > 1)):
+            group_factors.append(remaining.pop(0))
             groups //= size
         else:
             break
-    return taken, groups, others
+    return group_factors, groups, remaining
 
 
-def _begin_with_groups(
+def _are_groups_first(
     outputs: Sequence[Factor], groups: int, output: Sequence[int], shape: tuple[int, ...]
 ) -> bool:
     """Returns whether groups are equal parts of the first output axis, one after the other."""
@@ -190,15 +192,17 @@ def _covers(factors: Sequence[Factor], axes: Iterable[int], shape: tuple[int, ..
     )
 
 
-def _places(factors: Sequence[Factor], axes: Sequence[int], sizes: Mapping[int, int]) -> np.ndarray:
+def _compute_positions(
+    factors: Sequence[Factor], axes: Sequence[int], sizes: Mapping[int, int]
+) -> np.ndarray:
     """Returns the row-major place in the axes of each combination of factors, in their order."""
-    places = np.zeros(1, int)
+    positions = np.zeros(1, int)
     for axis, size, step in factors:
         index = np.arange(size) if step > 0 else np.arange(size)[::-1]
         inner = 0 if axis is None else math.prod(sizes[x] for x in axes[axes.index(axis) + 1 :])
-        places = (places[:, None] + index * abs(step) * inner).reshape(-1)
-    return places
+        positions = (positions[:, None] + index * abs(step) * inner).reshape(-1)
+    return positions
 
 
-def _is_identity(places: np.ndarray) -> bool:
-    return np.array_equal(places, np.arange(len(places)))
+def _is_identity(positions: np.ndarray) -> bool:
+    return np.array_equal(positions, np.arange(len(positions)))

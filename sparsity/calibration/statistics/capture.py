@@ -13,7 +13,12 @@ import numpy as np
 from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.row_sums import KINDS, Kind, sum_inputs, sum_outputs
+from sparsity.calibration.statistics.row_sums import (
+    STATISTICS_KINDS,
+    StatisticsKind,
+    sum_inputs,
+    sum_outputs,
+)
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import (
     Steps,
@@ -23,7 +28,7 @@ from sparsity.calibration.statistics.summing import (
     add,
     add_in_place,
 )
-from sparsity.calibration.statistics.validation import not_finite
+from sparsity.calibration.statistics.validation import make_not_finite_error
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.dtypes import promote
@@ -36,7 +41,7 @@ def calibrate(
     fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    kind: Kind = "squares",
+    kind: StatisticsKind = "squares",
     filter_fn: Callable[[Path, Parameter], bool] | None = None,
     progress: bool = False,
 ) -> dict[Path, Statistic]:
@@ -72,8 +77,8 @@ def calibrate(
       >>> statistic.squares, int(statistic.count)
       (Array([2., 8.], dtype=float32), 2)
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
+    if kind not in STATISTICS_KINDS:
+        raise ValueError(f"kind must be one of {STATISTICS_KINDS}, got kind = {kind!r}.")
     check_iterable("batches", batches)
     check_function("filter_fn", filter_fn, "(path, parameter)", optional=True)
     check_bool("progress", progress)
@@ -84,11 +89,11 @@ def calibrate(
         calibration = Calibration(graph, kind, filter_fn)
         if kind == "gram":
             # The sums so far, the sums of a batch, and the latter in the order of the operand.
-            check_memory(calibration.gram_shapes(), copies=3)
+            check_memory(calibration.list_gram_shapes(), copies=3)
         return calibration
 
-    calibration, total = collect(fn, params, batches, make)
-    return calibration.statistics(total)
+    calibration, total = collect_sums(fn, params, batches, make)
+    return calibration.pop_statistics(total)
 
 
 class Calibration:
@@ -105,11 +110,14 @@ class Calibration:
     """
 
     def __init__(
-        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
+        self,
+        graph: Graph,
+        kind: StatisticsKind,
+        filter_fn: Callable[[Path, Parameter], bool] | None = None,
     ) -> None:
         leaves = {param.path: param for param in graph.parameters}
         self.graph: Graph = graph
-        self.kind: Kind = kind
+        self.kind: StatisticsKind = kind
         self.alignments: dict[int, Alignment] = {}
         self._axes: dict[int, Statistic] = {}  # of all layers
         for number, use in enumerate(graph.uses):
@@ -119,7 +127,7 @@ class Calibration:
                     self.alignments[number], self._axes[number] = layer, stack.axes
         self.uses: Uses = Uses({number: graph.uses[number] for number in self.alignments})
 
-    def gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
         for number, use in self.uses.items():
@@ -137,16 +145,16 @@ class Calibration:
         sum_rows = functools.partial(
             sum_inputs, self.uses[number], self.alignments[number], self.kind
         )
-        return sharding.replicated(sum_rows, x)
+        return sharding.call_replicated(sum_rows, x)
 
     def sum_outputs(
         self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
     ) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
         sum_rows = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
-        return sharding.replicated(sum_rows, x, *matrices)
+        return sharding.call_replicated(sum_rows, x, *matrices)
 
-    def statistics(self, total: Sums) -> dict[Path, Statistic]:
+    def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
@@ -154,22 +162,22 @@ class Calibration:
             statistic = dataclasses.replace(
                 self._axes[number], squares=x.squares, sums=x.sums, gram=x.gram, count=x.count
             )
-            before = statistics.get(use.path)
-            if before is not None and not have_equal_axes(before, statistic):
+            sums_before = statistics.get(use.path)
+            if sums_before is not None and not have_equal_axes(sums_before, statistic):
                 raise ValueError(
                     f"{trees.join_names(use.path)!r} is read along other axes by the "
                     f"{use.primitive} at {use.source} than by a product before it, so that their "
                     "inputs cannot be added up. Give each a parameter of its own, or leave it out: "
                     "filter_fn."
                 )
-            statistics[use.path] = statistic if before is None else add(before, statistic)
+            statistics[use.path] = statistic if sums_before is None else add(sums_before, statistic)
         return {
-            path: _counted(statistic, self.graph.parameters.find_shape(path))
+            path: _merge_counts(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
 
 
-def collect(
+def collect_sums(
     fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
@@ -193,7 +201,7 @@ def collect(
       (the calibration of the last batch, the sums of all batches).
     """
     graph: Graph | None = None
-    first: PyTree = None
+    first_batch: PyTree = None
     total: Sums = {}
 
     @functools.cache
@@ -206,14 +214,14 @@ def collect(
             )
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
-            return sums, {number: _are_finite(each) for number, each in sums.items()}
+            return sums, {number: _are_finite(sums_of_use) for number, sums_of_use in sums.items()}
 
         return calibration, compile_at_call(jax.jit(run))
 
     for number, batch in enumerate(batches):
         if graph is None:
-            graph, first = trace(fn, params, batch), batch
-        check_structure(batch, first, number)
+            graph, first_batch = trace(fn, params, batch), batch
+        check_structure(batch, first_batch, number)
         calibration, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
@@ -221,7 +229,7 @@ def collect(
         sums, finite = run(*arrays)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
-                raise not_finite(trees.join_names(calibration.uses[use].path), number)
+                raise make_not_finite_error(trees.join_names(calibration.uses[use].path), number)
         total = add_in_place(total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
@@ -248,30 +256,30 @@ def sum_losses(
     ) -> jax.Array:
         use = calibration.uses[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
-        each = [matrix[layer] for matrix in matrices[use.path]]
-        return calibration.sum_outputs(number, x, steps, each)
+        layer_matrices = [matrix[layer] for matrix in matrices[use.path]]
+        return calibration.sum_outputs(number, x, steps, layer_matrices)
 
     def make(graph: Graph) -> Calibration:
         return Calibration(graph, "squares", lambda path, _: path in matrices)
 
-    calibration, sums = collect(fn, params, batches, make, sum_rows, matrices, stacks=False)
+    calibration, sums = collect_sums(fn, params, batches, make, sum_rows, matrices, stacks=False)
     losses = dict.fromkeys(matrices, jnp.zeros(()))
-    for number, each in sums.items():
-        losses[calibration.uses[number].path] += each
+    for number, loss in sums.items():
+        losses[calibration.uses[number].path] += loss
     return losses
 
 
 def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
     """Raises a ValueError for a batch that differs from the first one in more than arrays."""
-    if _without_arrays(batch) != _without_arrays(first):
+    if _describe_structure(batch) != _describe_structure(first):
         raise ValueError(
-            f"Batch {number} differs from batch 0 in more than arrays: {_without_arrays(batch)}, "
-            f"{_without_arrays(first)}. All must be of one structure; numbers that differ must be "
-            "arrays."
+            f"Batch {number} differs from batch 0 in more than arrays: "
+            f"{_describe_structure(batch)}, {_describe_structure(first)}. All must be of one "
+            "structure; numbers that differ must be arrays."
         )
 
 
-def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
+def _describe_structure(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
     """Returns the structure of a tree, and its leaves, with a word in place of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, ["array" if trees.is_array(x) else x for x in leaves]
@@ -283,7 +291,7 @@ def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in axes)
 
 
-def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
+def _merge_counts(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
     if (rows == rows.flat[0]).all():

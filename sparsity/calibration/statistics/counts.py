@@ -38,22 +38,22 @@ class Count:
     @classmethod
     def from_number(cls, number: int | np.ndarray) -> Count:
         """Returns the count of an integer, or of an array of integers."""
-        wide = np.asarray(number)
-        if wide.dtype.kind not in "iu" or (wide < 0).any() or (wide >= 2**63).any():
+        integers = np.asarray(number)
+        if integers.dtype.kind not in "iu" or (integers < 0).any() or (integers >= 2**63).any():
             raise ValueError(f"A count must be an integer in [0, 2**63), got {number!r}.")
-        wide = wide.astype(np.uint64)
-        digits = [wide >> np.uint64(_BASE * i) & np.uint64(0xFFFF) for i in range(4)]
+        integers = integers.astype(np.uint64)
+        digits = [integers >> np.uint64(_BASE * i) & np.uint64(0xFFFF) for i in range(4)]
         return cls(np.stack(digits).astype(np.uint32))
 
     def __add__(self, other: Count) -> Count:
         if not isinstance(other, Count):
             return NotImplemented
-        return Count(_carried(_carried(self.digits) + _carried(other.digits)))
+        return Count(_carry_digits(_carry_digits(self.digits) + _carry_digits(other.digits)))
 
     def as_float(self) -> jax.Array:
         """Returns the nearest float32, or a neighbour of the nearest."""
         xp = host.namespace([self.digits])
-        low, second, third, high = xp.asarray(_carried(self.digits), np.float32)
+        low, second, third, high = xp.asarray(_carry_digits(self.digits), np.float32)
         nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
         return nearest
 
@@ -76,7 +76,7 @@ class Count:
         return f"Count({np.asarray(self) if is_concrete else self.digits})"
 
 
-def _carried(digits: chex.Array) -> chex.Array:
+def _carry_digits(digits: chex.Array) -> chex.Array:
     """Returns the digits of the same number, all below the base but the last.
 
     Digits of numpy stay there: outside of jit jax would dispatch each operation by itself.

@@ -68,7 +68,7 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
     sums, rows = xp.asarray(statistic.sums), statistic.matrices(param)
     rows = rows.astype(promote(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
-    squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
+    squares: jax.Array = xp.square(xp.abs(totals)) / broadcast_num_rows(statistic, sums.ndim)
     return squares
 
 
@@ -80,7 +80,7 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
       param: the weights of each output.
     """
     sums = jnp.asarray(statistic.sums)
-    means = sums / num_rows(statistic, sums.ndim)
+    means = sums / broadcast_num_rows(statistic, sums.ndim)
     rows = statistic.matrices(param).astype(promote(param.dtype, means.dtype))
     return jnp.sum(rows * means[..., None, :], axis=-1)
 
@@ -92,7 +92,7 @@ def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
     return share
 
 
-def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
+def broadcast_num_rows(statistic: Statistic, ndim: int) -> jax.Array:
     """Returns the numbers of rows, at least 1, with axes that broadcast to [*batch, ...]."""
     rows = statistic.count
     xp = host.namespace(jax.tree.leaves(rows))

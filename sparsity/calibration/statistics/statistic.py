@@ -84,7 +84,7 @@ class Statistic:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
-        diagonals: jax.Array = _diagonals(self.grams())
+        diagonals: jax.Array = _take_diagonals(self.grams())
         return diagonals
 
     def grams(self) -> jax.Array:
@@ -144,22 +144,22 @@ class Statistic:
         Raises:
           ValueError: the product sums over a batch axis of the site.
         """
-        new = [axis for axis in range(site.batch_axes) if axis not in self.batch]
-        if not new:
+        new_axes = [axis for axis in range(site.batch_axes) if axis not in self.batch]
+        if not new_axes:
             return self
-        if self.groups > 1 or not set(new) <= set(self.output):
+        if self.groups > 1 or not set(new_axes) <= set(self.output):
             raise ValueError(
                 f"batch_axes = {site.batch_axes} of {site.name!r}, shape {shape}, cuts through "
                 f"inputs or groups: its product contracts axes {self.contracting} with groups = "
                 f"{self.groups}. Give the number of leading axes that index separate matrices."
             )
-        sizes = [shape[axis] for axis in new]
+        sizes = [shape[axis] for axis in new_axes]
 
         def repeat(x: chex.Array, lead: int = 0) -> jax.Array:
             """Repeats x[*lead, *batch, ...] for each of the new slices."""
-            at = lead + len(self.batch)
-            wide = jnp.expand_dims(x, range(at, at + len(new)))
-            return jnp.broadcast_to(wide, (*x.shape[:at], *sizes, *x.shape[at:]))
+            end = lead + len(self.batch)
+            wide = jnp.expand_dims(x, range(end, end + len(new_axes)))
+            return jnp.broadcast_to(wide, (*x.shape[:end], *sizes, *x.shape[end:]))
 
         squares, sums, gram = jax.tree.map(repeat, (self.squares, self.sums, self.gram))
         count = self.count
@@ -173,8 +173,8 @@ class Statistic:
             sums=sums,
             gram=gram,
             count=count,
-            output=tuple(axis for axis in self.output if axis not in new),
-            batch=(*self.batch, *new),
+            output=tuple(axis for axis in self.output if axis not in new_axes),
+            batch=(*self.batch, *new_axes),
         )
 
     def with_squares(
@@ -186,18 +186,20 @@ class Statistic:
           (the copy, int[inputs] with the places of its inputs here, `None` if none has moved).
         """
         order = (*(axis for axis in self.contracting if axis != innermost), innermost)
-        squares, places = self.sums_of_squares(), None
+        squares, permutation = self.sums_of_squares(), None
         if order != self.contracting:
             sizes = [shape[axis] for axis in self.contracting]
             axes = [self.contracting.index(axis) for axis in order]
-            places = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
-            squares = squares[..., places]
-        alone = dataclasses.replace(self, squares=squares, sums=None, gram=None, contracting=order)
-        return alone, places
+            permutation = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
+            squares = squares[..., permutation]
+        squares_only = dataclasses.replace(
+            self, squares=squares, sums=None, gram=None, contracting=order
+        )
+        return squares_only, permutation
 
 
 @host.instead(lambda grams: np.real(np.diagonal(grams, axis1=-2, axis2=-1)))
-def _diagonals(grams: jax.Array) -> jax.Array:
+def _take_diagonals(grams: jax.Array) -> jax.Array:
     return jnp.real(jnp.diagonal(grams, axis1=-2, axis2=-1))
 
 

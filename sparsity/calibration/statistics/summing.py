@@ -19,7 +19,7 @@ from sparsity.programs.walk import Interpreter, scan_like, switch
 
 Steps: TypeAlias = Mapping[Equation, jax.Array]  # the step of each scan around a product
 Sums: TypeAlias = dict[int, PyTree]  # by number of the use: arrays and counts that add up
-SumUp: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
+SumFn: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
 
 
 def add(one: PyTree, other: PyTree) -> PyTree:
@@ -44,22 +44,22 @@ class Uses(dict[int, Use]):
         for number, use in uses.items():
             self._at.setdefault(use.equation, []).append(number)
 
-    def at(self, equation: Equation) -> Sequence[int]:
+    def find(self, equation: Equation) -> Sequence[int]:
         """Returns the numbers of the uses that are this product."""
         return self._at.get(equation, ())
 
-    def within(self, equation: Equation) -> list[int]:
+    def list_inner(self, equation: Equation) -> list[int]:
         """Returns the uses in the body of a loop or in a branch, in program order."""
         return [
             number
-            for body in equation.bodies
-            for inner in body.flat()
-            for number in (*self.at(inner), *self.within(inner))
+            for body in equation.inner_programs
+            for inner in body.flat_equations()
+            for number in (*self.find(inner), *self.list_inner(inner))
         ]
 
-    def takes_apart(self, equation: Equation) -> bool:
+    def reads_layers(self, equation: Equation) -> bool:
         """Returns whether an equation is a scan whose steps read layers of a weight."""
-        return any(equation in self[number].view.scans for number in self.within(equation))
+        return any(equation in self[number].view.scans for number in self.list_inner(equation))
 
 
 class SummingInterpreter(Interpreter[jax.Array]):
@@ -74,25 +74,25 @@ class SummingInterpreter(Interpreter[jax.Array]):
       sums: the sums of what has run so far.
     """
 
-    def __init__(self, uses: Uses, sum_up: SumUp, stacks: bool = False) -> None:
+    def __init__(self, uses: Uses, sum_up: SumFn, stacks: bool = False) -> None:
         self.sums: Sums = {}
         self._uses, self._sum_up, self._stacks = uses, sum_up, stacks
         self._steps: Steps = {}
 
     def bind(self, equation: Equation, inputs: list[jax.Array]) -> list[jax.Array]:
-        for number in self._uses.at(equation):
+        for number in self._uses.find(equation):
             x = inputs[1 - self._uses[number].operand]
             self.sums[number] = self._sum_up(number, x, self._steps)
         return equation.bind(inputs)
 
     def enters(self, equation: Equation) -> bool:
-        return equation.name in ("scan", "cond") and bool(self._uses.within(equation))
+        return equation.name in ("scan", "cond") and bool(self._uses.list_inner(equation))
 
-    def _without_sums(self) -> SummingInterpreter:
+    def _copy_without_sums(self) -> SummingInterpreter:
         """Returns the interpreter of the body of a loop or of a branch."""
-        inside = copy.copy(self)
-        inside.sums = {}
-        return inside
+        inner = copy.copy(self)
+        inner.sums = {}
+        return inner
 
     def scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Runs a scan.
@@ -100,19 +100,19 @@ class SummingInterpreter(Interpreter[jax.Array]):
         Sums of a weight that all steps read add up. A weight that the scan takes apart, so that
         each step reads a layer, has sums of each step: outputs of the scan, stacked like others.
         """
-        (body,) = equation.within()
+        (body,) = equation.list_bodies()
         constants, carry, stacks = body.split(inputs)
         layers = stacks, jnp.arange(equation.length, dtype=jnp.int32)
 
         def run(carry: PyTree, layer: PyTree) -> tuple[PyTree, PyTree, Sums, Sums]:
             """Returns the carry, the outputs, and the sums of one step: to add up, to stack."""
             arrays, number = layer
-            inside = self._without_sums()
-            inside._steps = {**self._steps, equation: number}
-            outputs = inside.run(body.program, [*constants, *carry, *arrays])
-            taken_apart = [n for n in inside.sums if equation in self._uses[n].view.scans]
-            stacked = {n: inside.sums.pop(n) for n in taken_apart if self._stacks}
-            return outputs[: len(carry)], outputs[len(carry) :], inside.sums, stacked
+            inner = self._copy_without_sums()
+            inner._steps = {**self._steps, equation: number}
+            outputs = inner.run(body.program, [*constants, *carry, *arrays])
+            taken_apart = [n for n in inner.sums if equation in self._uses[n].view.scans]
+            stacked = {n: inner.sums.pop(n) for n in taken_apart if self._stacks}
+            return outputs[: len(carry)], outputs[len(carry) :], inner.sums, stacked
 
         def step(state: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
             carry, total = state
@@ -120,9 +120,9 @@ class SummingInterpreter(Interpreter[jax.Array]):
             return (carry, add(total, sums)), (outputs, stacked)
 
         layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
-        total = _zeros(jax.eval_shape(run, carry, layer)[2])
+        total = _make_zeros(jax.eval_shape(run, carry, layer)[2])
         (carry, total), (outputs, stacked) = scan_like(equation, step, (carry, total), layers)
-        self.sums |= total | jax.tree.map(_lead_with_digits, stacked, is_leaf=is_count)
+        self.sums |= total | jax.tree.map(_move_digits_first, stacked, is_leaf=is_count)
         return [*carry, *outputs]
 
     def cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
@@ -130,24 +130,24 @@ class SummingInterpreter(Interpreter[jax.Array]):
         index, *operands = inputs
         zeros: Sums = {}
 
-        def branch(program: Program, *operands: jax.Array) -> tuple[list[jax.Array], Sums]:
-            inside = self._without_sums()
-            outputs = inside.run(program, operands)
-            return outputs, _zeros(zeros) | inside.sums
+        def run_branch(program: Program, *operands: jax.Array) -> tuple[list[jax.Array], Sums]:
+            inner = self._copy_without_sums()
+            outputs = inner.run(program, operands)
+            return outputs, _make_zeros(zeros) | inner.sums
 
-        branches = [functools.partial(branch, body) for body in equation.bodies]
-        for each in branches:
-            zeros |= jax.eval_shape(each, *operands)[1]
+        branches = [functools.partial(run_branch, body) for body in equation.inner_programs]
+        for branch in branches:
+            zeros |= jax.eval_shape(branch, *operands)[1]
         outputs: list[jax.Array]
         outputs, sums = switch(index, branches, operands)
         self.sums |= sums
         return outputs
 
 
-def _lead_with_digits(x: Count | jax.Array) -> Count | jax.Array:
+def _move_digits_first(x: Count | jax.Array) -> Count | jax.Array:
     """Returns stacked sums; a stack of counts has the axis of layers behind their digits."""
     return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
 
-def _zeros(shapes: PyTree) -> PyTree:
+def _make_zeros(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)

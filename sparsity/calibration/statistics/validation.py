@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.row_sums import Kind, check_statistics_kind
+from sparsity.calibration.statistics.row_sums import StatisticsKind, check_statistics_kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
@@ -24,8 +24,8 @@ def look_up_statistic(
     statistics: Statistics | None,
     site: Site,
     shape: tuple[int, ...],
-    kind: Kind,
-    who: str,
+    kind: StatisticsKind,
+    label: str,
 ) -> Statistic:
     """Returns the statistic of a parameter, checked, with the batch axes of its site.
 
@@ -34,46 +34,47 @@ def look_up_statistic(
       site: the parameter.
       shape: its shape.
       kind: the kind of sums that are needed.
-      who: the pruner or refit, for messages.
+      label: the pruner or refit, for messages.
 
     Raises:
       ValueError: there is no such kind, or no statistic, or one that does not fit the parameter,
         lacks the kind, or is not finite.
     """
-    check_statistics_kind(kind, who)
+    check_statistics_kind(kind, label)
     name, path = site.name, trees.path_names(site.path)
     check_kind("statistics", statistics, Mapping | None, "a dict {path: Statistic}")
     if statistics is None:
         raise ValueError(
-            f"{who} needs statistics of the inputs of each weight, got statistics = None. Pass "
+            f"{label} needs statistics of the inputs of each weight, got statistics = None. Pass "
             f"statistics=sparsity.calibrate(fn, params, batches, kind={kind!r}) to "
             "instant_sparsify, or to the optimizer's update."
         )
     if path not in statistics:
         raise ValueError(
-            f"{who}: statistics has no entry {path} for {name!r}, which has a sparsity. No product "
-            "of the model reads it, one reads parts of it or is a ragged_dot, or the calibration "
-            "saw another model. Keep it dense with filter_fn or custom_sparsity_map={path: None}."
+            f"{label}: statistics has no entry {path} for {name!r}, which has a sparsity. No "
+            "product of the model reads it, one reads parts of it or is a ragged_dot, or the "
+            "calibration saw another model. Keep it dense with filter_fn or "
+            "custom_sparsity_map={path: None}."
         )
     statistic = statistics[path]
-    check(statistic, shape, name)
+    check_statistic(statistic, shape, name)
     warn_of_zeros(statistic, name)
     if kind == "gram" and statistic.gram is None:
         raise ValueError(
-            f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
-            "kind='gram'."
+            f"{label} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate "
+            "with kind='gram'."
         )
     if kind != "gram" and statistic.squares is None:  # a run of another method's Gram matrices
         statistic = dataclasses.replace(statistic, squares=statistic.sums_of_squares())
     if kind == "moments" and statistic.sums is None:
         raise ValueError(
-            f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
+            f"{label} needs the means of the inputs of {name!r}, and its statistic has none. "
             "Calibrate with kind='moments'."
         )
     return statistic.sliced(site, shape)
 
 
-def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
+def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
     """Raises a ValueError that names the parameter unless its statistic fits and is finite."""
     check_kind(f"the statistic of {name!r}", statistic, Statistic, "a Statistic")
     axes = (*statistic.batch, *statistic.output, *statistic.contracting)
@@ -83,15 +84,15 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
             f"batch = {statistic.batch}, output = {statistic.output}, contracting = "
             f"{statistic.contracting}."
         )
-    first = shape[statistic.output[0]] if statistic.output else 1
-    if statistic.groups < 1 or first % statistic.groups:
+    num_first_outputs = shape[statistic.output[0]] if statistic.output else 1
+    if statistic.groups < 1 or num_first_outputs % statistic.groups:
         raise ValueError(
             f"The statistic of {name!r} has groups = {statistic.groups}, which must divide its "
-            f"first output axis, of size {first}."
+            f"first output axis, of size {num_first_outputs}."
         )
     lead, inputs = statistic.lead(shape), statistic.inputs(shape)
-    each = (*lead, inputs)
-    shapes = {"squares": each, "sums": each, "gram": (*each, inputs)}
+    slice_shape = (*lead, inputs)
+    shapes = {"squares": slice_shape, "sums": slice_shape, "gram": (*slice_shape, inputs)}
     values = {field: x for field in shapes if (x := getattr(statistic, field)) is not None}
     if not values.keys() - {"sums"}:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
@@ -107,7 +108,9 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
-        if field == "squares" and (jnp.iscomplexobj(value) or not _all(lambda x: x >= 0, value)):
+        if field == "squares" and (
+            jnp.iscomplexobj(value) or not _holds_for_all(lambda x: x >= 0, value)
+        ):
             raise ValueError(
                 f"The squares of the inputs of {name!r} must be real and >= 0, sums of |x|^2, got "
                 f"squares = {value!r}. Take the real part of sums of x conj(x)."
@@ -126,7 +129,7 @@ def _check_count(count: Count | jax.Array | int, name: str) -> None:
         )
 
 
-def not_finite(name: str, batch: int) -> ValueError:
+def make_not_finite_error(name: str, batch: int) -> ValueError:
     """Returns the error of a parameter whose inputs are NaN or infinite in a batch."""
     return ValueError(
         f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "
@@ -138,10 +141,10 @@ def is_finite(value: jax.Array) -> bool:
     """Returns whether all entries are finite; traced ones and integers pass."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return True
-    return _all(lambda x: host.namespace([x]).isfinite(x), value)
+    return _holds_for_all(lambda x: host.namespace([x]).isfinite(x), value)
 
 
-def _all(condition: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
+def _holds_for_all(condition: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
     """Returns whether a condition holds for all entries; traced ones pass."""
     if is_traced(value):
         return True
@@ -157,9 +160,9 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
     with sharding.evaluate_now():
         is_zero = np.asarray((host.read(statistic.sums_of_squares()) == 0).all(axis=-1))
     if is_zero.any():
-        where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
+        subject = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
         warn(
-            f"{where} {name!r} met nothing but zeros in the calibration data, which say nothing "
+            f"{subject} {name!r} met nothing but zeros in the calibration data, which say nothing "
             "about these weights: ties decide which of them stay. Calibrate with data that reach "
             "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}.",
         )
@@ -198,40 +201,50 @@ def check_solvable(
         )
 
 
-def check_solution(new: PyTree, who: str, name: str, param: jax.Array) -> None:
+def check_solution(solution: PyTree, label: str, name: str, param: jax.Array) -> None:
     """Raises a ValueError unless a solution is the weights of a parameter and their mask.
 
     Args:
-      new: the solution.
-      who: the pruner or refit that returned the solution.
+      solution: the solution.
+      label: the pruner or refit that returned the solution.
       name: the name of the parameter.
       param: the parameter.
     """
-    start = f"{who} must return (weights, mask) of {name!r}"
-    if not isinstance(new, tuple) or len(new) != 2 or any(np.shape(x) != param.shape for x in new):
-        got = jax.tree.map(np.shape, new) if isinstance(new, tuple) else reprlib.repr(new)
-        got = f"one array of shape {new.shape}" if trees.is_array(new) else got
-        raise ValueError(f"{start}, each of shape {param.shape}, got {got}.")
-    weights, mask = (getattr(x, "dtype", type(x).__name__) for x in new)
+    start = f"{label} must return (weights, mask) of {name!r}"
+    if (
+        not isinstance(solution, tuple)
+        or len(solution) != 2
+        or any(np.shape(x) != param.shape for x in solution)
+    ):
+        description = (
+            jax.tree.map(np.shape, solution)
+            if isinstance(solution, tuple)
+            else reprlib.repr(solution)
+        )
+        description = (
+            f"one array of shape {solution.shape}" if trees.is_array(solution) else description
+        )
+        raise ValueError(f"{start}, each of shape {param.shape}, got {description}.")
+    weights, mask = (getattr(x, "dtype", type(x).__name__) for x in solution)
     is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
-    kind = jnp.inexact if is_complex else jnp.floating
-    if isinstance(weights, str) or not jnp.issubdtype(weights, kind):
+    weights_type = jnp.inexact if is_complex else jnp.floating
+    if isinstance(weights, str) or not jnp.issubdtype(weights, weights_type):
         raise ValueError(
-            f"{start} with {kind.__name__} weights, as the parameter is {param.dtype}, got weights "
-            f"of {weights}: the parameter would lose a part of these."
+            f"{start} with {weights_type.__name__} weights, as the parameter is {param.dtype}, got "
+            f"weights of {weights}: the parameter would lose a part of these."
         )
     if isinstance(mask, str) or not is_real(mask):
         raise ValueError(f"{start} with a mask of real numbers, got a mask of {mask}.")
 
 
 def read_pruned(
-    pruned: object, who: str, params: Tree, required: Iterable[KeyPath], may_be_packed: bool
+    pruned: object, label: str, params: Tree, required: Iterable[KeyPath], may_be_packed: bool
 ) -> tuple[Tree, Masks]:
     """Returns the params that a hook pruned, in the dtypes of before, and uint8 masks.
 
     Args:
       pruned: the result of the hook.
-      who: the hook, for messages.
+      label: the hook, for messages.
       params: tree of parameters before pruning.
       required: paths of the parameters that must have a mask.
       may_be_packed: whether masks may be packed.
@@ -241,42 +254,45 @@ def read_pruned(
         of another shape or kind.
     """
     if not isinstance(pruned, tuple | list) or len(pruned) != 2:
-        raise ValueError(f"{who} must return (params, masks), got {reprlib.repr(pruned)}.")
-    weights, likes = map(trees.leaves_by_path, (pruned[0], params))
-    if differing := sorted(map(trees.path_string, weights.keys() ^ likes.keys())):
+        raise ValueError(f"{label} must return (params, masks), got {reprlib.repr(pruned)}.")
+    weights, params_by_path = map(trees.leaves_by_path, (pruned[0], params))
+    if differing := sorted(map(trees.path_string, weights.keys() ^ params_by_path.keys())):
         raise ValueError(
-            f"{who} must return a tree of params like that before, and they differ at "
+            f"{label} must return a tree of params like that before, and they differ at "
             f"{trees.listed(differing)}."
         )
-    masks = read_masks(pruned[1], params, may_be_packed, f"masks of {who}")
+    masks = read_masks(pruned[1], params, may_be_packed, f"masks of {label}")
     masks_by_path = trees.leaves_by_path(masks)
     if missing := [trees.path_string(path) for path in required if path not in masks_by_path]:
-        raise ValueError(f"{who} must return a mask of {trees.listed(missing)}, got None.")
+        raise ValueError(f"{label} must return a mask of {trees.listed(missing)}, got None.")
 
     def read(path: KeyPath, param: jax.Array) -> jax.Array:
         if not trees.is_prunable(param):
             return param
-        new: jax.Array = weights[path]
+        new_weights: jax.Array = weights[path]
         mask = masks_by_path.get(path, np.broadcast_to(np.uint8(1), param.shape))
-        check_solution((new, mask), who, trees.path_string(path), param)
-        return new if new.dtype == param.dtype else new.astype(param.dtype)
+        check_solution((new_weights, mask), label, trees.path_string(path), param)
+        return new_weights if new_weights.dtype == param.dtype else new_weights.astype(param.dtype)
 
     return trees.map_matched(read, params), masks
 
 
-def check_finite(pruned: Params, who: str, params: Params, paths: Iterable[KeyPath]) -> None:
+def check_finite(pruned: Params, label: str, params: Params, paths: Iterable[KeyPath]) -> None:
     """Raises a ValueError if a hook made weights that are not finite from weights that are.
 
     Args:
       pruned: tree of parameters after pruning.
-      who: the hook, for messages.
+      label: the hook, for messages.
       params: tree of parameters before pruning.
       paths: paths of the parameters that the hook may have changed.
     """
-    weights, before = trees.leaves_by_path(pruned), trees.leaves_by_path(trees.prunable(params))
-    for path in filter(before.__contains__, paths):
-        if not is_finite(weights[path]) and is_finite(before[path]):
+    weights, old_weights = (
+        trees.leaves_by_path(pruned),
+        trees.leaves_by_path(trees.prunable(params)),
+    )
+    for path in filter(old_weights.__contains__, paths):
+        if not is_finite(weights[path]) and is_finite(old_weights[path]):
             raise ValueError(
-                f"{who} must return finite weights of {trees.path_string(path)!r}, as they are "
+                f"{label} must return finite weights of {trees.path_string(path)!r}, as they are "
                 "before, got NaN or infinities."
             )

@@ -184,7 +184,7 @@ def _read_contraction(product: Product, at: int, kept: Kept) -> Contraction:
     """Returns a dot, or a convolution that multiplies each place by one matrix."""
     roles, other = product.operands[at], product.operands[1 - at]
     space = [axis for number, axis in product.ordered if number == 2]  # of the result
-    places = {place: (True, kept.axes[axis]) for place, axis in product.places(at).items()}
+    places = {place: (True, kept.axes[axis]) for place, axis in product.map_result_axes(at).items()}
     places |= {place: (False, axis) for place, axis in zip(space, other.window, strict=True)}
     return Contraction(
         {kept.axes[i]: j for i, j in zip(roles.inputs, other.inputs, strict=True)},

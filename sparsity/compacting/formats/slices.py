@@ -104,8 +104,8 @@ class WholeSlices(Storage):
         product = read_product(equation)
         if product.groups > 1 or product.refusal or equation.params.get("out_sharding") is not None:
             return None
-        partners, batch = product.partners(at), product.operands[at].batch
-        results = {axis: place for place, axis in product.places(at).items()}
+        partners, batch = product.map_paired_axes(at), product.operands[at].batch
+        results = {axis: place for place, axis in product.map_result_axes(at).items()}
         axis, *stack = (kept.axes.index(i) for i in (kept.depth + self.axis, *range(kept.depth)))
         if not {*stack} <= {*batch} or not (axis in partners or axis in results):
             return None

@@ -132,7 +132,7 @@ class Storage(SliceLayout):
 
     def shrink(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Returns the type of the kept values of a parameter."""
-        values = sharding.resized(leaf, self.kept_shape)
+        values = sharding.resize_struct(leaf, self.kept_shape)
         return sharding.with_dtype(values, np.float32) if self.is_quantized else values
 
     def wrap(

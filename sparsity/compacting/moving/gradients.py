@@ -77,7 +77,7 @@ def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
     for array in filter(np.size, arrays):
         is_key = jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key)
         numbers = jax.random.key_data(array) if is_key else jnp.asarray(array)
-        first: jax.Array = sharding.replicated(lambda x: x.reshape(-1)[0], numbers)
+        first: jax.Array = sharding.call_replicated(lambda x: x.reshape(-1)[0], numbers)
         zero += lax.stop_gradient(first).real.astype(jnp.int32) * 0
     return zero
 
@@ -125,10 +125,10 @@ def _count_reads_in(equation: Equation, value: Value) -> int:
     if equation.name == "custom_vjp_call":
         return sum(each is value for each in equation.inputs)
     if equation.name in CALLS and not isinstance(equation.rule, Program):
-        return _count_reads(equation.bodies[0], value)
+        return _count_reads(equation.inner_programs[0], value)
     if equation.name != "scan":
         return 2
-    (body,) = equation.within()
+    (body,) = equation.list_bodies()
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return sum(
         _count_reads(body.program, inner) * (1 if number in body.layers else 2)
@@ -149,7 +149,7 @@ def differentiate_directly(
     gradient = jax.grad(lambda values: loss(dict(zip(paths, values, strict=True))))
     paths = [*values]
     program = read_jaxpr(jax.make_jaxpr(gradient)(sharding.abstract([*values.values()])))
-    made = {id(y): each for each in program.flat() for y in each.outputs}
+    made = {id(y): each for each in program.flat_equations() for y in each.outputs}
 
     def is_zero(value: Value) -> bool:
         equation = made.get(id(value))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sparsity.graph.traced_model import Model
-from sparsity.programs.axes import Axis, Kind, Reason, join_axes, list_variables, pin, unify
+from sparsity.programs.axes import Axis, JoinKind, Reason, join_axes, list_variables, pin, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import CONTROL, Equation, Program, Value, values_read
+from sparsity.programs.program import CONTROL, Equation, Program, Value, find_read_values
 from sparsity.programs.walk import Flow
 
 _STEPS = "the layers, or steps, of a scan"
@@ -33,7 +33,7 @@ class Coupling(Flow[list[Axis]]):
         super().__init__()
         program, carried = model.program, model.carried
         self.feature_groups: dict[Equation, Axis] = {}
-        self._steps: dict[Equation, Axis] = {}
+        self._step_axes: dict[Equation, Axis] = {}
         for value in program.inputs:
             if value not in model.parameter_inputs:
                 self.pin(value, Reason(None, "an input of the model", "input"))
@@ -41,10 +41,10 @@ class Coupling(Flow[list[Axis]]):
         for number, value in enumerate(program.outputs):
             if number in carried:
                 reason = Reason(None, "a state that is carried to the next call", "state")
-                self._same(value, program.inputs[carried[number]], reason)
+                self._unify_axes(value, program.inputs[carried[number]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
-        for value in model.parameter_inputs.keys() - values_read(program):
+        for value in model.parameter_inputs.keys() - find_read_values(program):
             self.pin(value, Reason(None, "no operation reads it", "unread"))
 
     def axes(self, value: Value) -> list[Axis]:
@@ -56,12 +56,12 @@ class Coupling(Flow[list[Axis]]):
         for axis in self.axes(value):
             pin(axis, reason)
 
-    def start(self, value: Value) -> list[Axis]:
+    def initial_fact(self, value: Value) -> list[Axis]:
         return [Axis(size) for size in value.shape]
 
     def run(self, program: Program) -> None:
         super().run(program)
-        for equation, rule in program.rules():
+        for equation, rule in program.calls_with_rules():
             self._couple_rule(equation, rule)
 
     def enters(self, equation: Equation) -> bool:
@@ -76,36 +76,36 @@ class Coupling(Flow[list[Axis]]):
             unify(a, b, reason)
         return one
 
-    def layer(self, fact: list[Axis], scan: Equation) -> list[Axis]:
+    def take_layer(self, fact: list[Axis], scan: Equation) -> list[Axis]:
         steps, *axes = fact
         reason = Reason(scan, _STEPS)
         pin(steps, reason)
-        unify(steps, self._scan_steps(scan), reason)
+        unify(steps, self._find_step_axis(scan), reason)
         return axes
 
-    def stack(self, fact: list[Axis], scan: Equation) -> list[Axis]:
-        return [self._scan_steps(scan), *fact]
+    def stack_layers(self, fact: list[Axis], scan: Equation) -> list[Axis]:
+        return [self._find_step_axis(scan), *fact]
 
-    def _scan_steps(self, scan: Equation) -> Axis:
-        if scan not in self._steps:
-            self._steps[scan] = Axis(scan.length, pin=Reason(scan, _STEPS))
-        return self._steps[scan]
+    def _find_step_axis(self, scan: Equation) -> Axis:
+        if scan not in self._step_axes:
+            self._step_axes[scan] = Axis(scan.length, pin=Reason(scan, _STEPS))
+        return self._step_axes[scan]
 
     def visit(self, equation: Equation) -> None:
         name = equation.name
         if name in ENTRYWISE:
-            self._entrywise(equation)
+            self._visit_entrywise(equation)
         elif name in REDUCTIONS:
             axes = self.axes(equation.inputs[0])
-            stay = [axis for i, axis in enumerate(axes) if i not in equation.params["axes"]]
-            self.facts.update(dict.fromkeys(equation.outputs, stay))
+            kept_axes = [axis for i, axis in enumerate(axes) if i not in equation.params["axes"]]
+            self.facts.update(dict.fromkeys(equation.outputs, kept_axes))
         elif name in SOURCES:
             for value in equation.inputs:
                 self.pin(value, Reason(equation, "a random key, or a seed"))
         elif name in LAYOUTS:
-            self._layout(equation, LAYOUTS[name])
+            self._visit_layout(equation, LAYOUTS[name])
         elif name in PRODUCTS:
-            self._product(equation)
+            self._visit_product(equation)
         else:
             self._pin_all(equation, "an operation that is not analysed")
 
@@ -113,41 +113,41 @@ class Coupling(Flow[list[Axis]]):
         for value in (*equation.inputs, *equation.outputs):
             self.pin(value, Reason(equation, text))
 
-    def _same(self, one: Value, other: Value, reason: Reason) -> None:
+    def _unify_axes(self, one: Value, other: Value, reason: Reason) -> None:
         for a, b in zip(self.axes(one), self.axes(other), strict=True):
             unify(a, b, reason)
 
     def _couple_rule(self, equation: Equation, rule: Program) -> None:
         """Couples the axes of a rule for derivatives: tangents have the axes of their values."""
         inputs, outputs = equation.differentiated
-        tangents, computed = outputs, inputs
+        tangents, derivatives = outputs, inputs
         if equation.maps_tangents:
-            tangents, computed = inputs, [*outputs, *outputs]
+            tangents, derivatives = inputs, [*outputs, *outputs]
         for value, inner in zip([*equation.inputs, *tangents], rule.inputs, strict=True):
             self.facts[inner] = self.axes(value)
         super().run(rule)
-        for value, inner in zip(computed, rule.outputs, strict=True):
-            self._same(value, inner, Reason(equation, "a rule for derivatives"))
+        for value, inner in zip(derivatives, rule.outputs, strict=True):
+            self._unify_axes(value, inner, Reason(equation, "a rule for derivatives"))
 
-    def _entrywise(self, equation: Equation) -> None:
+    def _visit_entrywise(self, equation: Equation) -> None:
         reason = Reason(equation, "an operation along axes that do not match")
         if len(equation.outputs) > 1:  # each output is that of one input
             for value, output in zip(equation.inputs, equation.outputs, strict=True):
-                self._same(value, output, reason)
+                self._unify_axes(value, output, reason)
             return
         (output,) = equation.outputs
         for value in equation.inputs:
             if len(value.shape) == len(output.shape):
-                self._same(value, output, reason)
+                self._unify_axes(value, output, reason)
             elif value.shape or equation.name == "bitcast_convert_type":
                 self.pin(value, reason)
                 self.pin(output, reason)
 
-    def _layout(self, equation: Equation, rule: AxisRule) -> None:
+    def _visit_layout(self, equation: Equation, rule: AxisRule) -> None:
         inputs = [self.axes(value) for value in equation.inputs]
         outputs: dict[Place, Axis] = {}
 
-        def target(place: Place | int) -> Axis:
+        def find_target(place: Place | int) -> Axis:
             if isinstance(place, int):
                 return Axis(place)
             size = equation.outputs[place.array].shape[place.axis]
@@ -162,11 +162,13 @@ class Coupling(Flow[list[Axis]]):
             if relation.pair and relation.pair[1] not in outputs:
                 outputs[relation.pair[1]] = sources[0]
             else:
-                _relate(relation, sources, [target(place) for place in relation.targets], reason)
+                _relate(
+                    relation, sources, [find_target(place) for place in relation.targets], reason
+                )
         for number, output in enumerate(equation.outputs):
-            self.facts[output] = [target(Place(number, i)) for i in range(len(output.shape))]
+            self.facts[output] = [find_target(Place(number, i)) for i in range(len(output.shape))]
 
-    def _product(self, equation: Equation) -> None:
+    def _visit_product(self, equation: Equation) -> None:
         product, (result,) = read_product(equation), equation.outputs
         if product.refusal is not None:
             self._pin_all(equation, product.refusal)
@@ -177,9 +179,9 @@ class Coupling(Flow[list[Axis]]):
         group: list[Axis] = []
         if product.groups > 1:
             group = [self.feature_groups.setdefault(equation, Axis(product.groups))]
-            (outs,) = product.rhs.free
-            each = Axis(rhs[outs].size // product.groups)
-            unify(rhs[outs], join_axes("product", [*group, each]), reason)
+            (output_axis,) = product.rhs.free
+            within_group = Axis(rhs[output_axis].size // product.groups)
+            unify(rhs[output_axis], join_axes("product", [*group, within_group]), reason)
         for i, j in product.pairs:
             unify(lhs[i], join_axes("product", [*group, rhs[j]]) if group else rhs[j], reason)
         for place, source in enumerate(product.output):
@@ -208,9 +210,15 @@ def _relate(
             for axis in targets:
                 pin(axis, pins[0])
             return
-    kind: Kind = "product" if relation.kind == "product" else "sum"
+    kind: JoinKind = "product" if relation.kind == "product" else "sum"
     one, other = (x[0] if len(x) == 1 else join_axes(kind, x) for x in (targets, sources))
     unify(one, other, reason)
 
 
-TABLES: tuple[Collection[str], ...] = (ENTRYWISE, REDUCTIONS, SOURCES, LAYOUTS, PRODUCTS)
+ANALYSED_PRIMITIVES: tuple[Collection[str], ...] = (
+    ENTRYWISE,
+    REDUCTIONS,
+    SOURCES,
+    LAYOUTS,
+    PRODUCTS,
+)

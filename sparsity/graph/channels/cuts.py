@@ -16,12 +16,12 @@ from sparsity.programs.axes import (
     Axis,
     KeptIndices,
     count_entries,
-    find_kept,
+    find_kept_indices,
     label_entries,
     list_variables,
 )
 
-Sizes: TypeAlias = dict[Axis, int]
+AxisSizes: TypeAlias = dict[Axis, int]
 AxisArrays: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # {path: {axis: array}}
 
 
@@ -41,20 +41,20 @@ class Cut(Protocol):
     def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
 
 
-def spread_kept(
+def list_kept_indices(
     parameters: ParameterAxes, kept_indices: KeptIndices
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
-            index = find_kept(axis, kept_indices)
+            index = find_kept_indices(axis, kept_indices)
             if index is not None:
                 kept.setdefault(parameter.path, {})[number] = index
     return kept
 
 
-def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
+def solve_kept_indices(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -73,7 +73,7 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
         for number, index in indices.items():
             kept |= _find_kept_entries(by_path[path][1][number], index)
     kept = {v: entries for v, entries in kept.items() if entries.shape[-1] < v.size}
-    _check_implied(cut.kept, spread_kept(parameters, kept))
+    _check_implied(cut.kept, list_kept_indices(parameters, kept))
     return kept
 
 
@@ -115,7 +115,7 @@ def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
 
 def solve_sizes(
     parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
-) -> Sizes:
+) -> AxisSizes:
     """Returns the sizes of all variables that lose entries.
 
     Each axis of a smaller parameter is an equation: its size is a sum or a product of sizes of
@@ -130,7 +130,7 @@ def solve_sizes(
       ValueError: no sizes give these shapes, or several do; the parameter is named.
     """
     equations = [
-        _Equation(parameter, number, axis, shapes[parameter.path][number])
+        _SizeEquation(parameter, number, axis, shapes[parameter.path][number])
         for parameter, axes in parameters
         if parameter.path in shapes
         for number, axis in enumerate(axes)
@@ -140,7 +140,7 @@ def solve_sizes(
     sizes = _solve_equations(equations)
     ambiguous = [equation for equation in equations if equation.list_unknowns(sizes)]
     if cut is not None:
-        kept = {v: index.shape[-1] for v, index in solve_kept(parameters, cut).items()}
+        kept = {v: index.shape[-1] for v, index in solve_kept_indices(parameters, cut).items()}
         for equation in equations:
             sizes |= {v: kept.get(v, v.size) for v in equation.list_unknowns(sizes)}
     for equation in equations:
@@ -161,7 +161,7 @@ def solve_sizes(
     return {variable: size for variable, size in sizes.items() if size < variable.size}
 
 
-class _Equation(NamedTuple):
+class _SizeEquation(NamedTuple):
     """An axis of a smaller parameter, whose variables have this size together."""
 
     parameter: Parameter
@@ -174,15 +174,15 @@ class _Equation(NamedTuple):
         """True if the axis has lost no entries."""
         return self.parameter.shape[self.number] == self.size
 
-    def list_unknowns(self, sizes: Sizes) -> list[Axis]:
+    def list_unknowns(self, sizes: AxisSizes) -> list[Axis]:
         """Returns the variables that may lose entries and whose sizes are not solved yet."""
         variables = dict.fromkeys(list_variables(self.axis))
         return [v for v in variables if v.pin is None and v not in sizes]
 
 
-def _solve_equations(equations: Sequence[_Equation]) -> Sizes:
+def _solve_equations(equations: Sequence[_SizeEquation]) -> AxisSizes:
     """Returns the sizes that follow from equations with one unknown, one after the other."""
-    sizes: Sizes = {}
+    sizes: AxisSizes = {}
     count = -1
     while count < len(sizes):
         count = len(sizes)
@@ -194,11 +194,13 @@ def _solve_equations(equations: Sequence[_Equation]) -> Sizes:
             elif equation.size == count_entries(equation.axis, sizes | ones):
                 sizes |= ones
             elif len(unknowns) == 1:
-                sizes |= {unknowns[0]: _solve(equation.axis, unknowns[0], sizes, equation.size)}
+                sizes |= {
+                    unknowns[0]: _solve_size(equation.axis, unknowns[0], sizes, equation.size)
+                }
     return sizes
 
 
-def _solve(axis: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
+def _solve_size(axis: Axis, variable: Axis, sizes: AxisSizes, size: int) -> int:
     """Returns the size of a variable at which an axis has this size, or the nearest one."""
     candidates = range(1, variable.size)
     return 1 + bisect.bisect_left(

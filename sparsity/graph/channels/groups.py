@@ -87,23 +87,25 @@ def find_channels(
     refusals = _find_refusals(parameters, unproven)
     groups, refused = [], []
     names: dict[str, int] = {}
-    for variable, places in _find_members(parameters).items():
+    for variable, members in _find_members(parameters).items():
         if variable in refusals:
-            for parameter, number, axis in places:
+            for parameter, number, axis in members:
                 reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
                 if number not in window_axes.get(parameter.path, ()):
-                    refused += _refuse(parameter, number, refusals[variable], reasons)
+                    refused += _make_refusals(parameter, number, refusals[variable], reasons)
             continue
-        outputs = [place for place in places if place[1] in output_axes.get(place[0].path, ())]
-        parameter, number, _ = (outputs or places)[0]
+        output_members = [
+            place for place in members if place[1] in output_axes.get(place[0].path, ())
+        ]
+        parameter, number, _ = (output_members or members)[0]
         name = f"{parameter.name}:{number}"
         names[name] = names.get(name, 0) + 1
         groups.append(
             ChannelGroup(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
-                tuple((parameter.path, number) for parameter, number, _ in places),
-                tuple(find_positions(axis, variable) for _, _, axis in places),
+                tuple((parameter.path, number) for parameter, number, _ in members),
+                tuple(find_positions(axis, variable) for _, _, axis in members),
                 variable,
                 num_layers.get(variable, 0),
             )
@@ -135,7 +137,7 @@ def resize_groups(
     """
     if not sizes:
         return groups
-    axes = {parameter.path: each for parameter, each in parameters}
+    axes = {parameter.path: parameter_axes for parameter, parameter_axes in parameters}
     return [
         dataclasses.replace(
             group,
@@ -163,7 +165,7 @@ def _find_refusals(
                     continue
                 elif label_entries(axis, variable) is None:
                     refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
-                elif _is_cut_up(axis, size):
+                elif _has_only_single_entries(axis, size):
                     text = "an axis that is cut into single entries"
                     refusals[variable] = Reason(None, text, "axis")
     return refusals
@@ -175,17 +177,17 @@ def _find_members(parameters: ParameterAxes) -> dict[Axis, list[tuple[Parameter,
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             for variable in dict.fromkeys(list_variables(axis)):
-                if variable.size > 1 or _is_cut_up(axis, parameter.shape[number]):
+                if variable.size > 1 or _has_only_single_entries(axis, parameter.shape[number]):
                     members.setdefault(variable, []).append((parameter, number, axis))
     return members
 
 
-def _is_cut_up(axis: Axis, size: int) -> bool:
+def _has_only_single_entries(axis: Axis, size: int) -> bool:
     """Returns whether an axis of this size consists of variables of one entry each."""
     return size > 1 and all(variable.size == 1 for variable in list_variables(axis))
 
 
-def _refuse(
+def _make_refusals(
     parameter: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
     """Returns the refusal of a part of an axis; none for positions that lie beside channels.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path
 from sparsity.graph.readers.uses import Tracker, Use
-from sparsity.graph.readers.views import Factor, View, follow
+from sparsity.graph.readers.views import Factor, View, follow_layout
 from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import is_copy
 from sparsity.programs.layout import LAYOUTS, is_move
@@ -82,7 +82,7 @@ def find_biases(model: Model, tracker: Tracker) -> dict[Path, Bias]:
     A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
     both are stacked. The bias nearest to the product counts.
     """
-    search = _Search(model, tracker)
+    search = _BiasSearch(model, tracker)
     products = [use for use in tracker.uses if use.primitive in PRODUCTS]
     return {use.path: bias for use in products if (bias := search.find(use)) is not None}
 
@@ -95,7 +95,7 @@ class _Factor(NamedTuple):
     divides: bool
 
 
-class _Search:
+class _BiasSearch:
     """Search for biases: the readers of each value, and the values that hold a bare parameter."""
 
     def __init__(self, model: Model, tracker: Tracker) -> None:
@@ -103,11 +103,11 @@ class _Search:
         self._values = {x.path: value for value, x in model.parameter_inputs.items()}
         self._outside = {*model.parameter_inputs, *model.program.makers}  # of loops
         self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
-        self._plain = set(model.parameter_inputs)  # and moved or cast copies of them
-        self._reads: Counter[Path] = Counter()  # of parameters, where they meet data
-        for body in model.program.nested():
-            for equation in body.flat():
-                self._read(equation)
+        self._bare_values = set(model.parameter_inputs)  # and moved or cast copies of them
+        self._num_reads: Counter[Path] = Counter()  # of parameters, where they meet data
+        for body in model.program.nested_programs():
+            for equation in body.flat_equations():
+                self._note_reads(equation)
             for value in body.outputs:
                 self._readers.setdefault(value, []).append(None)
 
@@ -116,9 +116,12 @@ class _Search:
 
         Follows the outputs to the first parameter that is added to or subtracted.
         """
-        if self._reads[use.path] != 1 or use.equation.inputs[use.operand] not in self._plain:
+        if (
+            self._num_reads[use.path] != 1
+            or use.equation.inputs[use.operand] not in self._bare_values
+        ):
             return None
-        value, view = use.equation.outputs[0], _view_output(use)
+        value, view = use.equation.outputs[0], _view_result(use)
         factors: list[_Factor] = []
         while (equation := self._find_reader(value)) is not None:
             (output, *_) = equation.outputs
@@ -127,7 +130,7 @@ class _Search:
                 fact = self._tracker.fact(other)
                 if equation.name in ("sub", "div") and equation.inputs[0] is not value:
                     return None
-                is_bias = other in self._plain and len(other.shape) == len(output.shape)
+                is_bias = other in self._bare_values and len(other.shape) == len(output.shape)
                 if equation.name in _SUMS and is_bias and len(fact.views) == 1:
                     return self._make_bias(
                         use, fact.views[0], view, equation.name == "sub", factors
@@ -137,7 +140,7 @@ class _Search:
                 if equation.name in _SCALES:
                     factors.append(_Factor(other, view, equation.name == "div"))
             elif is_move(equation):
-                moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
+                moved = follow_layout(view, equation, LAYOUTS[equation.name].relate(equation))
                 if moved is None:
                     return None
                 view = moved
@@ -146,18 +149,18 @@ class _Search:
             value = output
         return None
 
-    def _read(self, equation: Equation) -> None:
+    def _note_reads(self, equation: Equation) -> None:
         """Notes what an equation reads."""
         for value in equation.inputs:
             self._readers.setdefault(value, []).append(equation)
-        if equation.bodies:
-            self._plain |= _plain_inputs(equation, self._plain)
+        if equation.inner_programs:
+            self._bare_values |= _list_bare_inputs(equation, self._bare_values)
             return
-        if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._plain:
-            self._plain.add(equation.outputs[0])
+        if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._bare_values:
+            self._bare_values.add(equation.outputs[0])
         facts = [self._tracker.fact(value) for value in equation.inputs]
         if any(x.is_data for x in facts):
-            self._reads.update(view.path for x in facts for view in x.views)
+            self._num_reads.update(view.path for x in facts for view in x.views)
 
     def _find_reader(self, value: Value) -> Equation | None:
         """Returns the only reader of a value, `None` for several and for outputs of the program."""
@@ -178,11 +181,11 @@ class _Search:
         """
         axes = _match_axes(use, outputs, bias)
         readers = self._readers[self._values[bias.path]]
-        if axes is None or self._reads[bias.path] > 1 or len(readers) > 1:
+        if axes is None or self._num_reads[bias.path] > 1 or len(readers) > 1:
             return None
-        made = [self._make_scale(factor, axes, self._values[use.path]) for factor in factors]
-        scales = [scale for scale in made if scale is not None]
-        if len(scales) < len(made):
+        candidates = [self._make_scale(factor, axes, self._values[use.path]) for factor in factors]
+        scales = [scale for scale in candidates if scale is not None]
+        if len(scales) < len(candidates):
             return None
         return Bias(bias.path, is_subtracted, tuple(scales))
 
@@ -201,31 +204,31 @@ class _Search:
             value = makers[value].inputs[0]
         if value.constant is None and value not in self._outside:
             return None
-        places: list[int | None] = []
+        bias_axes: list[int | None] = []
         for size, factors in zip(value.shape, by_axis[: len(value.shape)], strict=True):
             longer = [factor for factor in factors if factor.size > 1]
             axis = longer[0].axis if len(longer) == 1 else None
             if size > 1 and (axis is None or weight.shape[axis] != size or longer[0].step != 1):
                 return None
-            places.append(None if size == 1 or axis is None else axes[axis])
-        return Scale(value, tuple(places), factor.divides)
+            bias_axes.append(None if size == 1 or axis is None else axes[axis])
+        return Scale(value, tuple(bias_axes), factor.divides)
 
 
-def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
+def _list_bare_inputs(equation: Equation, bare_values: Collection[Value]) -> set[Value]:
     """Returns the inputs of a scan's body that are parameters, or layers of one."""
     if equation.name != "scan":
         return set()
-    (body,) = equation.within()
+    (body,) = equation.list_bodies()
     carries = {number for _, number in body.carries}
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
-    return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
+    return {inner for i, (value, inner) in pairs if value in bare_values and i not in carries}
 
 
-def _view_output(use: Use) -> View:
+def _view_result(use: Use) -> View:
     """Returns where the output axes of the parameter lie in the result of the product."""
     (result,), view = use.equation.outputs, use.view
     by_axis: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
-    for place, axis in read_product(use.equation).places(use.operand).items():
+    for place, axis in read_product(use.equation).map_result_axes(use.operand).items():
         by_axis[place] = view.factors[axis]
     return view.with_factors(by_axis)
 
@@ -237,8 +240,8 @@ def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
     axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
     for factors, other in zip(outputs.factors, bias.factors, strict=True):
         pairs = [
-            [factor for factor in each if factor.axis is not None and factor.size > 1]
-            for each in (factors, other)
+            [factor for factor in array_factors if factor.axis is not None and factor.size > 1]
+            for array_factors in (factors, other)
         ]
         if [factor[1:] for factor in pairs[0]] != [factor[1:] for factor in pairs[1]]:
             return None

@@ -17,7 +17,7 @@ from sparsity.graph.traced_model import Parameters
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 
-class _Graph(Protocol):
+class _GraphQueries(Protocol):
     """The parts of a `Graph` that filters and patterns read."""
 
     parameters: Parameters
@@ -26,7 +26,7 @@ class _Graph(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class WeightFilter:
     """`filter_fn` that selects the weights with enough inputs. Made by `Graph.is_weight`.
 
     Attributes:
@@ -34,7 +34,7 @@ class Weights:
       min_inputs: smallest number of inputs of an output.
     """
 
-    graph: _Graph
+    graph: _GraphQueries
     min_inputs: int
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Patterns(abc.ABC):
+class _InputPatterns(abc.ABC):
     """`sparsity_type` along the inputs of each parameter.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Patterns(abc.ABC):
       otherwise: "dense" keeps parameters dense that cannot have the pattern.
     """
 
-    graph: _Graph
+    graph: _GraphQueries
     otherwise: Literal["dense"] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -69,8 +69,8 @@ class _Patterns(abc.ABC):
         uses = _find_contractions(self.graph, path, param)
         if not uses:
             return None if self.otherwise == "dense" else Unstructured()
-        shown = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
-        pattern = self._fit(uses, shown, param.shape)
+        description = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
+        pattern = self._fit(uses, description, param.shape)
         if not isinstance(pattern, str):
             return pattern
         if self.otherwise == "dense":
@@ -81,12 +81,14 @@ class _Patterns(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
+    def _fit(
+        self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
+    ) -> SparsityType | str:
         """Returns the pattern, or the reason why a parameter cannot have the pattern."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AlongInputs(_Patterns):
+class NByMAlongInputs(_InputPatterns):
     """N:M along the contracted axis of each parameter. Made by `Graph.nm`.
 
     Attributes:
@@ -101,10 +103,12 @@ class AlongInputs(_Patterns):
         super().__post_init__()
         NByM(self.n, self.m)  # checks n and m
 
-    def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
+    def _fit(
+        self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
+    ) -> SparsityType | str:
         axes = {use.channels for use in uses}
         if len(axes) > 1:
-            return _name_axes(axes, shown, "no axis serves N:M")
+            return _explain_axes(axes, description, "no axis serves N:M")
         (channels,) = axes
         sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in channels)
         divided = [axis for axis in channels if shape[axis] % self.m == 0]
@@ -112,14 +116,16 @@ class AlongInputs(_Patterns):
         if fitting:
             # Counted from the end, the axis is the same in a slice, whatever the batch axes.
             return NByM(self.n, self.m, axis=fitting[-1] - len(shape))
-        why = f"{self.m} divides none of the input channels of {shown}: {sizes}"
+        reason = f"{self.m} divides none of the input channels of {description}: {sizes}"
         if divided:
-            why = f"Groups of {self.m} input channels of {shown} ({sizes}) lie across a reshape"
-        return f"{why}. The window of a convolution holds no input channels. Choose another m."
+            reason = (
+                f"Groups of {self.m} input channels of {description} ({sizes}) lie across a reshape"
+            )
+        return f"{reason}. The window of a convolution holds no input channels. Choose another m."
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedInputs(_Patterns):
+class FanInAlongInputs(_InputPatterns):
     """`FanIn` along the axes that the products of each parameter contract. Made by `Graph.fan_in`.
 
     Attributes:
@@ -132,28 +138,30 @@ class SharedInputs(_Patterns):
         super().__post_init__()
         FanIn(self.group)  # checks the group
 
-    def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
+    def _fit(
+        self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
+    ) -> SparsityType | str:
         axes = {tuple(sorted(use.contracting)) for use in uses}
         if len(axes) > 1:
-            return _name_axes(axes, shown, "no axes serve FanIn")
+            return _explain_axes(axes, description, "no axes serve FanIn")
         (inputs,) = axes
         for axis in inputs:
             full = self.graph.parameters.find_shape(uses[0].path)[axis]
             if not all(use.is_along(axis, full) for use in uses):
                 return (
-                    f"Products contract a part of axis {axis} of {shown}, which a reshape took "
-                    "apart, so that no axes serve FanIn."
+                    f"Products contract a part of axis {axis} of {description}, which a reshape "
+                    "took apart, so that no axes serve FanIn."
                 )
         # Counted from the end, the axes are the same in a slice, whatever the batch axes.
         return FanIn(self.group, tuple(axis - len(shape) for axis in inputs))
 
 
-def _find_contractions(graph: _Graph, path: Path, param: chex.Array) -> list[Use]:
+def _find_contractions(graph: _GraphQueries, path: Path, param: chex.Array) -> list[Use]:
     """Returns the products that contract a parameter of this model, or of a smaller one."""
     parameter = graph.parameters.find(path, param, may_be_smaller=True)
     return [use for use in graph.find_products(parameter.path) if use.contracting]
 
 
-def _name_axes(axes: set[tuple[int, ...]], shown: str, failure: str) -> str:
+def _explain_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> str:
     """Returns the reason of products that contract different axes of a parameter."""
-    return f"Products contract different axes {sorted(axes)} of {shown}, so that {failure}."
+    return f"Products contract different axes {sorted(axes)} of {description}, so that {failure}."

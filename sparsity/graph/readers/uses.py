@@ -14,9 +14,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sparsity.core.trees import Path
-from sparsity.graph.readers.views import Factor, View, Views, follow, merge_shares, resize_axis
+from sparsity.graph.readers.views import (
+    ArrayFacts,
+    Factor,
+    View,
+    follow_layout,
+    merge_shares,
+    resize_axis,
+)
 from sparsity.graph.traced_model import Model
-from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
+from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
 from sparsity.programs.program import Equation, Program, Value
@@ -92,15 +99,15 @@ class Use:
         )
 
 
-class Tracker(Flow[Views]):
+class Tracker(Flow[ArrayFacts]):
     """Views of parameters, and uses in program order."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.facts.update(dict.fromkeys(model.program.inputs, Views(is_data=True)))
+        self.facts.update(dict.fromkeys(model.program.inputs, ArrayFacts(is_data=True)))
         for value, parameter in model.parameter_inputs.items():
             by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-            self.facts[value] = Views((View(parameter.path, by_axis),))
+            self.facts[value] = ArrayFacts((View(parameter.path, by_axis),))
         self.run(model.program)
         self.uses: list[Use] = list(self._find_uses(model.program, 1))
 
@@ -124,46 +131,48 @@ class Tracker(Flow[Views]):
 
     # Hooks of the walk.
 
-    def start(self, value: Value) -> Views:
-        return Views(constant=constant_in(value.constant))
+    def initial_fact(self, value: Value) -> ArrayFacts:
+        return ArrayFacts(constant=find_uniform_value(value.constant))
 
-    def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
+    def join(
+        self, one: ArrayFacts, other: ArrayFacts, equation: Equation, target: Value
+    ) -> ArrayFacts:
         views = one.views
         if other.views != views:  # later steps, or another branch, read something else
             views = tuple(view.mark_changed(target) for view in views)
         constant = one.constant if one.constant == other.constant else None
-        return Views(views, one.is_data or other.is_data, constant)
+        return ArrayFacts(views, one.is_data or other.is_data, constant)
 
-    def layer(self, fact: Views, scan: Equation) -> Views:
+    def take_layer(self, fact: ArrayFacts, scan: Equation) -> ArrayFacts:
         views = [
             dataclasses.replace(view.select_entry([0]), scans=(*view.scans, scan))
             for view in fact.views
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
-    def shard(self, fact: Views, value: Value, local: Value) -> Views:
+    def take_shard(self, fact: ArrayFacts, value: Value, local: Value) -> ArrayFacts:
         views = []
         for view in fact.views:
             sizes = zip(view.factors, value.shape, local.shape, strict=True)
             views.append(view.with_factors(resize_axis(*each) for each in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
-    def leave(self, fact: Views, equation: Equation) -> Views:
+    def leave_body(self, fact: ArrayFacts, equation: Equation) -> ArrayFacts:
         is_chosen = equation.is_choice and self.fact(equation.inputs[0]).is_data
-        return Views(is_data=fact.is_data or is_chosen)
+        return ArrayFacts(is_data=fact.is_data or is_chosen)
 
     def visit(self, equation: Equation) -> None:
         name, inputs = equation.name, [self.fact(value) for value in equation.inputs]
         is_data = any(x.is_data for x in inputs)
-        self.facts.update(dict.fromkeys(equation.outputs, Views(is_data=is_data)))
+        self.facts.update(dict.fromkeys(equation.outputs, ArrayFacts(is_data=is_data)))
         if is_lookup(equation) and is_data:
             return
         if name in ENTRYWISE:
-            self._entrywise(equation, inputs)
+            self._visit_entrywise(equation, inputs)
         elif name in LAYOUTS and any(x.views or x.constant is not None for x in inputs):
-            self._layout(equation, inputs)
+            self._visit_layout(equation, inputs)
 
-    def _entrywise(self, equation: Equation, inputs: Sequence[Views]) -> None:
+    def _visit_entrywise(self, equation: Equation, inputs: Sequence[ArrayFacts]) -> None:
         """Follows entries of parameters that other functions of parameters mask or scale."""
         name = equation.name
         if len(equation.outputs) > 1:
@@ -172,15 +181,15 @@ class Tracker(Flow[Views]):
         (output,) = equation.outputs
         if any(x.is_data for x in inputs[name == "select_n" :]):  # a mask may be data
             return
-        shaped = zip(equation.inputs, inputs, strict=True)
+        pairs = zip(equation.inputs, inputs, strict=True)
         counts = [
             Counter(dataclasses.replace(view, keeps_zeros=True) for view in x.views)
-            for value, x in shaped
+            for value, x in pairs
             if value.shape == output.shape
         ]
         # Two views of one array, as in w + (q(w) - w), count as one.
         full: list[View] = [*functools.reduce(operator.or_, counts, Counter()).elements()]
-        largest = max((view.covered for view in full), default=0)
+        largest = max((view.num_covered for view in full), default=0)
         # A scale that is broadcast to the shape of a parameter is not an operand of the product.
         views = [
             dataclasses.replace(
@@ -189,15 +198,15 @@ class Tracker(Flow[Views]):
                 is_conjugate=view.is_conjugate ^ (name == "conj"),
             )
             for view in full
-            if view.covered == largest
+            if view.num_covered == largest
         ]
         if full:
-            self.facts[output] = Views(tuple(views))
+            self.facts[output] = ArrayFacts(tuple(views))
         elif not inputs[0].is_data:
             constants = [x.constant for x in inputs]
-            self.facts[output] = Views(constant=fold_constant(equation, constants))
+            self.facts[output] = ArrayFacts(constant=fold_constant(equation, constants))
 
-    def _layout(self, equation: Equation, inputs: Sequence[Views]) -> None:
+    def _visit_layout(self, equation: Equation, inputs: Sequence[ArrayFacts]) -> None:
         layout = LAYOUTS[equation.name]
         relations = layout.relate(equation)
         for number, output in enumerate(equation.outputs):
@@ -208,7 +217,7 @@ class Tracker(Flow[Views]):
             views = []
             for i in sources:
                 for view in inputs[i].views:
-                    moved = follow(view, equation, relations, i, number)
+                    moved = follow_layout(view, equation, relations, i, number)
                     if moved is not None and not (
                         is_joined and moved.changed_at == view.changed_at
                     ):
@@ -217,12 +226,12 @@ class Tracker(Flow[Views]):
             constant = constants.pop() if len(constants) == 1 and not is_joined else None
             if equation.name == "pad" and inputs[1].constant != 0:
                 views = [dataclasses.replace(view, keeps_zeros=False) for view in views]
-            self.facts[output] = Views(tuple(views), is_data, constant)
+            self.facts[output] = ArrayFacts(tuple(views), is_data, constant)
 
     # Uses, once all facts are final.
 
     def _find_uses(self, program: Program, trips: int | None) -> Iterator[Use]:
-        for equation in program.flat():
+        for equation in program.flat_equations():
             inputs = [self.fact(value) for value in equation.inputs]
             if equation.name in PRODUCTS:
                 for operand, x in enumerate(inputs[:2]):
@@ -231,9 +240,9 @@ class Tracker(Flow[Views]):
             elif is_lookup(equation) and any(x.is_data for x in inputs):
                 for view in inputs[0].views:
                     yield self._make_use(equation, 0, view, trips)
-            for body in equation.within():
-                runs = None if trips is None or body.trips is None else trips * body.trips
-                yield from self._find_uses(body.program, runs)
+            for body in equation.list_bodies():
+                inner_trips = None if trips is None or body.trips is None else trips * body.trips
+                yield from self._find_uses(body.program, inner_trips)
 
     def _make_use(self, equation: Equation, operand: int, view: View, trips: int | None) -> Use:
         """Returns the use of a view by a product or a lookup, with the axes of the parameter."""
@@ -262,7 +271,7 @@ class Tracker(Flow[Views]):
         )
 
 
-def _keeps_zeros(equation: Equation, inputs: Sequence[Views], view: View) -> bool:
+def _keeps_zeros(equation: Equation, inputs: Sequence[ArrayFacts], view: View) -> bool:
     """Returns whether an entrywise operation is 0 where the parameter of a view is 0."""
     numbers = [0.0 if view in x.views else x.constant for x in inputs]
     return fold_constant(equation, numbers) == 0

@@ -60,7 +60,7 @@ class View:
         return bool(self.changed_at)
 
     @property
-    def covered(self) -> int:
+    def num_covered(self) -> int:
         """Number of entries along axes of the parameter; all others repeat these entries."""
         return math.prod(
             factor.size for factors in self.factors for factor in factors if factor.axis is not None
@@ -93,7 +93,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True)
-class Views:
+class ArrayFacts:
     """Facts about an array.
 
     Attributes:
@@ -107,7 +107,7 @@ class Views:
     constant: float | None = None
 
 
-def follow(
+def follow_layout(
     view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, number: int = 0
 ) -> View | None:
     """Returns an output of a layout primitive as a view, `None` if it is not a view.
@@ -124,8 +124,9 @@ def follow(
     share, indexed, layers = view.share, list[int](), list[Factor]()
     is_changed = False
     for relation in relations:
-        sources, targets = _axes(relation.sources, operand), _axes(relation.targets, number)
-        is_here = bool(sources and targets)
+        sources = _list_axes(relation.sources, operand)
+        targets = _list_axes(relation.targets, number)
+        connects = bool(sources and targets)
         match relation.kind:
             case "mixed" if sources or targets:
                 return None
@@ -133,34 +134,34 @@ def follow(
                 indexed += sources
             case "stack" if targets:
                 share, is_changed = share / output.shape[targets[0]], True
-            case "product" if is_here:
+            case "product" if connects:
                 split = _split_product(view, relation, [output.shape[axis] for axis in targets])
                 if split is None:
                     return None
                 for axis, factors in zip(targets, split, strict=True):
                     by_axis[axis] = factors
-            case "reversed" if is_here:
+            case "reversed" if connects:
                 factors = view.factors[sources[0]]
                 by_axis[targets[0]] = [factor._replace(step=-factor.step) for factor in factors]
-            case "sum" | "cut" if is_here:
+            case "sum" | "cut" if connects:
                 factors, is_changed = view.factors[sources[0]], True
-                size, new = value.shape[sources[0]], output.shape[targets[0]]
-                by_axis[targets[0]] = resize_axis(factors, size, new)
+                size, new_size = value.shape[sources[0]], output.shape[targets[0]]
+                by_axis[targets[0]] = resize_axis(factors, size, new_size)
                 if len(relation.sources) > 1:
-                    share *= Fraction(size, new)
-                elif new == 1 < size:
+                    share *= Fraction(size, new_size)
+                elif new_size == 1 < size:
                     layers += factors
-    read = view.select_entry(indexed)
+    selected = view.select_entry(indexed)
     return dataclasses.replace(
-        read,
+        selected,
         factors=tuple(map(tuple, by_axis)),
         share=share,
         changed_at=(*view.changed_at, output) if is_changed or indexed else view.changed_at,
-        layers=(*read.layers, *layers),
+        layers=(*selected.layers, *layers),
     )
 
 
-def _axes(places: Iterable[Place | int], array: int) -> list[int]:
+def _list_axes(places: Iterable[Place | int], array: int) -> list[int]:
     """Returns the axes of an array among the places of a relation."""
     return [place.axis for place in places if isinstance(place, Place) and place.array == array]
 
@@ -197,18 +198,20 @@ def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list
     return by_axis
 
 
-def resize_axis(factors: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+def resize_axis(factors: Sequence[Factor], size: int, new_size: int) -> Sequence[Factor]:
     """Returns an axis with fewer or more entries."""
-    if size == new:
+    if size == new_size:
         return factors
     axes = [factor.axis for factor in factors if factor.axis is not None]
-    return (Factor(axes[0] if axes else None, new, factors[0].step if len(factors) == 1 else 1),)
+    return (
+        Factor(axes[0] if axes else None, new_size, factors[0].step if len(factors) == 1 else 1),
+    )
 
 
 def merge_shares(views: Iterable[View]) -> list[View]:
     """Merges the views of an operand that differ only in shares, which add up."""
     shares: dict[View, Fraction] = {}
     for view in views:
-        kind = dataclasses.replace(view, share=Fraction(1))
-        shares[kind] = min(shares.get(kind, Fraction(0)) + view.share, Fraction(1))
-    return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]
+        unshared = dataclasses.replace(view, share=Fraction(1))
+        shares[unshared] = min(shares.get(unshared, Fraction(0)) + view.share, Fraction(1))
+    return [dataclasses.replace(unshared, share=share) for unshared, share in shares.items()]

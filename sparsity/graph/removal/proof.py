@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.graph.removal.shared_entries import (
-    AtHand,
+    AvailableValues,
     SharedEntry,
+    find_available_values,
     find_shared_entry,
-    find_values_at_hand,
 )
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
@@ -49,24 +49,24 @@ class Constants:
         may_be_nan: bool = False,
     ):
         self.at: dict[RemovedEntry, float] = {
-            place: x for place, x in (at or {}).items() if x is not None
+            entry: x for entry, x in (at or {}).items() if x is not None
         }
         self.everywhere: float | None = everywhere
         self.may_be_nan: bool = may_be_nan
 
-    def __getitem__(self, place: RemovedEntry) -> float | None:
-        return self.at.get(place, self.everywhere)
+    def __getitem__(self, entry: RemovedEntry) -> float | None:
+        return self.at.get(entry, self.everywhere)
 
-    def moved(self, to: Callable[[int], int | None]) -> Constants:
+    def renumber_axes(self, renumber: Callable[[int], int | None]) -> Constants:
         """Returns the constants with other numbers of axes, `None` for an axis that is gone."""
-        moved = {(to(i), v): c for (i, v), c in self.at.items()}
-        at = {(i, v): c for (i, v), c in moved.items() if i is not None}
+        renumbered = {(renumber(i), v): c for (i, v), c in self.at.items()}
+        at = {(i, v): c for (i, v), c in renumbered.items() if i is not None}
         return Constants(at, self.everywhere, self.may_be_nan)
 
     def meet(self, other: Constants) -> Constants:
         """Returns the constants that both have."""
-        at = {place: c for place, c in self.at.items() if entrywise.is_same(other[place], c)}
-        at |= {place: c for place, c in other.at.items() if entrywise.is_same(self[place], c)}
+        at = {entry: c for entry, c in self.at.items() if entrywise.is_same(other[entry], c)}
+        at |= {entry: c for entry, c in other.at.items() if entrywise.is_same(self[entry], c)}
         is_same = entrywise.is_same(self.everywhere, other.everywhere)
         everywhere = self.everywhere if is_same else None
         return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
@@ -102,15 +102,15 @@ class Proof(Flow[Constants]):
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
         self._program = program  # or the body, or the rule, that is followed
-        self._at_hand: dict[Equation, AtHand] = {}
+        self._available: dict[Equation, AvailableValues] = {}
         self.refused: dict[Axis, Reason] = {}
         self.shared_entries: dict[Equation, SharedEntry] = {}
-        for value, entries in masked.items():
-            places = [place for place in self._places(value) if place in entries]
-            self.facts[value] = Constants(dict.fromkeys(places, 0.0))
+        for value, masked_entries in masked.items():
+            entries = [entry for entry in self._list_free_entries(value) if entry in masked_entries]
+            self.facts[value] = Constants(dict.fromkeys(entries, 0.0))
         self.run(program)
 
-    def _variables(self, value: Value) -> list[list[Axis]]:
+    def _list_free_variables(self, value: Value) -> list[list[Axis]]:
         """Returns for each axis the variables that the first pass did not pin."""
         if value not in self._free:
             axes = self._coupling.axes(value)
@@ -119,26 +119,26 @@ class Proof(Flow[Constants]):
             ]
         return self._free[value]
 
-    def _places(self, value: Value) -> list[RemovedEntry]:
-        return [(i, v) for i, free in enumerate(self._variables(value)) for v in free]
+    def _list_free_entries(self, value: Value) -> list[RemovedEntry]:
+        return [(i, v) for i, free in enumerate(self._list_free_variables(value)) for v in free]
 
-    def start(self, value: Value) -> Constants:
-        return Constants(everywhere=entrywise.constant_in(value.constant))
+    def initial_fact(self, value: Value) -> Constants:
+        return Constants(everywhere=entrywise.find_uniform_value(value.constant))
 
     def run(self, program: Program) -> None:
-        self._follow(program)
-        for equation, rule in program.rules():
+        self._run_program(program)
+        for equation, rule in program.calls_with_rules():
             constants = [self.fact(value) for value in equation.inputs]
             self.facts.update(zip(rule.inputs, constants, strict=False))
             if equation.maps_tangents:  # constants have no tangents
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
-            self._follow(rule)
+            self._run_program(rule)
 
-    def _follow(self, program: Program) -> None:
+    def _run_program(self, program: Program) -> None:
         outer, self._program = self._program, program
-        self._at_hand |= find_values_at_hand(program)
+        self._available |= find_available_values(program)
         super().run(program)
         self._program = outer
 
@@ -150,66 +150,68 @@ class Proof(Flow[Constants]):
     ) -> Constants:
         return one.meet(other)
 
-    def layer(self, fact: Constants, scan: Equation) -> Constants:
-        return fact.moved(lambda i: i - 1 if i else None)
+    def take_layer(self, fact: Constants, scan: Equation) -> Constants:
+        return fact.renumber_axes(lambda i: i - 1 if i else None)
 
-    def stack(self, fact: Constants, scan: Equation) -> Constants:
-        return fact.moved(lambda i: i + 1)
+    def stack_layers(self, fact: Constants, scan: Equation) -> Constants:
+        return fact.renumber_axes(lambda i: i + 1)
 
     def visit(self, equation: Equation) -> None:
         name = equation.name
         if name in ENTRYWISE:
-            self._entrywise(equation)
+            self._visit_entrywise(equation)
         elif name in REDUCTIONS:
-            self._reduction(equation)
+            self._visit_reduction(equation)
         elif name in LAYOUTS:
-            self._layout(equation, LAYOUTS[name])
+            self._visit_layout(equation, LAYOUTS[name])
         elif name in PRODUCTS:
-            self._product(equation)
+            self._visit_product(equation)
         # All other primitives make new entries, or are pinned.
         if any(self.fact(value).may_be_nan for value in equation.inputs):
             for output in equation.outputs:
                 constants = self.fact(output)
                 self.facts[output] = Constants(constants.at, constants.everywhere, True)
 
-    def _entrywise(self, equation: Equation) -> None:
+    def _visit_entrywise(self, equation: Equation) -> None:
         inputs = [self.fact(value) for value in equation.inputs]
         if len(equation.outputs) > 1:
             self.facts.update(zip(equation.outputs, inputs, strict=True))
             return
         (output,) = equation.outputs
-        if any(x.may_be_nan for x in inputs) and entrywise.tells_nan(equation):
+        if any(x.may_be_nan for x in inputs) and entrywise.may_remove_nan(equation):
             self.facts[output] = Constants()
             return
         at: dict[RemovedEntry, float | None] = {}
         results: dict[tuple[float | None, ...], float | None] = {}
-        for place in (place for x in inputs for place in x.at if place not in at):
-            arguments = tuple([x[place] for x in inputs])
+        for entry in (entry for x in inputs for entry in x.at if entry not in at):
+            arguments = tuple([x[entry] for x in inputs])
             if arguments not in results:
                 results[arguments] = entrywise.fold_constant(equation, arguments)
-            at[place] = results[arguments]
+            at[entry] = results[arguments]
         everywhere = entrywise.fold_constant(equation, [x.everywhere for x in inputs])
         self.facts[output] = Constants(at, everywhere)
 
-    def _reduction(self, equation: Equation) -> None:
+    def _visit_reduction(self, equation: Equation) -> None:
         (value,), axes, rule = equation.inputs, equation.params["axes"], REDUCTIONS[equation.name]
         constants = self.fact(value)
         neutral = None if rule.neutral is None else rule.neutral(value.dtype)
         for axis in axes:
-            for variable in self._variables(value)[axis]:
+            for variable in self._list_free_variables(value)[axis]:
                 constant = constants[axis, variable]
                 is_neutral = neutral is not None and constant == neutral
                 if not is_neutral and variable not in self.refused:
-                    if constant is None and self._adds_shared_entry(equation, axis, variable):
+                    if constant is None and self._note_shared_entry(equation, axis, variable):
                         continue
-                    what = describe_reduction(equation, self._program)
-                    self.refused[variable] = _not_neutral(equation, what, constant, neutral)
-        stay = [i for i in range(len(value.shape)) if i not in axes]
-        moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
+                    text = describe_reduction(equation, self._program)
+                    self.refused[variable] = _explain_not_neutral(equation, text, constant, neutral)
+        kept_axes = [i for i in range(len(value.shape)) if i not in axes]
+        reduced = constants.renumber_axes(lambda i: kept_axes.index(i) if i in kept_axes else None)
         is_empty = 0 in [value.shape[axis] for axis in axes]
-        self.facts[equation.outputs[0]] = Constants() if is_empty else _reduce(equation.name, moved)
+        self.facts[equation.outputs[0]] = (
+            Constants() if is_empty else _reduce_constants(equation.name, reduced)
+        )
 
-    def _adds_shared_entry(self, reduction: Equation, axis: int, variable: Axis) -> bool:
+    def _note_shared_entry(self, reduction: Equation, axis: int, variable: Axis) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
@@ -225,14 +227,16 @@ class Proof(Flow[Constants]):
         def may_be_nan(value: Value) -> bool:
             return self.fact(value).may_be_nan
 
-        entry = find_shared_entry(value, axis, self._at_hand[reduction], find_constant, may_be_nan)
+        entry = find_shared_entry(
+            value, axis, self._available[reduction], find_constant, may_be_nan
+        )
         if entry is None or self.shared_entries.get(reduction, entry).axis != axis:
             return False
         self.shared_entries[reduction] = entry
         return True
 
-    def _layout(self, equation: Equation, rule: AxisRule) -> None:
-        relations, reduction = rule.relate(equation), rule.joins(equation)
+    def _visit_layout(self, equation: Equation, rule: AxisRule) -> None:
+        relations, reduction = rule.relate(equation), rule.find_reduction(equation)
         sources: dict[Place, list[Place]] = {}
         for relation in relations:
             for place in relation.targets if relation.may_lose_entries else ():
@@ -243,13 +247,13 @@ class Proof(Flow[Constants]):
             numbers = rule.sources(equation, number)
             inputs = {i: equation.inputs[i] for i in numbers}
             at: dict[RemovedEntry, float | None] = {}
-            for axis, variable in self._places(output):
+            for axis, variable in self._list_free_entries(output):
                 axes = sources.get(Place(number, axis), [])
                 at[axis, variable] = self._meet_inputs(inputs, axes, variable)
-            everywhere = _common([self.fact(value).everywhere for value in inputs.values()])
+            everywhere = _find_common([self.fact(value).everywhere for value in inputs.values()])
             constants = Constants(at, everywhere)
             if reduction is not None:
-                constants = _reduce(reduction, constants)
+                constants = _reduce_constants(reduction, constants)
             self.facts[output] = _join_fill(constants, rule.fill(equation))
 
     def _meet_inputs(
@@ -259,45 +263,49 @@ class Proof(Flow[Constants]):
         constants = [
             self.fact(inputs[number])[axis, variable]
             for number, axis in axes
-            if number in inputs and variable in self._variables(inputs[number])[axis]
+            if number in inputs and variable in self._list_free_variables(inputs[number])[axis]
         ]
         # A scalar, such as a padding value, lies at the places of all variables, too.
         constants += [self.fact(value).everywhere for value in inputs.values() if not value.shape]
         if any(x is not None and x != x for x in constants):
             return math.nan
-        return _common(constants)
+        return _find_common(constants)
 
-    def _product(self, equation: Equation) -> None:
+    def _visit_product(self, equation: Equation) -> None:
         product, values = read_product(equation), equation.inputs
 
-        def factors(operand: int, axis: int, variable: Axis) -> tuple[float | None, float | None]:
+        def find_factors(
+            operand: int, axis: int, variable: Axis
+        ) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
             constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
-            partner = product.partners(operand).get(axis)
+            partner = product.map_paired_axes(operand).get(axis)
             other = None if partner is None else constants[1][partner, variable]
             return constants[0][axis, variable], other
 
         for axis in product.rhs.inputs:
-            for variable in self._variables(values[1])[axis]:
-                one, other = factors(1, axis, variable)
+            for variable in self._list_free_variables(values[1])[axis]:
+                one, other = find_factors(1, axis, variable)
                 if entrywise.multiply_constants(one, other) != 0:
-                    self.refused.setdefault(variable, _not_zero(equation, (other, one)))
+                    self.refused.setdefault(variable, _explain_not_zero(equation, (other, one)))
         (result,) = equation.outputs
         at = {
-            (place, variable): entrywise.sum_constant_products(*factors(operand, axis, variable))
+            (place, variable): entrywise.sum_constant_products(
+                *find_factors(operand, axis, variable)
+            )
             for operand in range(2)
-            for place, axis in product.places(operand).items()
-            for variable in self._variables(result)[place]
+            for place, axis in product.map_result_axes(operand).items()
+            for variable in self._list_free_variables(result)[place]
         }
         self.facts[result] = Constants(at)
 
 
-def _common(constants: Sequence[float | None]) -> float | None:
+def _find_common(constants: Sequence[float | None]) -> float | None:
     """Returns the constant that all are, `None` if they differ or one is NaN."""
     return constants[0] if constants and all(x == constants[0] for x in constants) else None
 
 
-def _reduce(name: str, constants: Constants) -> Constants:
+def _reduce_constants(name: str, constants: Constants) -> Constants:
     """Returns the constants of a reduction along entries that are equal."""
     return Constants(
         {place: entrywise.repeat_constant(name, x) for place, x in constants.at.items()}
@@ -313,17 +321,19 @@ def _join_fill(constants: Constants, fill: float | None) -> Constants:
     return constants.meet(Constants(everywhere=fill))
 
 
-def _not_neutral(
-    equation: Equation, what: str, constant: float | None, neutral: float | None
+def _explain_not_neutral(
+    equation: Equation, text: str, constant: float | None, neutral: float | None
 ) -> Reason:
     if neutral is None:
-        return Reason(equation, f"{what} (its result depends on where in the axis an entry lies)")
+        return Reason(equation, f"{text} (its result depends on where in the axis an entry lies)")
     shown = "not known" if constant is None else f"{constant:g}"
-    text = f"{what} (it joins entries that are {shown} where channels are masked, not {neutral:g})"
-    return Reason(equation, text)
+    reason = (
+        f"{text} (it joins entries that are {shown} where channels are masked, not {neutral:g})"
+    )
+    return Reason(equation, reason)
 
 
-def _not_zero(equation: Equation, factors: tuple[float | None, float | None]) -> Reason:
+def _explain_not_zero(equation: Equation, factors: tuple[float | None, float | None]) -> Reason:
     shown = ["not known" if x is None else f"{x:g}" for x in factors]
     text = (
         "a product along the channels (it sums products whose factors are "

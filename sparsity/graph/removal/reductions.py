@@ -15,19 +15,19 @@ def describe_reduction(reduction: Equation, program: Program) -> str:
       program: the program, or the body, that holds the reduction.
     """
     name = reduction.name.removeprefix("reduce_")
-    before = _find_maker(reduction.inputs[0], program)
-    after = _list_readers(reduction.outputs[0], program)
+    maker = _find_maker(reduction.inputs[0], program)
+    readers = _list_readers(reduction.outputs[0], program)
     text, layer = REDUCTIONS[reduction.name].text or name, ""
-    if name == "sum" and any(_has_constant(equation, "div", "mul") for equation in after):
+    if name == "sum" and any(_has_constant(equation, "div", "mul") for equation in readers):
         text, layer = "a mean", ": LayerNorm"
-    if before is not None and _is_square(before):
-        centred = _find_maker(before.inputs[0], program)
+    if maker is not None and _is_square(maker):
+        centred = _find_maker(maker.inputs[0], program)
         if layer and centred is not None and centred.name == "sub":
             text = "a variance"
         else:
             text, layer = f"{text} of squares", ": RMSNorm" if layer else ""
-    is_exp = text == "a sum" and before is not None and before.name == "exp"
-    if is_exp or (name == "max" and any(equation.name == "sub" for equation in after)):
+    is_exp = text == "a sum" and maker is not None and maker.name == "exp"
+    if is_exp or (name == "max" and any(equation.name == "sub" for equation in readers)):
         layer = ": softmax"
     return f"{text} over the channels{layer}"
 

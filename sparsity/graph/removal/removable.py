@@ -19,7 +19,7 @@ from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 
-_Proven: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, SharedEntry]]
+_ProofResult: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, SharedEntry]]
 
 
 class Removal:
@@ -33,13 +33,13 @@ class Removal:
     def __init__(self, model: Model, uses: Sequence[Use]) -> None:
         self._model, self._uses = model, uses
         # Results of proofs, without the facts from which they follow.
-        self._proofs: dict[frozenset[tuple[object, ...]], _Proven] = {}
+        self._proofs: dict[frozenset[tuple[object, ...]], _ProofResult] = {}
 
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
         return {member for group in self.channels.groups for member in group.members}
 
-    def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
+    def list_parameter_axes(self) -> list[tuple[Parameter, list[Axis]]]:
         """Returns the parameters with their axes."""
         return [(x, self.coupling.axes(value)) for value, x in self._model.parameter_inputs.items()]
 
@@ -63,9 +63,9 @@ class Removal:
     @property
     def shared_entries(self) -> dict[Equation, SharedEntry]:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
-        return self._prove(self._maskable)[1]
+        return self._prove(self._maskable_entries)[1]
 
-    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> _Proven:
+    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> _ProofResult:
         """Returns `refused` and `shared_entries` of a proof; removed entries are 0."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
@@ -80,14 +80,18 @@ class Removal:
         """Paths of the parameters that a call replaces, so that masks do not keep zeros there."""
         inputs, outputs = self._model.program.inputs, self._model.program.outputs
         pairs = self._model.carried.items()
-        return {self._model.parameters[i].path for out, i in pairs if outputs[out] is not inputs[i]}
+        return {
+            self._model.parameters[i].path
+            for output_number, i in pairs
+            if outputs[output_number] is not inputs[i]
+        }
 
     @functools.cached_property
-    def _maskable(self) -> dict[Path, set[tuple[int, Axis]]]:
+    def _maskable_entries(self) -> dict[Path, set[tuple[int, Axis]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {
             parameter.path: {(i, v) for i, axis in enumerate(axes) for v in list_variables(axis)}
-            for parameter, axes in self.list_axes()
+            for parameter, axes in self.list_parameter_axes()
             if parameter.path not in self.updated_state
             and jnp.issubdtype(parameter.dtype, jnp.inexact)
         }
@@ -102,22 +106,24 @@ class Removal:
                 output_axes.setdefault(use.path, set()).update(use.output)
                 window = {*use.contracting} - {*use.channels}
                 window_axes.setdefault(use.path, set()).update(window)
-        unproven = self.find_unproven(self._maskable)
-        num_layers = _find_layered(self._model.program, self.coupling)
-        return find_channels(self.list_axes(), unproven, output_axes, window_axes, num_layers)
+        unproven = self.find_unproven(self._maskable_entries)
+        num_layers = _find_layered_variables(self._model.program, self.coupling)
+        return find_channels(
+            self.list_parameter_axes(), unproven, output_axes, window_axes, num_layers
+        )
 
 
-def _find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
+def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Axis, int]:
     """Returns {variable: number of layers} where layers of a scan may keep different entries.
 
     A scan runs one program on layer after layer of stacked arrays. Channels that live within a
     layer, as hidden units do, may differ between layers; channels of the carry may not.
     """
     layers: dict[Axis, int] = {}
-    for scan in program.flat():
+    for scan in program.flat_equations():
         if scan.name != "scan":
             continue
-        (body,) = scan.within()
+        (body,) = scan.list_bodies()
         for value in (scan.inputs[number] for number in body.layers):
             steps, *axes = coupling.axes(value)
             for variable in (v for axis in axes for v in list_variables(axis)):
@@ -144,20 +150,22 @@ def _is_within_layers(program: Program, coupling: Coupling, variable: Axis, step
         return any(variable in list_variables(axis) for axis in coupling.axes(value))
 
     def is_stack(value: Value) -> bool:
-        first, *_ = coupling.axes(value)
-        return first.root is steps and variable not in list_variables(first)
+        first_axis, *_ = coupling.axes(value)
+        return first_axis.root is steps and variable not in list_variables(first_axis)
 
     values = {*program.inputs, *program.outputs}
-    for equation in program.flat():
+    for equation in program.flat_equations():
         values.update(equation.inputs, equation.outputs)
-    calls = (value for equation, _ in program.rules() for value in equation.inputs)
+    calls = (value for equation, _ in program.calls_with_rules() for value in equation.inputs)
     if not all(map(is_stack, filter(has_variable, values))) or any(map(has_variable, calls)):
         return False
-    for equation in program.flat():
+    for equation in program.flat_equations():
         if equation.name == "scan":
-            (body,) = equation.within()
+            (body,) = equation.list_bodies()
             if not any(map(has_variable, body.program.inputs[: body.layers.start])):
                 continue  # each step reads a layer of the stacks
-        if not all(_is_within_layers(body, coupling, variable, steps) for body in equation.bodies):
+        if not all(
+            _is_within_layers(body, coupling, variable, steps) for body in equation.inner_programs
+        ):
             return False
     return True

@@ -15,9 +15,9 @@ from sparsity.programs import entrywise
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
-# {value that is at hand where an equation runs: the equation that makes the value, if one does}
-AtHand = Mapping[Value, Equation | None]
-_MOST = 64  # equations that a smaller program evaluates for one sum
+# {value that is available where an equation runs: the equation that makes the value, if one does}
+AvailableValues = Mapping[Value, Equation | None]
+_MAX_EQUATIONS = 64  # equations that a smaller program evaluates for one sum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class SharedEntry:
 def find_shared_entry(
     value: Value,
     axis: int,
-    at_hand: AtHand,
+    available: AvailableValues,
     find_constant: Callable[[Value, int], float | None],
     may_be_nan: Callable[[Value], bool],
 ) -> SharedEntry | None:
@@ -60,7 +60,7 @@ def find_shared_entry(
     Args:
       value: the value.
       axis: the axis.
-      at_hand: the values from which an entry may be computed.
+      available: the values from which an entry may be computed.
       find_constant: returns the constant of a value at removed entries along an axis, or everywhere
         for the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
@@ -70,7 +70,7 @@ def find_shared_entry(
     def find(value: Value, axis: int) -> SharedEntry | None:
         key = value, axis
         if key not in results:
-            results[key] = compute(value, axis) if len(results) < _MOST else None
+            results[key] = compute(value, axis) if len(results) < _MAX_EQUATIONS else None
         return results[key]
 
     def compute(value: Value, axis: int) -> SharedEntry | None:
@@ -78,46 +78,46 @@ def find_shared_entry(
         if constant is not None:
             return None if math.isnan(constant) else SharedEntry(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
-            is_at_hand = value in at_hand or value.constant is not None
-            return SharedEntry(value, axis) if is_at_hand else None
-        maker = at_hand.get(value)
+            is_available = value in available or value.constant is not None
+            return SharedEntry(value, axis) if is_available else None
+        maker = available.get(value)
         if maker is None:
             return None
         if maker.name == "broadcast_in_dim":
             (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
             places = [(source, axes.index(axis) if axis in axes else -1)]
         elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
-            if any(map(may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
+            if any(map(may_be_nan, maker.inputs)) and entrywise.may_remove_nan(maker):
                 return None
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:
             return None
         inputs = [entry for place in places if (entry := find(*place)) is not None]
         # The sign of a 0 is not followed.
-        by_zero = entrywise.tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
-        is_complete = len(inputs) == len(places) and not by_zero
+        reads_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
+        is_complete = len(inputs) == len(places) and not reads_zero
         return SharedEntry(value, axis, maker=maker, inputs=inputs) if is_complete else None
 
     return find(value, axis)
 
 
-def find_values_at_hand(program: Program) -> dict[Equation, AtHand]:
-    """Returns the values that are at hand for each equation of a program, and of its calls.
+def find_available_values(program: Program) -> dict[Equation, AvailableValues]:
+    """Returns the values that are available to each equation of a program, and of its calls.
 
     Only inputs and outputs enter and leave a call that is not inline: jax traces it by itself.
     """
-    by_equation: dict[Equation, AtHand] = {}
+    by_equation: dict[Equation, AvailableValues] = {}
 
-    def enter(program: Program, at_hand: dict[Value, Equation | None]) -> None:
+    def enter(program: Program, available: dict[Value, Equation | None]) -> None:
         for equation in program.equations:
-            by_equation[equation] = at_hand
+            by_equation[equation] = available
             if equation.is_inline:
-                enter(equation.bodies[0], at_hand)
+                enter(equation.inner_programs[0], available)
             elif equation.name in CALLS:
-                enter(equation.bodies[0], dict.fromkeys(equation.bodies[0].inputs))
-                at_hand.update(dict.fromkeys(equation.outputs))
+                enter(equation.inner_programs[0], dict.fromkeys(equation.inner_programs[0].inputs))
+                available.update(dict.fromkeys(equation.outputs))
             else:
-                at_hand.update(dict.fromkeys(equation.outputs, equation))
+                available.update(dict.fromkeys(equation.outputs, equation))
 
     enter(program, dict.fromkeys(program.inputs))
     return by_equation

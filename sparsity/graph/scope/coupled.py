@@ -25,7 +25,7 @@ from sparsity.graph.scope.placed import (
     Leaves,
     PlacedGroup,
     find_active,
-    keep_best,
+    mask_best,
     rank_channels,
     spread_masks,
     sum_importance,
@@ -37,7 +37,7 @@ from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
 from sparsity.selection import compute_array, num_kept
 
-Numbers: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
+ChannelCounts: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Coupled(DataclassBase):
 
     def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the parameters that get masks: all members of groups with a sparsity."""
-        groups = self._groups(params, sparsities)
+        groups = self._place_groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
     def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
@@ -135,23 +135,23 @@ class Coupled(DataclassBase):
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
         """
-        groups = self._groups(params, sparsities)
-        numbers = zip(groups, self._count(groups), strict=True)
+        groups = self._place_groups(params, sparsities)
+        numbers = zip(groups, self._count_kept(groups), strict=True)
         return {group.full.variable: Fraction(float(n)) for group, n in numbers}
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
-        groups = self._groups(scores, sparsities)
+        groups = self._place_groups(scores, sparsities)
         cost = self._count_cost(groups, scores) if self.across else None
 
-        def select(leaves: Leaves, limits: tuple[Numbers, Numbers]) -> list[jax.Array]:
-            importance, (numbers, least) = self._importance(groups, leaves), limits
+        def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
+            importance, (numbers, least) = self._sum_importance(groups, leaves), limits
             if cost is not None:
-                numbers = self._compete(groups, importance, cost, numbers, least)
-            return keep_best(groups, importance, numbers)
+                numbers = self._count_across(groups, importance, cost, numbers, least)
+            return mask_best(groups, importance, numbers)
 
-        limits = self._count(groups), [*map(self._count_least, groups)]
-        return self._masks(groups, select, [scores], limits, is_on_host=self.order == 1)
+        limits = self._count_kept(groups), [*map(self._count_least, groups)]
+        return self._make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -161,7 +161,7 @@ class Coupled(DataclassBase):
         sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
         groups = [
             group
-            for group in self._groups(drop, sparsities)
+            for group in self._place_groups(drop, sparsities)
             if all(path in present for path, _, _ in group.members)
         ]
 
@@ -169,12 +169,12 @@ class Coupled(DataclassBase):
             masks: Leaves, drop: Leaves, grow: Leaves, fraction: chex.Numeric
         ) -> list[jax.Array]:
             active = [find_active(group, masks) for group in groups]
-            drops = zip(self._importance(groups, drop), active, strict=True)
-            ranked = [rank_channels(importance, on) for importance, on in drops]
-            growing = [rank_channels(x) for x in self._importance(groups, grow)]
+            drops = zip(self._sum_importance(groups, drop), active, strict=True)
+            ranked = [rank_channels(importance, mask) for importance, mask in drops]
+            growing = [rank_channels(x) for x in self._sum_importance(groups, grow)]
             return move_units(ranked, growing, fraction)
 
-        return self._masks(groups, move, [masks, drop, grow], drop_fraction)
+        return self._make_masks(groups, move, [masks, drop, grow], drop_fraction)
 
     # Hooks of subclasses.
 
@@ -200,14 +200,14 @@ class Coupled(DataclassBase):
 
     # Groups as they lie in a tree.
 
-    def _groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
+    def _place_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.parameters.match(tree)
         shapes = {parameter.path: arrays[path].shape for path, parameter in leaves.items()}
-        axes = graph.removal.list_axes()
+        axes = graph.removal.list_parameter_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
-        places = {
+        paths_in_tree = {
             parameter.path: path
             for path, parameter in leaves.items()
             if jnp.issubdtype(parameter.dtype, jnp.inexact)  # others can have no mask
@@ -217,24 +217,24 @@ class Coupled(DataclassBase):
         for full, group in zip(graph.groups, resize_groups(graph.groups, axes, sizes), strict=True):
             members, scored, entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
-                if path in places:
-                    members.append((places[path], axis, group.positions[i]))
+                if path in paths_in_tree:
+                    members.append((paths_in_tree[path], axis, group.positions[i]))
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
-                        entries.append(self._entries(full, i))
+                        entries.append(self._count_member_entries(full, i))
             rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
             if rates:
-                largest = rates[0] if len(rates) == 1 else _find_largest(rates)
+                largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
                 groups.append(PlacedGroup(group, full, members, scored, entries, largest))
         return groups
 
-    def _entries(self, group: ChannelGroup, member: int) -> int:
+    def _count_member_entries(self, group: ChannelGroup, member: int) -> int:
         """Counts the entries of a member that belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
         shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
-    def _masks(
+    def _make_masks(
         self,
         groups: Sequence[PlacedGroup],
         choose: Callable[..., list[jax.Array]],
@@ -263,7 +263,7 @@ class Coupled(DataclassBase):
         leaves = [[compute_array(table[path]) for path in paths] for table in tables]
 
         def make_masks(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
-            by_path = [dict(zip(paths, each, strict=True)) for each in leaves]
+            by_path = [dict(zip(paths, arrays, strict=True)) for arrays in leaves]
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
         place = host.find_place(leaves, extra) if is_on_host else None
@@ -277,7 +277,7 @@ class Coupled(DataclassBase):
         masks_by_path = dict(zip(paths, masks, strict=True))
         return trees.map_matched(lambda path, _: masks_by_path.get(path), member_trees[0])
 
-    def _importance(self, groups: Sequence[PlacedGroup], leaves: Leaves) -> list[jax.Array]:
+    def _sum_importance(self, groups: Sequence[PlacedGroup], leaves: Leaves) -> list[jax.Array]:
         return sum_importance(groups, leaves, self.order, self.normalize)
 
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
@@ -293,15 +293,17 @@ class Coupled(DataclassBase):
 
     # Numbers of channels.
 
-    def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
+    def _count_kept(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
         """Counts the channels that stay of each group, or may stay under `across`."""
         count = self._count_allowed if self.across else self._count_by_sparsity
         return [count(group) for group in groups]
 
     def _count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels of a group that stay by its sparsity."""
-        kept = num_kept(group.full.size, group.sparsity)
-        count: chex.Numeric = self._limit(group, kept, self._count_least(group))
+        count_before_limits = num_kept(group.full.size, group.sparsity)
+        count: chex.Numeric = self._limit_count(
+            group, count_before_limits, self._count_least(group)
+        )
         return count
 
     def _count_allowed(self, group: PlacedGroup) -> chex.Numeric:
@@ -309,7 +311,7 @@ class Coupled(DataclassBase):
         sparsity, n = group.sparsity, np.float32(group.full.size)
         if not is_traced(sparsity):
             num_kept(group.full.size, sparsity)  # which checks it
-        least = self._limit(group, 0, self._count_least(group))
+        least = self._limit_count(group, 0, self._count_least(group))
         if not is_traced(sparsity):
             return max(n * (1 - np.float32(sparsity)), np.float32(least))
         return jnp.maximum(n * (1 - _clip(sparsity)), jnp.float32(least))
@@ -325,25 +327,25 @@ class Coupled(DataclassBase):
             return jnp.clip(fewer, 1, tenth)
         return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
 
-    def _limit(self, group: PlacedGroup, kept: PyTree, least: PyTree) -> PyTree:
+    def _limit_count(self, group: PlacedGroup, count: PyTree, least: PyTree) -> PyTree:
         """Applies `round_to` and the smallest number that may stay to a number of channels."""
         n = group.full.size
-        if is_traced(kept) or is_traced(least):
-            return jnp.clip(self._round(group, jnp.maximum(kept, least)), least, n)
+        if is_traced(count) or is_traced(least):
+            return jnp.clip(self._round_count(group, jnp.maximum(count, least)), least, n)
         with sharding.evaluate_now():
-            rounded = int(self._round(group, max(int(kept), least)))
+            rounded = int(self._round_count(group, max(int(count), least)))
             return min(max(rounded, least), n)
 
-    def _round(self, group: PlacedGroup, kept: PyTree) -> PyTree:
+    def _round_count(self, group: PlacedGroup, count: PyTree) -> PyTree:
         """Applies `round_to` to a number of channels.
 
         Raises:
           ValueError: the group has fewer channels than `round_to`, or a function returns no number.
         """
         if callable(self.round_to):
-            rounded = self.round_to(kept)
+            rounded = self.round_to(count)
             if not is_traced(rounded):
-                check_number(f"round_to({kept})", np.asarray(rounded)[()])
+                check_number(f"round_to({count})", np.asarray(rounded)[()])
             return rounded
         if self.round_to > group.full.size:
             raise ValueError(
@@ -351,31 +353,35 @@ class Coupled(DataclassBase):
                 f"{group.full.size} channels. Give a smaller number, a function of the number that "
                 "would stay, or leave its parameters out with filter_fn."
             )
-        return -(-kept // self.round_to) * self.round_to
+        return -(-count // self.round_to) * self.round_to
 
-    def _compete(
+    def _count_across(
         self,
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         cost: Cost,
-        allowed: Numbers,
-        least: Numbers,
+        allowed: ChannelCounts,
+        least: ChannelCounts,
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
-        ranks = self.rank_across(importance, cost.each)
+        ranks = self.rank_across(importance, cost.savings)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
-        def kept(numbers: Sequence[jax.Array]) -> jax.Array:
-            limited = map(self._limit, groups, numbers, least)
+        def limit_counts(numbers: Sequence[jax.Array]) -> jax.Array:
+            limited = map(self._limit_count, groups, numbers, least)
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in limited])
 
-        return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
+        return list(
+            limit_counts(
+                best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(limit_counts(n))))
+            )
+        )
 
 
 _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
 
 
-def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
+def _find_largest_sparsity(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     if any(map(is_traced, sparsities)):
         return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
     return max(float(x) for x in jax.device_get(list(sparsities)))

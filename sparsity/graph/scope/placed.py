@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import ordered_sum, scaled
+from sparsity.core.exact_sums import ordered_sum, scale_together
 from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, topk_masks
@@ -57,19 +57,19 @@ def sum_importance(
     scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
     powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
-        powers = [jnp.square(x) for x in scaled(powers)]
+        powers = [jnp.square(x) for x in scale_together(powers)]
     by_path = dict(zip(scores, powers, strict=True))
     return [_sum_members(group, by_path, order, normalize) for group in groups]
 
 
-def keep_best(
-    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[chex.Numeric]
+def mask_best(
+    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], num_kept: Sequence[chex.Numeric]
 ) -> list[jax.Array]:
     """Returns masks of the most important channels of each group, and of each layer."""
-    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *kept])
-    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(kept, sizes, strict=True)]
-    times = [group.channels.layers or 1 for group in groups]
-    low = xp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
+    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *num_kept])
+    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(num_kept, sizes, strict=True)]
+    repeats = [group.channels.layers or 1 for group in groups]
+    low = xp.stack([k for k, n in zip(counts, repeats, strict=True) for _ in range(n)])
     importance = jax.device_put(list(importance)) if xp is np else importance
     return topk_masks([rank_channels(x) for x in importance], (low & 0, low))
 
@@ -79,19 +79,21 @@ def spread_masks(
 ) -> list[jax.Array]:
     """Returns the masks of parameters from masks of channels."""
     xp = host.namespace(leaves.values())
-    spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    by_path = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
         for path, axis, positions in group.members:
             shape = leaves[path].shape
-            label = np.full(shape[axis], -1)
-            label[positions] = np.arange(size)[:, None]
+            channel_numbers = np.full(shape[axis], -1)
+            channel_numbers[positions] = np.arange(size)[:, None]
             # Reads by index: XLA would otherwise shard one mask like another.
-            chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
-            along = xp.where(label < 0, np.uint8(1), chosen)
-            wide = [n if i == axis else 1 for i, n in enumerate(shape)]
-            spread[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
-    return list(spread.values())
+            chosen = xp.asarray(mask)[..., np.maximum(channel_numbers, 0)]
+            axis_mask = xp.where(channel_numbers < 0, np.uint8(1), chosen)
+            shape_along_axis = [n if i == axis else 1 for i, n in enumerate(shape)]
+            by_path[path] *= axis_mask.reshape(
+                [layers, *shape_along_axis[1:]] if layers else shape_along_axis
+            )
+    return list(by_path.values())
 
 
 def find_active(group: PlacedGroup, masks: Leaves) -> jax.Array:
