@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,51 +15,23 @@ from sparsity.core.trees import PyTree
 
 def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
     """Does what `ordered_sum` does: the same integers are summed."""
-    axes = {i % x.ndim for i in axis}
-    kept_axes = [i for i in range(x.ndim) if i not in axes]
-    size = math.prod(x.shape[i] for i in axes)
+    size = math.prod(x.shape[i] for i in axis)
     if size > 2**29 or not x.size or not x.ndim or x.dtype not in (np.float32, np.float64):
         return NotImplemented
-    rows, summed = _join_axes(x, axes)
-    step = max(1, 2 * host.CHUNK * len(rows) // rows.size)
-    parts = [slice(i, i + step) for i in range(0, len(rows), step)]
-    largest = np.maximum(rows.max(summed, keepdims=True), -rows.min(summed, keepdims=True))
+    largest = np.maximum(x.max(axis, keepdims=True), -x.min(axis, keepdims=True))
     # XLA may take numbers for 0 that numpy does not; a NaN is the largest number.
     if not np.all((largest == 0) | ((largest > 2.0**-60) & (largest < np.inf))):
         return NotImplemented
     exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
-    scales, base = np.ldexp(x.dtype.type(1), bits - exponents), x.dtype.type(2.0**bits)
-    num_digits = -(-(60 if x.dtype == np.float64 else 32) // bits)
-    counts: list[list[np.ndarray]] = []
-    for part in parts:
-        remainder, digits = rows[part] * (scales if 0 in summed else scales[part]), []
-        for i in range(num_digits):
-            digit = remainder.astype(np.int32)  # towards 0
-            digits.append(digit.sum(summed, dtype=np.int32, keepdims=True))
-            if i + 1 < num_digits:
-                remainder -= np.trunc(remainder)
-                remainder *= base
-        counts.append(digits)
-    total = np.zeros(largest.shape, x.dtype)
-    for i, parts_of_digit in enumerate(zip(*counts, strict=True), 1):
-        count = sum(parts_of_digit) if 0 in summed else np.concatenate(parts_of_digit)
-        total += count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
-    for exponent in (exponents >> 1, exponents - (exponents >> 1)):
-        total *= np.ldexp(x.dtype.type(1), exponent)
-    return total.reshape([x.shape[i] for i in kept_axes])
-
-
-def _join_axes(x: np.ndarray, summed: Collection[int]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Joins adjacent axes that are summed alike; returns the array, and its axes to sum."""
-    shape: list[int] = []
-    are_summed: list[bool] = []
-    for i, size in enumerate(x.shape):
-        if are_summed and are_summed[-1] == (i in summed):
-            shape[-1] *= size
-        elif size > 1 or i == x.ndim - 1:
-            shape.append(size)
-            are_summed.append(i in summed)
-    return x.reshape(shape), tuple(i for i, is_summed in enumerate(are_summed) if is_summed)
+    one, num_digits = x.dtype.type(2.0**bits), -(-(60 if x.dtype == np.float64 else 32) // bits)
+    total, remainder = x.dtype.type(0), x * np.ldexp(x.dtype.type(1), bits - exponents)
+    for i in range(1, num_digits + 1):
+        count = remainder.astype(np.int32).sum(axis, dtype=np.int32, keepdims=True)
+        total = total + count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
+        if i < num_digits:
+            remainder -= np.trunc(remainder)
+            remainder *= one
+    return np.ldexp(total, exponents).squeeze(axis)
 
 
 @host.instead(_ordered_sum_on_host)
@@ -119,6 +91,15 @@ def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
         lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         tuple(axes),
     )
+    return counts
+
+
+def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Counts the entries of a bool mask that are True along axes, int32.
+
+    The barrier keeps a second operand that nobody reads, and with it the fused loop of `sums`.
+    """
+    counts: jax.Array = lax.optimization_barrier(sums([mask, ~mask], axes))[0]
     return counts
 
 

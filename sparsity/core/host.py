@@ -159,13 +159,6 @@ def empty(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
     return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def ones(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
-    """Returns ones at an address from which jax takes an array without a copy."""
-    array = empty(shape, dtype)
-    array.fill(1)
-    return array
-
-
 def chunks(size: int) -> Iterator[slice]:
     """Yields slices that cover an array of one axis."""
     return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))

@@ -4,8 +4,6 @@ The page of the design lists these functions and the barriers elsewhere: the pla
 the test that fails without each (section "Workarounds for XLA").
 """
 
-from collections.abc import Sequence
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -28,16 +26,6 @@ def at_runtime(number: int) -> jax.Array:
     """
     value: jax.Array = lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
     return value
-
-
-def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
-    """Computes arrays once, as results of a branch that is always taken.
-
-    XLA:CPU fuses a cheap operation into each kernel that reads its result: norms that 100 kernels
-    read would be computed 100 times.
-    """
-    stored: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, _clear, x)
-    return stored
 
 
 def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
@@ -68,10 +56,4 @@ def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
 
 def unstack(x: jax.Array) -> list[jax.Array]:
     """Returns the entries of x[count], each read by the same kernel."""
-    stored = lax.optimization_barrier(x)
-    return [read_part(stored, i, 1)[0] for i in range(len(x))]
-
-
-def _clear(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns zeros; a named function, for which jax compiles a condition once."""
-    return [0 * array for array in arrays]
+    return [read_part(x, i, 1)[0] for i in range(len(x))]

@@ -195,9 +195,8 @@ def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
         divides = rows.shape[-1] == 8 * count and count % jax.device_count() == 0
         first_entries = rows.reshape(*array.shape, 8)[..., 0] if divides else rows[..., :1]
         like = jnp.broadcast_to(first_entries, array.shape)
-    # XLA shards both operands of a selection alike; behind the barrier it cannot drop one.
-    always_false = jax.lax.optimization_barrier(jnp.zeros((), bool))
-    return jnp.where(always_false, (like != 0).astype(array.dtype), array)
+    # XLA shards both operands of a selection alike, and drops the one that is never selected.
+    return jnp.where(jnp.zeros((), bool), (like != 0).astype(array.dtype), array)
 
 
 @contextlib.contextmanager

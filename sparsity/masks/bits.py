@@ -188,11 +188,7 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
     return trees.map_matched(read, masks)
 
 
-def _are_kept_on_host(mask: np.ndarray) -> PyTree:
-    return np.not_equal(mask, 0, out=host.empty(mask.shape, bool)).view(np.uint8)
-
-
-@host.instead(_are_kept_on_host)
+@host.instead(lambda mask: np.not_equal(mask, 0).view(np.uint8))
 @jax.jit
 def are_kept(mask: chex.Array) -> jax.Array:
     """Returns uint8 ones where a mask of any real dtype is not zero."""

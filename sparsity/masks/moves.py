@@ -50,7 +50,7 @@ def _move_units(
     drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, across_leaves: bool
 ) -> list[jax.Array]:
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
-    is_moving = lax.optimization_barrier(jnp.asarray(fraction) > 0)
+    is_moving = jnp.asarray(fraction) > 0
     # Branches must vary over the same axes of a mesh: those of all the data.
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], is_moving)
 

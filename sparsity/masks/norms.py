@@ -15,7 +15,7 @@ from jax import lax
 from sparsity.core import exact, exact_sums, host
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import sums
-from sparsity.core.kernels import compute_once, unstack, use_flat
+from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import PyTree
 from sparsity.selection import Ranked, Scores
 
@@ -129,7 +129,7 @@ def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
-    scales = compute_once([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
+    scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
     factors = zip(*map(unstack, scales), strict=True)
     shapes = [leaf.shape for leaf in leaves]
     summands = max(

@@ -25,7 +25,7 @@ from sparsity.core.checks import (
     check_int,
     check_real_array,
 )
-from sparsity.core.exact_sums import sums
+from sparsity.core.exact_sums import count
 from sparsity.selection.kept_counts import num_kept_int
 
 REMEDY = (
@@ -276,9 +276,7 @@ def keep_active(
     active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the units that stay active, and the number dropped in each slice."""
-    axes, is_active = range(batch_axes, active.ndim), active.astype(bool)
-    # The barrier keeps the second operand, so that XLA fuses the loop.
-    num_active: jax.Array = jax.lax.optimization_barrier(sums([is_active, ~is_active], axes))[0]
+    num_active = count(active.astype(bool), range(batch_axes, active.ndim))
     num_kept = jnp.asarray(selection.num_kept(num_active, drop_fraction))
     return selection.topk_mask(
         scores, num_kept, where=active, batch_axes=batch_axes

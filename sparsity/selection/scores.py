@@ -191,13 +191,8 @@ class Recipe(NamedTuple):
 
 
 def _compute_on_host(ranked: Ranked) -> PyTree:
-    if not ranked.is_on_host:
-        return NotImplemented
-    result = host.empty(ranked.shape, ranked.dtype)
-    flat, arrays = result.reshape(-1), [x.reshape(-1) for x in ranked.arrays]
-    for at in host.chunks(len(flat)):
-        flat[at] = ranked.compute_on_host([x[at] for x in arrays])
-    return result
+    arrays = ranked.arrays
+    return host.copy(ranked.compute_on_host(arrays)) if ranked.is_on_host else NotImplemented
 
 
 @functools.partial(

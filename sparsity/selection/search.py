@@ -31,7 +31,7 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
-from sparsity.core.exact_sums import sums
+from sparsity.core.exact_sums import count, sums
 from sparsity.core.hashing import flat_index
 from sparsity.selection.kept_counts import Removed, limit_kept
 from sparsity.selection.keys import KeyRange, key_range
@@ -141,9 +141,7 @@ class SliceCounter:
         mask = self._leaf.eligible()
         if mask is None:
             return jnp.full(self._leaf.num_slices, self._leaf.slice_size, jnp.int32)
-        # The barrier keeps the second operand, and with it the fused loop.
-        counts: jax.Array = lax.optimization_barrier(self._sums([mask, ~mask]))
-        return counts[:, 0]
+        return count(mask, self._axes).reshape(-1)
 
     def count_above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
         """Counts the keys above pivots[slices, n], int32[slices, n].

@@ -10,6 +10,8 @@ import pytest
 import sparsity
 from sparsity import selection
 from sparsity.selection import Ranked, Scores
+from sparsity.selection.cpu import visits
+from sparsity.selection.cpu.rows import cut_rows
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +41,18 @@ def test_a_leaf_adds_some_instructions_and_no_search(shape, most, across_leaves)
 def test_large_leaves_are_counted_where_they_are(both_searches):
     program = compiled([(512, 500)] * 8)
     assert program.memory_analysis().temp_size_in_bytes < 0.02 * 8 * 512 * 500
+
+
+def test_rows_of_bfloat16_are_widened_as_they_are_read():
+    def count(x, pivots, ends):
+        leaf = cut_rows([Ranked.wrap(Scores(jnp.abs, (x,)))], *x.shape)
+        return visits._count_above(leaf, pivots, *ends)
+
+    leaf = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    pivots = jax.ShapeDtypeStruct((1, 3), jnp.int16)
+    ends = [jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 2
+    program = jax.jit(count).lower(leaf, pivots, ends).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * leaf.size
 
 
 @pytest.mark.parametrize(

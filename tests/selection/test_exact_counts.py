@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.exact_sums import ordered_sum
+from sparsity.core.exact_sums import count, ordered_sum
 from sparsity.selection.kept_counts import num_kept
 from tests import helpers
 
@@ -24,6 +24,14 @@ def value(pair):
 
 def words(k):
     return tuple(jnp.asarray(word) for word in exact_counts.split(k))
+
+
+def test_counts_of_a_mask_store_no_integer_for_each_entry():
+    mask = jax.ShapeDtypeStruct((64, 512), jnp.bool_)
+    program = jax.jit(lambda x: count(x, (1,))).lower(mask).compile()
+    assert program.memory_analysis().temp_size_in_bytes < mask.size
+    entries = np.arange(64 * 512).reshape(64, 512) % 5 == 0
+    np.testing.assert_array_equal(program(entries), entries.sum(axis=1))
 
 
 def test_totals_beyond_32_bits_are_exact():

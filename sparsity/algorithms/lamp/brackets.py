@@ -85,8 +85,7 @@ def _sample_pivots(layers: Sequence[ScaledLayer], k: jax.Array, room: int) -> ja
     samples, counts = [], []
     for layer in layers:
         stride = -(-layer.weights.size // room) | 1  # odd: not in step with rows
-        weights = lax.optimization_barrier(layer.weights[::stride])
-        sample = layer.squares(weights).astype(jnp.float32)
+        sample = layer.squares(layer.weights[::stride]).astype(jnp.float32)
         counts.append(len(sample))
         samples.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
     count = np.array(counts, np.int32)[:, None]
@@ -159,11 +158,10 @@ def _bound_last_score(
 
 def _count_above(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns numbers and sums of squares[rows, width] above pivots[n], int32[n] and float32[n]."""
-    stored, pivots = lax.optimization_barrier((squares, pivots))
-    masks = [stored > pivot for pivot in pivots]
+    masks = [squares > pivot for pivot in pivots]
     n = len(masks)
     rows = lax.reduce(
-        [x.astype(jnp.int32) for x in masks] + [jnp.where(x, stored, 0) for x in masks],
+        [x.astype(jnp.int32) for x in masks] + [jnp.where(x, squares, 0) for x in masks],
         [np.int32(0)] * n + [np.float32(0)] * n,
         lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         (1,),

@@ -10,7 +10,6 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from sparsity.core import exact
 from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.exact_sums import max_abs
-from sparsity.core.kernels import compute_once
 
 _WIDTH = 2**16  # scores that are computed at once, and at most so many 16-bit digits to sum
 
@@ -44,8 +42,7 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     """
     if not weights.size:
         return jnp.zeros(weights.shape, promote(jnp.abs(weights).dtype, jnp.float32))
-    [layer] = ScaledLayer.read([weights])
-    squares = layer.squares()
+    squares = ScaledLayer.read(weights).squares()
     place = lax.iota(jnp.int32, len(squares))
     falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
     width = min(_WIDTH, len(squares))
@@ -72,18 +69,14 @@ class ScaledLayer(NamedTuple):
     scales: tuple[jax.Array, jax.Array]
 
     @classmethod
-    def read(cls, arrays: Sequence[jax.Array]) -> list[ScaledLayer]:
-        """Reads layers from their weights, of any shapes."""
-        scales = []
-        for weights in arrays:
-            magnitudes = _compute_magnitudes(weights)
-            _, exponent = jnp.frexp(max_abs(magnitudes, tuple(range(magnitudes.ndim))))
-            one = jnp.ones((), magnitudes.dtype)
-            # In two steps: a single factor may be out of range.
-            scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]
-        stored = compute_once(scales)
-        pairs = zip(stored[::2], stored[1::2], strict=True)
-        return [cls(x.reshape(-1), pair) for x, pair in zip(arrays, pairs, strict=True)]
+    def read(cls, weights: jax.Array) -> ScaledLayer:
+        """Reads a layer from its weights, of any shape."""
+        magnitudes = _compute_magnitudes(weights)
+        _, exponent = jnp.frexp(max_abs(magnitudes, tuple(range(magnitudes.ndim))))
+        one = jnp.ones((), magnitudes.dtype)
+        # In two steps: a single factor may be out of range.
+        scales = jnp.ldexp(one, -exponent // 2), jnp.ldexp(one, (1 - exponent) // 2)
+        return cls(weights.reshape(-1), scales)
 
     def squares(self, weights: jax.Array | None = None) -> jax.Array:
         """Returns squares in [0, 1] of some weights, of all by default; NaN if not finite."""

@@ -35,7 +35,7 @@ from sparsity.algorithms.lamp.scores import (
 )
 from sparsity.core import exact, exact_sums
 from sparsity.core.exact import Words
-from sparsity.core.kernels import at_runtime, use_flat
+from sparsity.core.kernels import use_flat
 from sparsity.masks.positions import kept_positions
 from sparsity.selection import Ranked, topk_masks
 
@@ -84,7 +84,7 @@ def search_together(arrays: Sequence[jax.Array], k: Words) -> list[jax.Array] | 
 @jax.jit
 def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
-    layers = ScaledLayer.read(arrays)
+    layers = [ScaledLayer.read(x) for x in arrays]
     sizes = count_weights(layers)
     least, most = _ROOM
     room = min(max(int(sizes.max()) // _SHARE, least), most)
@@ -195,8 +195,7 @@ def _score_by_sorting(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             jnp.arange(len(members)),
         )
         for place, i in enumerate(members):
-            row = lax.dynamic_index_in_dim(rows, at_runtime(place), 0, keepdims=False)
-            scores[i] = row.reshape(arrays[i].shape)
+            scores[i] = rows[place].reshape(arrays[i].shape)
     return [scores[i] for i in range(len(arrays))]
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsity.calibration.inverses import invert, pad_with_identity, shift_diagonals
 from sparsity.calibration.refits.base import Select
@@ -126,8 +125,6 @@ def _initialize(
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.parameter(weights, dense.shape)
     products = statistic.parameter(_multiply_padded(weights, gram), dense.shape)
-    if not isinstance(gram, np.ndarray):  # or XLA would hold both matrices
-        products, gram = lax.optimization_barrier((products, gram))
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.run.reached import ReachedWeight
@@ -103,7 +102,7 @@ class Lockstep:
         yield from [stretch] if stretch else []
 
     def _run_stretch(self, frame: Frame, equations: list[Equation]) -> None:
-        """Runs equations in a row as one program, with the bits of one program each."""
+        """Runs equations in a row as one program."""
         made_values = dict.fromkeys(value for equation in equations for value in equation.outputs)
         read_values = dict.fromkeys(value for equation in equations for value in equation.inputs)
         inputs, inside = [value for value in read_values if value not in made_values], {*equations}
@@ -115,8 +114,7 @@ class Lockstep:
             values = dict(zip(inputs, arrays, strict=True))
             for equation in equations:
                 outputs = equation.bind([values[x] for x in equation.inputs])
-                # Fused, a sum of products would be rounded once.
-                values.update(zip(equation.outputs, lax.optimization_barrier(outputs), strict=True))
+                values.update(zip(equation.outputs, outputs, strict=True))
             return [values[x] for x in needed_values]
 
         compiled = compile_at_call(run)

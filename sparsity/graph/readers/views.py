@@ -121,55 +121,61 @@ def follow_layout(
     """
     value, output = equation.inputs[operand], equation.outputs[number]
     by_axis: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
-    share, indexed, layers = Fraction(1), list[int](), list[Factor]()
+    share, indexed, layers = view.share, list[int](), list[Factor]()
     is_changed = False
     for relation in relations:
-        sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
-        targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
-        kind, connects = relation.kind, bool(sources and targets)
-        if kind == "mixed" and (targets or sources):
-            return None
-        if kind == "index" and sources:
-            indexed += [place.axis for place in sources]
-        elif kind == "stack" and targets:
-            share, is_changed = share / output.shape[targets[0].axis], True
-        elif relation.pair and connects:
-            by_axis[targets[0].axis] = view.factors[sources[0].axis]
-        elif kind == "product" and connects:
-            factors = _list_source_factors(view, relation)
-            split_axes = _split_factors(factors, [output.shape[place.axis] for place in targets])
-            if split_axes is None:
+        sources = _list_axes(relation.sources, operand)
+        targets = _list_axes(relation.targets, number)
+        connects = bool(sources and targets)
+        match relation.kind:
+            case "mixed" if sources or targets:
                 return None
-            for place, axis_factors in zip(targets, split_axes, strict=True):
-                by_axis[place.axis] = axis_factors
-        elif kind == "reversed" and connects:
-            source = view.factors[sources[0].axis]
-            by_axis[targets[0].axis] = [factor._replace(step=-factor.step) for factor in source]
-        elif connects:  # a sum, or a cut
-            ((_, axis),), ((_, target_axis),), is_changed = sources, targets, True
-            size, new_size = value.shape[axis], output.shape[target_axis]
-            by_axis[target_axis] = resize_axis(view.factors[axis], size, new_size)
-            if len(relation.sources) > 1:
-                share *= Fraction(size, new_size)
-            elif new_size == 1 < size:
-                layers += view.factors[axis]
+            case "index":
+                indexed += sources
+            case "stack" if targets:
+                share, is_changed = share / output.shape[targets[0]], True
+            case "product" if connects:
+                split = _split_product(view, relation, [output.shape[axis] for axis in targets])
+                if split is None:
+                    return None
+                for axis, factors in zip(targets, split, strict=True):
+                    by_axis[axis] = factors
+            case "reversed" if connects:
+                factors = view.factors[sources[0]]
+                by_axis[targets[0]] = [factor._replace(step=-factor.step) for factor in factors]
+            case "sum" | "cut" if connects:
+                factors, is_changed = view.factors[sources[0]], True
+                size, new_size = value.shape[sources[0]], output.shape[targets[0]]
+                by_axis[targets[0]] = resize_axis(factors, size, new_size)
+                if len(relation.sources) > 1:
+                    share *= Fraction(size, new_size)
+                elif new_size == 1 < size:
+                    layers += factors
     selected = view.select_entry(indexed)
     return dataclasses.replace(
         selected,
         factors=tuple(map(tuple, by_axis)),
-        share=view.share * share,
+        share=share,
         changed_at=(*view.changed_at, output) if is_changed or indexed else view.changed_at,
         layers=(*selected.layers, *layers),
     )
 
 
-def _list_source_factors(view: View, relation: Relation) -> list[Factor]:
-    """Returns the factors of the sources of a product, without factors of one entry."""
+def _list_axes(places: Iterable[Place | int], array: int) -> list[int]:
+    """Returns the axes of an array among the places of a relation."""
+    return [place.axis for place in places if isinstance(place, Place) and place.array == array]
+
+
+def _split_product(
+    view: View, relation: Relation, sizes: Sequence[int]
+) -> Sequence[Sequence[Factor]] | None:
+    """Returns the factors of the targets of a product; `None` where a cut falls within a factor."""
+    if relation.pair:
+        return [view.factors[relation.pair[0].axis]]
     factors: list[Factor] = []
     for place in relation.sources:
-        part = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
-        factors += [factor for factor in part if factor.size != 1]
-    return factors
+        factors += [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+    return _split_factors([factor for factor in factors if factor.size != 1], sizes)
 
 
 def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:

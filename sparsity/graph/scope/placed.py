@@ -15,8 +15,7 @@ import numpy as np
 from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import ordered_sum, scale_together
-from sparsity.core.kernels import compute_once
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, topk_masks
 
@@ -60,8 +59,7 @@ def sum_importance(
     if order == 2:
         powers = [jnp.square(x) for x in scale_together(powers)]
     by_path = dict(zip(scores, powers, strict=True))
-    importance = [_sum_members(group, by_path, order, normalize) for group in groups]
-    return importance if host.namespace(powers) is np else compute_once(importance)
+    return [_sum_members(group, by_path, order, normalize) for group in groups]
 
 
 def mask_best(
@@ -81,8 +79,7 @@ def spread_masks(
 ) -> list[jax.Array]:
     """Returns the masks of parameters from masks of channels."""
     xp = host.namespace(leaves.values())
-    ones: PyTree = host.ones if xp is np else xp.ones
-    by_path = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    by_path = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
         for path, axis, positions in group.members:

@@ -42,13 +42,12 @@ def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
     """Computes the scores of parameters; all of them get masks of entries, or none does."""
     masks = [leaf.eligible() for leaf in leaves]
     is_limited = any(mask is not None for mask in masks)
-    one = lax.optimization_barrier(jnp.uint8(1))  # or XLA would count a mask of ones as it compiles
     stored = list[Ranked]()
     for leaf, mask in zip(leaves, masks, strict=True):
         where = None
         if mask is not None:
             where = mask.astype(jnp.uint8)
         elif is_limited:
-            where = jnp.broadcast_to(one, leaf.shape)
+            where = jnp.ones(leaf.shape, jnp.uint8)
         stored.append(Ranked.wrap(leaf.compute(), where, leaf.batch_axes, leaf.last_axes))
     return stored

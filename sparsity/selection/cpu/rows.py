@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.exact_sums import sums
+from sparsity.core.exact_sums import count, sums
 from sparsity.core.kernels import read_part
 from sparsity.selection.scores import Ranked, Recipe
 
@@ -88,8 +88,7 @@ class Rows:
         allowed = self.recipe.eligible(self.arrays)
         if allowed is None:
             return entries
-        # The barrier keeps the second operand, and with it the fused loop.
-        counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
+        counted = count(allowed, [2])
         if not self.recipe.eligible_is_zero:
             return counted
         return counted - (self.width - entries)  # zeros of the padding
@@ -161,23 +160,17 @@ class Rows:
         flat = [x.reshape(self.num_segments, -1) for x in self.arrays]
         if self.sizes is None:
             stride = self._stride(offset.shape[1])
-            picked = tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
-        else:
-            picked = tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
-        return stored
+            return tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
+        return tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
 
     @functools.partial(jax.jit, static_argnums=1)
     def _read_every(self, stride: int) -> tuple[jax.Array, ...]:
         """Reads the arrays at every stride-th entry of each segment, each [count]."""
         flat = [x.reshape(self.num_segments, -1) for x in self.arrays]
         if self.sizes is None:
-            picked = tuple(x[:, ::stride].reshape(-1) for x in flat)
-        else:
-            segment, offset = _list_places([self], stride)
-            picked = tuple(x[segment, offset] for x in flat)
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
-        return stored
+            return tuple(x[:, ::stride].reshape(-1) for x in flat)
+        segment, offset = _list_places([self], stride)
+        return tuple(x[segment, offset] for x in flat)
 
     def _sample_offsets(self) -> np.ndarray:
         """Returns the places of the sampled entries in their segments, int32[segments, count]."""
@@ -201,10 +194,7 @@ class Rows:
             else jnp.take_along_axis(x, row[:, None, None], 1)[:, 0]
             for x in self.arrays
         ]
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(
-            tuple(pad(x, width) for x in picked)
-        )
-        return stored
+        return tuple(pad(x, width) for x in picked)
 
 
 # ------------------------------------------------------------------ entries of many
@@ -272,9 +262,9 @@ def _join_segments(
     sizes = np.concatenate([leaf.num_entries for leaf in leaves])
     is_unpadded = all(leaf.sizes is None for leaf in leaves)
     is_all = np.array_equal(segment, np.arange(len(sizes)))
-    scalars = map(_store_joined, zip(*[leaf.scalars for leaf in leaves], strict=True))
+    scalars = map(_join, zip(*[leaf.scalars for leaf in leaves], strict=True))
     return Rows(
-        arrays=tuple(map(_store_joined, zip(*arrays, strict=True))),
+        arrays=tuple(map(_join, zip(*arrays, strict=True))),
         scalars=tuple(x if is_all else x[segment] for x in scalars),
         starts=np.concatenate([leaf.starts for leaf in leaves])[segment],
         recipe=leaves[0].recipe,
@@ -282,12 +272,8 @@ def _join_segments(
     )
 
 
-def _store_joined(x: Sequence[jax.Array]) -> jax.Array:
-    """Stores the concatenated arrays: a kernel that read each by itself would be large."""
-    if len(x) == 1:
-        return x[0]
-    stored: jax.Array = lax.optimization_barrier(jnp.concatenate(x))
-    return stored
+def _join(x: Sequence[jax.Array]) -> jax.Array:
+    return x[0] if len(x) == 1 else jnp.concatenate(x)
 
 
 def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:

@@ -159,7 +159,7 @@ class Visits:
             def read(x: jax.Array) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
-            segment = lax.optimization_barrier(jax.tree.map(read, tables))
+            segment = jax.tree.map(read, tables)
             counts: jax.Array = _switch(leaf_numbers[at], branches, segment)[0]
             return counts
 
