@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.kernels import wait_for
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (

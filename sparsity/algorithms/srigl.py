@@ -30,11 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.sparse_trainers import RigL, make_slice_rule
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import count
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.masks.positions import scatter
