@@ -139,8 +139,8 @@ class TopKast(StraightThrough, MagnitudePruning):
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, PyTree]:
             new_state: PyTree
-            steps, new_state = tx.update(updates, state, params, **extra_args)
-            return mask_updates(steps, new_state.algorithm_state), new_state
+            updates, new_state = tx.update(updates, state, params, **extra_args)
+            return mask_updates(updates, new_state.algorithm_state), new_state
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 

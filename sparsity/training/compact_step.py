@@ -111,16 +111,16 @@ class CompactStep(Step):
         self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
         plain, inputs = self.unpack_for_hooks(state, inputs)
-        params, updates = inputs.params, self.modify_gradients(inputs, plain)
+        params, grads = inputs.params, self.modify_gradients(inputs, plain)
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
-        values, updates = gather(params, kept), gather(updates, kept)
+        values, grads = gather(params, kept), gather(grads, kept)
         seen = without_grown(values, change.grown, are_packed=False)
-        steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
-        steps = start_from_zero(steps, values, change.grown, are_packed=False)
+        updates, inner_state = self.run_inner(grads, inner_state, seen, inputs, change)
+        updates = start_from_zero(updates, values, change.grown, are_packed=False)
         count = optax.safe_increment(state.count)
-        steps = scatter_updates(steps, kept, plain.masks, state.count)
-        return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
+        updates = scatter_updates(updates, kept, plain.masks, state.count)
+        return updates, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
     def find_layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter, for new masks.

@@ -115,17 +115,17 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         state: Sequence[jax.Array],
         value: jax.Array,
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        updates: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
+        all_grads: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
         for number, grad in zip(floats, grads, strict=True):
-            updates[number] = grad
+            all_grads[number] = grad
         old = trees.split_arrays(states[0])[1](state)
-        steps, new = inner.update(rebuild(updates), old, rebuild(arrays), value=value)
+        updates, new = inner.update(rebuild(all_grads), old, rebuild(arrays), value=value)
         leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
         same = [leaf for was, leaf in leaves if trees.is_array(was)]
         from_numbers = [
             leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)
         ]
-        return trees.prunable(steps), same, from_numbers
+        return trees.prunable(updates), same, from_numbers
 
     first, state = jax.make_jaxpr(init, return_shape=True)(arrays)
     owned: list[int | None] = []
@@ -184,10 +184,10 @@ class _Comparison:
         while state != before:
             before = state
             outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
-            steps, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
+            updates, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
             pairs = zip(state, after, strict=False)  # other arrays come last
             state = [flow.join_facts(*pair, "update") for pair in pairs]
-        for owner, fact in zip([*trace.floats, *trace.owners], [*steps, *state], strict=True):
+        for owner, fact in zip([*trace.floats, *trace.owners], [*updates, *state], strict=True):
             # A state without the paths of the parameters cannot follow masks that move.
             if fact.owner not in (None, owner) and (owner is not None or self._masks_move):
                 flow.refuse("entries of one parameter train another")

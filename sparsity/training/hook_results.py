@@ -38,7 +38,7 @@ def take_gradients(updater: Updater, modified: PyTree, inputs: StepInputs) -> Py
             "with the gradients that stay as they are."
         )
     return trees.map_matched(
-        lambda _, grad, new: grad if new is None else new, inputs.updates, modified
+        lambda _, grad, new: grad if new is None else new, inputs.all_grads, modified
     )
 
 

@@ -126,7 +126,7 @@ class Step(abc.ABC):
         return self.transform(state, inputs, change)
 
     def read_inputs(
-        self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
+        self, grads: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
     ) -> StepInputs:
         """Returns the checked inputs of a step; raises a ValueError that names an unfit leaf."""
         if params is None:
@@ -137,8 +137,8 @@ class Step(abc.ABC):
         check_sparse_state(state)
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
-        check_gradients(updates, params, state.masks)
-        inputs = self.updater.make_inputs(params, updates, extra)
+        check_gradients(grads, params, state.masks)
+        inputs = self.updater.make_inputs(params, grads, extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
             check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
         return inputs
@@ -203,18 +203,17 @@ class Step(abc.ABC):
           inputs: inputs of the step, as hooks see them.
           plain: the state with masks that are not packed.
         """
-        updates = inputs.updates
         if not is_overridden(self.updater, "modify_gradients"):
-            return updates
+            return inputs.all_grads
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        updates = take_gradients(self.updater, modified, inputs)
-        check_gradients(updates, inputs.params, plain.masks)
-        return updates
+        grads = take_gradients(self.updater, modified, inputs)
+        check_gradients(grads, inputs.params, plain.masks)
+        return grads
 
     def run_inner(
         self,
-        updates: PyTree,
+        grads: PyTree,
         inner_state: optax.OptState,
         params: Params,
         inputs: StepInputs,
@@ -224,7 +223,7 @@ class Step(abc.ABC):
         return update_unless(
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
-            updates,
+            grads,
             inner_state,
             params,
         )

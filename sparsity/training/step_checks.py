@@ -37,13 +37,13 @@ def check_sparse_state(state: object) -> None:
         )
 
 
-def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
+def check_gradients(grads: PyTree, params: Params, masks: Masks) -> None:
     """Raises a ValueError that names a parameter without a gradient, or of another model.
 
     A masked parameter needs a gradient of its shape; that of others may be `None`.
     """
     likes = trees.leaves_by_path(params)
-    check_complete(params, updates, "gradients", "the gradients of all parameters")
+    check_complete(params, grads, "gradients", "the gradients of all parameters")
 
     def check(path: trees.KeyPath, grad: chex.Array, mask: chex.Array | None) -> None:
         if mask is not None and jnp.shape(grad) != likes[path].shape:
@@ -52,7 +52,7 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
                 f"parameter has shape {likes[path].shape}."
             )
 
-    trees.map_matched(check, updates, masks, role="gradients")
+    trees.map_matched(check, grads, masks, role="gradients")
 
 
 def check_is_tree(hook: str, masks: object, params: Params) -> None:
