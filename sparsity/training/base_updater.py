@@ -19,10 +19,10 @@ from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, ScoreTree, Tree
 from sparsity.core.warn import warn
-from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg
+from sparsity.training.kept_step import KeptStep
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
@@ -174,7 +174,7 @@ class BaseUpdater(ComparedByFields, Updater):
             )
         check_optimizer("inner", inner)
         check_no_state(masks)
-        step = (CompactStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
+        step = (KeptStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
         return optax.GradientTransformationExtraArgs(step.init, step.update)
 
 

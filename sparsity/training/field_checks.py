@@ -14,7 +14,7 @@ from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
-from sparsity.training.compact_checks import check_compact_fields
+from sparsity.training.kept_checks import check_compact_fields
 from sparsity.training.updater import Updater
 
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it

@@ -6,7 +6,7 @@
 4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
 `Step` is the flow. What depends on the state of the inner optimizer is in its two subclasses:
-`MaskedStep` has a state of complete parameters, `CompactStep` one of kept entries.
+`MaskedStep` has a state of complete parameters, `KeptStep` one of kept entries.
 
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
 without a mask update. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
@@ -296,7 +296,7 @@ class MaskChange(NamedTuple):
     Attributes:
       is_update: whether masks were updated; may be traced.
       grown: marks the weights that returned to the mask: packed masks in a `MaskedStep`, bools of
-        kept entries in a `CompactStep`; `None` if no weight can return.
+        kept entries in a `KeptStep`; `None` if no weight can return.
     """
 
     is_update: chex.Numeric

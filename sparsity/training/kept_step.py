@@ -24,9 +24,9 @@ from sparsity.masks import Site, Sites, packed_shape, unpack_masks
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.compact_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
+from sparsity.training.kept_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.kept_state import (
     KeptParameter,
     KeptState,
@@ -47,7 +47,7 @@ from sparsity.training.step import MaskChange, Step
 from sparsity.training.updater import Updater
 
 
-class CompactStep(Step):
+class KeptStep(Step):
     """Step whose inner optimizer sees kept entries only; attributes as in `Step`."""
 
     @classmethod
