@@ -36,7 +36,7 @@ from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import choose_draw, is_overridden
+from sparsity.training.updater_hooks import choose_draw, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import is_overridden
+from sparsity.training.updater_hooks import is_overridden
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
 

@@ -26,7 +26,7 @@ from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState, get_sparse_state
-from sparsity.training.updater import is_overridden
+from sparsity.training.updater_hooks import is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)

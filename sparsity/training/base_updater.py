@@ -1,4 +1,4 @@
-"""Base of all algorithms: entry points; fields and hooks are in `updater`.
+"""Base of all algorithms: entry points; fields and hooks are in `updater_hooks`.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
 algorithm overrides a hook, usually `calculate_scores`. `sparsity.training` calls the hooks in each
@@ -26,14 +26,14 @@ from sparsity.training.kept_step import KeptStep
 from sparsity.training.masked_step import MaskedStep
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater import INFERRED, Updater, check_overrides, is_overridden
+from sparsity.training.updater_hooks import INFERRED, UpdaterHooks, check_overrides, is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
-class BaseUpdater(ComparedByFields, Updater):
+class BaseUpdater(ComparedByFields, UpdaterHooks):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
 
-    This class holds the entry points; `Updater` declares and explains the fields and hooks.
+    This class holds the entry points; `UpdaterHooks` declares and explains the fields and hooks.
 
     Updaters compare and hash by class and fields, so that they serve as static arguments of
     compiled functions. `dataclasses.replace` makes a changed updater, for which functions compile

@@ -42,7 +42,7 @@ class StepInputs(NamedTuple):
     Attributes:
       params: tree of parameters as they are stored.
       all_grads: tree of gradients from the training loop; `None` where there are none.
-      sites: table of `Updater.sites`, resolved from the parameters.
+      sites: table of `UpdaterHooks.sites`, resolved from the parameters.
       extra: other arguments of the training loop; none at `init`.
       masks: tree of the masks under which hooks see the weights; `None` for no masks.
     """

@@ -44,7 +44,7 @@ from sparsity.training.kept_state import (
 from sparsity.training.regrow import check_resettable, start_from_zero, without_grown
 from sparsity.training.state import SparseState
 from sparsity.training.step import MaskChange, Step
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
 class KeptStep(Step):
@@ -52,7 +52,7 @@ class KeptStep(Step):
 
     @classmethod
     def wrap(
-        cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
+        cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         check_compact_fields(updater)
         if masks is None:

@@ -45,7 +45,7 @@ from sparsity.training.step_checks import (
     check_masked,
     check_sparse_state,
 )
-from sparsity.training.updater import Updater, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Step(abc.ABC):
       may_regrow: whether weights that return to a mask restart.
     """
 
-    updater: Updater
+    updater: UpdaterHooks
     inner: optax.GradientTransformationExtraArgs
     user_masks: Masks | None
     zeroes_updates: bool
@@ -70,7 +70,7 @@ class Step(abc.ABC):
 
     @classmethod
     def wrap(
-        cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
+        cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
         zeroes_updates = updater.is_sparse_updates
@@ -281,7 +281,7 @@ class Step(abc.ABC):
         """
 
 
-def call_mask_hooks(updater: Updater, state: SparseState, inputs: StepInputs) -> SparseState:
+def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> SparseState:
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)

@@ -21,7 +21,7 @@ from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import call_create_masks, is_overridden, takes_stored_scores
+from sparsity.training.updater_hooks import call_create_masks, is_overridden, takes_stored_scores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ _CALLERS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclasses.dataclass(kw_only=True)
-class Updater(DataclassBase):
+class UpdaterHooks(DataclassBase):
     """Fields, class attributes and hooks of `BaseUpdater`, which adds the entry points.
 
     Attributes:
@@ -143,7 +143,7 @@ class Updater(DataclassBase):
         """
         super().__init_subclass__()
         check_overrides(cls)
-        parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
+        parents = [base for base in cls.__bases__ if issubclass(base, UpdaterHooks)]
         new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
         stated = {name for base in new for name in vars(base)}
 
@@ -412,24 +412,26 @@ class Updater(DataclassBase):
         return self.apply_masks(params, state.masks)
 
 
-def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) -> bool:
+def is_overridden(
+    updater: UpdaterHooks, name: str, base: type[UpdaterHooks] = UpdaterHooks
+) -> bool:
     """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(base, name)
 
 
-def takes_stored_scores(updater: Updater) -> bool:
+def takes_stored_scores(updater: UpdaterHooks) -> bool:
     """Returns whether an updater overrides `create_masks`, which then gets no lazy scores."""
     return is_overridden(updater, "create_masks")
 
 
-def choose_draw(updater: Updater, weights: PyTree) -> Draw:
+def choose_draw(updater: UpdaterHooks, weights: PyTree) -> Draw:
     """Returns the function that draws the random scores that an updater's `create_masks` gets."""
     return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
 
 
 def call_create_masks(
-    updater: Updater,
+    updater: UpdaterHooks,
     sparse_state: SparseState,
     inputs: StepInputs,
     make_scores: Callable[[], ScoreTree],
@@ -440,7 +442,7 @@ def call_create_masks(
     return inputs.create_masks(updater.create_masks, make_scores(), sparsities, targets)
 
 
-def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
+def check_overrides(cls: type[UpdaterHooks], assigned: Iterable[str] = ()) -> None:
     """Raises a TypeError for an override that a base class never calls, and names another hook.
 
     An override of a class of the library, which is a mixin, may remain unused.
