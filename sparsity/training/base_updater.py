@@ -24,9 +24,10 @@ from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.kept_step import KeptStep
 from sparsity.training.masked_step import MaskedStep
+from sparsity.training.overrides import INFERRED, check_overrides
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater_hooks import INFERRED, UpdaterHooks, check_overrides, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sparsity.masks import Site, keeps_targets
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.updater_hooks import INFERRED, UpdaterHooks
+from sparsity.training.overrides import INFERRED
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
 def check_compact_fields(updater: UpdaterHooks) -> None:

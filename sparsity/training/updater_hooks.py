@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import chex
@@ -35,29 +35,8 @@ from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, SliceRule, StepInputs
+from sparsity.training.overrides import check_overrides, infer_attributes
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
-
-_PACKAGE = __name__.partition(".")[0]
-_UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
-
-# Class attributes, and the value of a class that overrides one of the hooks without stating the
-# attribute. `regrows = True` stays.
-INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
-    "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
-    "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
-    "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
-}
-
-# Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
-_CALLERS: Mapping[str, tuple[str, ...]] = {
-    "calculate_scores": (
-        "get_initial_masks", "new_masks", "update_state", "instant_sparsify", "get_drop_scores",
-        "get_grow_scores", "create_masks",
-    ),
-    "create_masks": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
-    "new_masks": ("update_state",),
-    "apply_masks": ("pre_forward_update", "post_gradient_update"),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -136,26 +115,14 @@ class UpdaterHooks(DataclassBase):
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:
-        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides.
+        """Sets the class attributes that overrides of hooks change.
 
         Raises:
           TypeError: the class overrides one of `unused_hooks`.
         """
         super().__init_subclass__()
         check_overrides(cls)
-        parents = [base for base in cls.__bases__ if issubclass(base, UpdaterHooks)]
-        new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
-        stated = {name for base in new for name in vars(base)}
-
-        def is_new(hook: str) -> bool:
-            return all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
-
-        cls._inferred -= stated
-        for name, (value, hooks) in INFERRED.items():
-            stays = name in stated or (name == "regrows" and cls.regrows)
-            if not stays and any(map(is_new, hooks)):
-                setattr(cls, name, value)
-                cls._inferred |= {name}
+        cls._inferred = infer_attributes(cls, UpdaterHooks, cls._inferred)
 
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to target sparsities, or `None` for dense parameters."""
@@ -440,28 +407,6 @@ def call_create_masks(
     targets = sparse_state.target_sparsities
     sparsities = updater.scheduler.get_sparsity_at_step(targets, sparse_state.count)
     return inputs.create_masks(updater.create_masks, make_scores(), sparsities, targets)
-
-
-def check_overrides(cls: type[UpdaterHooks], assigned: Iterable[str] = ()) -> None:
-    """Raises a TypeError for an override that a base class never calls, and names another hook.
-
-    An override of a class of the library, which is a mixin, may remain unused.
-
-    Args:
-      cls: class of an updater.
-      assigned: names of attributes of the updater, which override those of its class.
-    """
-    overrides = {*assigned}
-    for base in cls.__mro__:
-        unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
-        for hook in sorted(overrides & unused.keys()):
-            if overrides.isdisjoint(_CALLERS.get(hook, ())):
-                raise TypeError(
-                    f"{cls.__name__} overrides {hook}, which {base.__name__} never calls: override "
-                    f"{unused[hook]}."
-                )
-        if base.__module__.partition(".")[0] != _PACKAGE:
-            overrides |= vars(base).keys()
 
 
 def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:

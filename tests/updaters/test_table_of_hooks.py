@@ -11,7 +11,8 @@ import pytest
 import sparsity
 from sparsity.masks import is_marked_elementwise
 from sparsity.training.hooks import HookArgs
-from sparsity.training.updater_hooks import INFERRED, UpdaterHooks
+from sparsity.training.overrides import INFERRED
+from sparsity.training.updater_hooks import UpdaterHooks
 from tests.documents import PAGES
 
 _PAGE = PAGES["docs/howto/own_algorithm.md"]
