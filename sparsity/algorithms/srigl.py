@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import chex
@@ -75,8 +74,6 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
-    # Stated again: get_initial_masks below would allow calculate_scores, which it never calls.
-    unused_hooks: ClassVar[Mapping[str, str]] = RigL.unused_hooks
 
     min_salient: float | None = 0.3
 
