@@ -91,7 +91,7 @@ def is_layerwise(scope: object) -> bool:
 
 
 def _search_by_kind(
-    scored_sites: Sequence[AnySite],
+    competitors: Sequence[AnySite],
     search: Callable[[Sequence[AnySite]], list[jax.Array]],
     mask_alone: Callable[[AnySite], jax.Array],
 ) -> list[jax.Array]:
@@ -102,15 +102,16 @@ def _search_by_kind(
     """
     masks: dict[int, jax.Array] = {}
     kinds: dict[tuple[bool, Mesh | None], list[int]] = {}
-    for i, scored in enumerate(scored_sites):
-        if scored.site.pattern.ranks_units:
-            kind = scored.site.pattern.is_elementwise, find_site_mesh(scored)
+    for i, competitor in enumerate(competitors):
+        pattern = competitor.site.pattern
+        if pattern.ranks_units:
+            kind = pattern.is_elementwise, find_site_mesh(competitor)
             kinds.setdefault(kind, []).append(i)
         else:
-            masks[i] = mask_alone(scored)
+            masks[i] = mask_alone(competitor)
     for members in kinds.values():
-        masks.update(zip(members, search([scored_sites[i] for i in members]), strict=True))
-    return [masks[i] for i in range(len(scored_sites))]
+        masks.update(zip(members, search([competitors[i] for i in members]), strict=True))
+    return [masks[i] for i in range(len(competitors))]
 
 
 def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
