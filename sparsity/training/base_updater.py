@@ -17,7 +17,7 @@ from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
-from sparsity.core.trees import Grads, Masks, ScoreTree, Tree
+from sparsity.core.trees import Grads, Masks, Tree
 from sparsity.core.warn import warn
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
@@ -27,7 +27,7 @@ from sparsity.training.masked_step import MaskedStep
 from sparsity.training.overrides import INFERRED, check_overrides
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, score_weights
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -113,12 +113,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:
             check_gradients(grads, params, targets)
-        scores: ScoreTree | None = None
-        if not is_overridden(self, "create_masks"):  # overrides get arrays
-            scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
-        if scores is None:
-            scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
-        masks = inputs.call(self.create_masks, scores, targets)
+        masks = inputs.call(self.create_masks, score_weights(self, inputs), targets)
         if is_overridden(self, "create_masks"):
             check_masked(self, "create_masks", masks, inputs.weights, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)

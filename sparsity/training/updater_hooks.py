@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import chex
@@ -34,7 +34,7 @@ from sparsity.masks import (
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import NO_EXTRA, ExtraArg, SliceRule, StepInputs
+from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.overrides import check_overrides, infer_attributes
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
@@ -250,21 +250,18 @@ class UpdaterHooks(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
+        targets = sparse_state.target_sparsities
+        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        scores = score_weights(self, inputs, sparse_state)
+        return inputs.create_masks(self.create_masks, scores, sparsities, targets)
 
-        def make_scores() -> ScoreTree:
-            if not takes_stored_scores(self):
-                scores = inputs.defer_scores(self.calculate_scores)
-                if scores is not None:
-                    return scores
-            return inputs.call(
-                self.calculate_scores,
-                inputs.masked_weights,
-                sparse_state=sparse_state,
-                grads=inputs.grads,
-                named={"draw": choose_draw(self, inputs.weights)},
-            )
+    def defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
+        """Returns scores that the search computes; `None` if `calculate_scores` has to be called.
 
-        return call_create_masks(self, sparse_state, inputs, make_scores)
+        Args:
+          inputs: inputs of the step.
+        """
+        return inputs.defer_scores(self.calculate_scores)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
@@ -397,16 +394,31 @@ def choose_draw(updater: UpdaterHooks, weights: PyTree) -> Draw:
     return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
 
 
-def call_create_masks(
-    updater: UpdaterHooks,
-    sparse_state: SparseState,
-    inputs: StepInputs,
-    make_scores: Callable[[], ScoreTree],
-) -> Masks:
-    """Returns the masks that the hook `create_masks` makes for the sparsities of a step."""
-    targets = sparse_state.target_sparsities
-    sparsities = updater.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-    return inputs.create_masks(updater.create_masks, make_scores(), sparsities, targets)
+def score_weights(
+    updater: UpdaterHooks, inputs: StepInputs, sparse_state: SparseState | None = None
+) -> ScoreTree:
+    """Returns the scores that an updater's `create_masks` gets: lazy if they need not be stored.
+
+    Args:
+      updater: the updater.
+      inputs: inputs of the hooks.
+      sparse_state: the current state; `None` in `instant_sparsify`, where only hosts read lazy
+        scores and hooks get no `draw`.
+    """
+    hook, grads = updater.calculate_scores, inputs.grads
+    if not takes_stored_scores(updater):
+        if sparse_state is None:
+            scores = masks_lib.host_scores(hook, inputs.weights, grads)
+        else:
+            scores = updater.defer_scores(inputs)
+        if scores is not None:
+            return scores
+    if sparse_state is None:
+        return inputs.call(hook, inputs.weights, grads=grads)
+    named: HookArgs = {"draw": choose_draw(updater, inputs.weights)}
+    return inputs.call(
+        hook, inputs.masked_weights, sparse_state=sparse_state, grads=grads, named=named
+    )
 
 
 def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:

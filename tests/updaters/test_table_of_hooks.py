@@ -34,7 +34,7 @@ PHASES = {
 }
 STATED = {"keeps_dense_weights": False, "regrows": False, "keeps_count": True}
 QUESTIONS = {"get_distribution_fn", "sites", "compute_targets", "count_after_move", "slice_rule"}
-QUESTIONS |= {"make_inputs"}
+QUESTIONS |= {"make_inputs", "defer_scores"}
 
 
 def _noted(hook, calls):
