@@ -105,7 +105,14 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         Raises:
           ValueError: the algorithm lacks gradients, a parameter to prune has none of its shape, or
             parameters are shapes without values.
+          RuntimeError: the algorithm trains sparse from the start (`prunes_at_once`).
         """
+        if not self.prunes_at_once:
+            raise RuntimeError(
+                f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; "
+                "wrap an optimizer with wrap_optax, or prune with MagnitudePruning or "
+                "RandomPruning."
+            )
         self.check_fields()
         remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
         check_values("params", params, remedy, may_be_traced=True)

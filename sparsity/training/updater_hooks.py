@@ -79,7 +79,9 @@ class UpdaterHooks(DataclassBase):
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
         gives. `None`: at most that number. False: any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
-        classes that train sparse from the start.
+        classes that train sparse from the start, whose `instant_sparsify` raises a RuntimeError.
+      needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
+        command `prune` leaves out the class.
       unused_hooks: class attribute: maps each hook that the class never calls to the hook to
         override instead. A subclass that overrides an unused hook raises a TypeError, unless it
         also overrides a hook that may call the unused one. Classes of the library may override it.
@@ -108,6 +110,7 @@ class UpdaterHooks(DataclassBase):
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
     prunes_at_once: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
