@@ -158,9 +158,7 @@ class Step(abc.ABC):
     ) -> tuple[SparseState, MaskChange]:
         """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.can_restart(state, inputs)
-
-        def replace(state: SparseState) -> tuple[SparseState, MaskChange]:
-            return self.replace_masks(state, inputs, regrows)
+        replace = functools.partial(self.replace_masks, inputs=inputs, regrows=regrows)
 
         def keep(state: SparseState) -> tuple[SparseState, MaskChange]:
             grown = self.mark_no_growth(state, inputs) if regrows else None
