@@ -38,7 +38,7 @@ class KeptEntries:
 
     Attributes:
       layout: layout of the entries; its slices are equal parts of the parameter, one for each
-        device of a mesh, of which `batch_shape` lie along each axis. A single part has no axes.
+        device of a mesh; `batch_shape` counts them along each axis. A single part has no axes.
       positions: int32[*parts, k], the positions of the entries within each part; `None` if the mask
         keeps all entries.
     """

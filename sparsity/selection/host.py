@@ -159,7 +159,7 @@ def _bracket(parts: Sequence[_Entries], share: float) -> tuple[int, int]:
 def _select_within(
     parts: Sequence[_Entries], count: int, low: int | None, high: int | None
 ) -> bool:
-    """Does what `_select_best` does, if the threshold lies in [low, high]; returns whether."""
+    """Selects as `_select_best` if the threshold lies in [low, high]; returns whether it does."""
     above, keys, places = 0, [], []
     for part in parts:
         at_part = []

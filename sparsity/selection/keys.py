@@ -32,7 +32,7 @@ def readable(scores: chex.Array) -> jax.Array:
 
 @functools.lru_cache
 def readable_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype as which a search reads scores of a dtype.
+    """Returns the dtype to which a search converts scores of a dtype.
 
     Raises:
       ValueError: the dtype has no order.
@@ -118,7 +118,7 @@ def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
 
 
 def numpy_keys(scores: np.ndarray) -> np.ndarray:
-    """Does what `readable` and `to_keys` do with an array of numpy."""
+    """Applies `readable` and `to_keys` to an array of numpy."""
     return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
 
 

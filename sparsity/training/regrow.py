@@ -90,7 +90,7 @@ def without_grown(params: Params, grown: PyTree, *, are_packed: bool) -> Params:
 
 
 def start_from_zero(steps: PyTree, params: Params, grown: PyTree, *, are_packed: bool) -> PyTree:
-    """Returns updates that start grown weights from zero; other arguments as above."""
+    """Returns updates that start grown weights from zero; arguments as in `without_grown`."""
 
     likes = trees.leaves_by_path(params)
 
