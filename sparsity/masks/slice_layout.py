@@ -114,6 +114,7 @@ class SliceLayout:
         """Returns the entries of an array at positions; 0 in slots that are not in use."""
         slices, n = self.slices(array), self.slice_size
         values = np.take_along_axis(slices, np.minimum(positions, n - 1), axis=-1)
+        # Slots that are not in use have read the last entry.
         values[positions >= n] = 0
         return values
 
