@@ -110,7 +110,7 @@ class _Trainer:
     entries: dict[trees.KeyPath, KeptEntries]
 
     def init(self, params: Params) -> KeptState:
-        """Returns the positions of the kept entries, and the optimizer's state for them."""
+        """Returns the positions of the kept entries, and the state of their optimizer."""
         trained = self._select_trained(params, "params", params)
         for path, leaf in trees.leaves_by_path(trained).items():
             _check_parameter(path, leaf, self.entries[path])

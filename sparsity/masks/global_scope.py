@@ -202,7 +202,7 @@ def _merge_overrides(
     together: list[jax.Array],
     fixed: list[jax.Array],
 ) -> list[jax.Array]:
-    """Returns masks in the order of the parameters, from those of `_split_overrides`' parts."""
+    """Returns masks in the order of the parameters, from both parts of `_split_overrides`."""
     parts = iter(together), iter(fixed)
     return [next(parts[scored.site.has_override]) for scored in scored_sites]
 

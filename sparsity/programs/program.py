@@ -139,7 +139,7 @@ class Equation:
         return jax.checkpoint(function, **options)
 
     def list_bodies(self) -> list[Body]:
-        """Returns the bodies with the values that enter and leave them."""
+        """Returns the bodies with the values that enter and leave each."""
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":

@@ -134,7 +134,7 @@ def check_resettable(
 
 
 def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
-    """Returns what hides the entries of parameters in a state, `None` if nothing does."""
+    """Names the part of a state that hides the entries of parameters; `None` without one."""
     if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
         return "sparsity.train_only"
     if trees.find_nodes(inner_state, optax.LookaheadState):

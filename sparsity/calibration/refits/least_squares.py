@@ -201,7 +201,7 @@ def _solve_by_xla(
         1, min(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs)
     )
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
-    # Rows beyond the outputs fill the last batch; `mode="drop"` ignores what they get.
+    # Rows beyond the outputs fill the last batch; `mode="drop"` ignores their results.
     order = jnp.append(order, outputs + jnp.arange(-outputs % num_at_once))
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:

@@ -236,7 +236,7 @@ class FormatLayout(KeptLayout):
         return None
 
     def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
-        """Returns the scores of the stored units, from those of their entries."""
+        """Returns the scores of the stored units, from the scores of their entries."""
         return scores
 
     def explain_refusal(self, site: Site) -> str:

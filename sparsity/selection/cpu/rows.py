@@ -200,7 +200,7 @@ class Rows:
 
 
 # ------------------------------------------------------------------ entries of many
-# Each leaf adds what reads its entries, not what computes their keys.
+# Each leaf adds reads of its entries to a program, not computations of keys.
 def sample(leaves: Sequence[Rows]) -> jax.Array:
     """Returns evenly spaced keys, [segments of all leaves, count]; leaves have one count."""
     offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])

@@ -164,7 +164,7 @@ class Visits:
             counts: jax.Array = _switch(leaf_numbers[at], branches, segment)[0]
             return counts
 
-        # They vary over a mesh as what is counted.
+        # The zeros vary over a mesh as the counts do.
         like = pivots[:, None].astype(jnp.int32)
         shape = self.num_segments, self.num_rows, pivots.shape[1]
         return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
