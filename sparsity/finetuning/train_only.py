@@ -38,7 +38,7 @@ class KeptEntries:
 
     Attributes:
       layout: layout of the entries; its slices are equal parts of the parameter, one for each
-        device of a mesh, of which `batch_shape` lie along each axis. A single part has no axes.
+        device of a mesh; `batch_shape` counts them along each axis. A single part has no axes.
       positions: int32[*parts, k], the positions of the entries within each part; `None` if the mask
         keeps all entries.
     """
@@ -110,7 +110,7 @@ class _Trainer:
     entries: dict[trees.KeyPath, KeptEntries]
 
     def init(self, params: Params) -> KeptState:
-        """Returns the positions of the kept entries, and the optimizer's state for them."""
+        """Returns the positions of the kept entries, and the state of their optimizer."""
         trained = self._select_trained(params, "params", params)
         for path, leaf in trees.leaves_by_path(trained).items():
             _check_parameter(path, leaf, self.entries[path])
