@@ -43,9 +43,9 @@ def is_pending(array: Operand) -> bool:
 
 
 def densify(array: Operand, token: Token = 0) -> jax.Array:
-    """Returns an array as a dense one; see `Kept.read`."""
+    """Returns an array as a dense one, for an equation of the model; `token` as in `Kept`."""
     if isinstance(array, Kept):
-        return array.read(token)
+        return array.densify_observed(token)
     if isinstance(array, Deferred):
         inputs = [densify(each, token) for each in array.inputs]
         return array.equation.bind(inputs)[array.number]

@@ -142,15 +142,15 @@ class FormatLayout(KeptLayout):
 
     # Programs
 
-    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
           token: see `Kept.densify`.
+          keep_bits: see `Kept.densify`; `Values` reads the flag.
         """
-        size, dtype = self.slice_size, kept.values.dtype
-        start = jnp.asarray(0 if token is None else token)
+        size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
         if kept.frozen is None or self.frozen_dtype is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.scatter_slice(kept.values, kept.positions, zeros)
@@ -162,8 +162,8 @@ class FormatLayout(KeptLayout):
         outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
         return self.scatter_slice(kept.values, kept.positions + start, outside)
 
-    def read(self, kept: Kept) -> jax.Array | None:
-        """Returns the dense array for an equation of the model, `None` to build its slices."""
+    def find_dense(self, kept: Kept) -> jax.Array | None:
+        """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
         return None
 
     def multiply(
@@ -338,35 +338,41 @@ class Kept:
         """Returns an array of other values, which are computed from `read_values`."""
         return dataclasses.replace(self, values=values, layers=None)
 
-    def densify(self, token: Token | None = None) -> jax.Array:
-        """Returns the dense array.
+    def densify(self, token: Token = 0, *, keep_bits: bool = False) -> jax.Array:
+        """Returns the dense array; observes no gradient.
 
         Args:
-          token: an int32 0; no array is allocated before its value exists. `None` copies frozen
-            entries bit by bit, NaN included; within a scan the copy has no second derivatives.
+          token: an int32 0; no array is allocated before its value exists.
+          keep_bits: whether to copy frozen entries bit by bit, NaN included; within a scan the copy
+            has no second derivatives.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
+        join_slices = functools.partial(self._join_slices, keep_bits=keep_bits)
         if placed is None:
-            return self._join_slices(kept, token)
+            return join_slices(kept, token)
         divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
         spec = dict(zip(divided, placed.spec, strict=False))
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
-        dense = auto_axes(self._join_slices, out_sharding=sharding.fit(target, self.shape))
+        dense = auto_axes(join_slices, out_sharding=sharding.fit(target, self.shape))
         array: jax.Array = dense(kept, token)
         return array
 
-    def read(self, token: Token = 0) -> jax.Array:
-        """Returns the dense array for an equation of the model; see `densify`."""
-        dense = self.layout.read(self)
+    def densify_observed(self, token: Token = 0) -> jax.Array:
+        """Returns the dense array for an equation of the model, whose gradient `observer` gets.
+
+        Args:
+          token: see `densify`.
+        """
+        dense = self.layout.find_dense(self)
         dense = self.densify(token) if dense is None else dense
         if self.observer is None:
             return dense
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
-    def _join_slices(self, kept: Self, token: Token | None) -> jax.Array:
-        densify = functools.partial(self.layout.densify_slice, token=token)
+    def _join_slices(self, kept: Self, token: Token, *, keep_bits: bool) -> jax.Array:
+        densify = functools.partial(self.layout.densify_slice, token=token, keep_bits=keep_bits)
         for _ in range(self.depth):
             densify = jax.vmap(densify)
         return densify(kept).reshape(self.sizes).transpose(self.axes)

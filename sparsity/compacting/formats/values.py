@@ -32,11 +32,11 @@ class Values(FormatLayout):
         k = positions.shape[-1]
         return cls(mask.shape, stack, slice_kept_shape=(k,), padding=padding), positions
 
-    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
         has_bits = has_bits and kept.values.dtype == self.frozen_dtype
-        if token is not None or kept.frozen is None or not has_bits:
-            return super().densify_slice(kept, token)
+        if not keep_bits or kept.frozen is None or not has_bits:
+            return super().densify_slice(kept, token, keep_bits)
         bits = lax.bitcast_convert_type(
             lax.stop_gradient(kept.frozen), unsigned_like(kept.values.dtype)
         )
