@@ -28,21 +28,21 @@ class Deferred:
 
     equation: Equation
     number: int
-    inputs: tuple[Operand, ...]
+    inputs: tuple[MaybePending, ...]
 
 
 # Kept values and deferred outputs are pending: no dense array holds them yet.
-Operand: TypeAlias = jax.Array | Kept | Deferred
+MaybePending: TypeAlias = jax.Array | Kept | Deferred
 
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 
-def is_pending(array: Operand) -> bool:
+def is_pending(array: MaybePending) -> bool:
     """Returns whether an array is kept values, or deferred."""
     return isinstance(array, Kept | Deferred)
 
 
-def densify(array: Operand, token: Token = 0) -> jax.Array:
+def densify(array: MaybePending, token: Token = 0) -> jax.Array:
     """Returns an array as a dense one, for an equation of the model; `token` as in `Kept`."""
     if isinstance(array, Kept):
         return array.densify_observed(token)
@@ -52,7 +52,7 @@ def densify(array: Operand, token: Token = 0) -> jax.Array:
     return array
 
 
-def kept_in(arrays: Sequence[Operand]) -> list[Kept]:
+def kept_in(arrays: Sequence[MaybePending]) -> list[Kept]:
     """Returns the kept values from which arrays are computed."""
     return list(filter(is_kept, jax.tree.leaves(list(arrays), is_leaf=is_kept)))
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, make_token
+from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, make_token
 from sparsity.compacting.formats.base import Kept, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
@@ -34,7 +34,7 @@ Arrays: TypeAlias = list[jax.Array]
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 
 
-def read_dense(equation: Equation, inputs: Sequence[Operand], in_turn: bool) -> Arrays:
+def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool) -> Arrays:
     """Returns the outputs of an equation that reads pending arrays as dense ones.
 
     Equal products, such as those of equal layers, are traced and lowered once.
@@ -163,9 +163,9 @@ class DenseRead:
         pull_back = jax.vjp(bind_replaced, *(arrays[number] for number in numbers))[1]
         return dict(zip(numbers, pull_back(cotangents), strict=True))
 
-    def _inputs(self, arrays: Sequence[jax.Array]) -> list[Operand]:
+    def _inputs(self, arrays: Sequence[jax.Array]) -> list[MaybePending]:
         """Returns the inputs of the equation, whose leaves are the arrays."""
-        inputs: list[Operand] = jax.tree.unflatten(self.structure, arrays)
+        inputs: list[MaybePending] = jax.tree.unflatten(self.structure, arrays)
         return inputs
 
     def _floats(self, outputs: Arrays) -> Arrays:
@@ -175,7 +175,7 @@ class DenseRead:
 
 
 def find_operands(
-    equation: Equation, inputs: Sequence[Operand]
+    equation: Equation, inputs: Sequence[MaybePending]
 ) -> tuple[int, Kept, jax.Array] | None:
     """Returns the operands of a product of kept values and a dense array.
 
@@ -232,7 +232,7 @@ def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
     return laid_out.transpose(np.argsort(order))
 
 
-def _is_widened(equation: Equation, inputs: Sequence[Operand]) -> bool:
+def _is_widened(equation: Equation, inputs: Sequence[MaybePending]) -> bool:
     """Returns whether XLA multiplies bfloat16 numbers of a product as float32.
 
     XLA on CPUs does, if the result is bfloat16, and rounds the result.
@@ -254,7 +254,7 @@ def _widens_exactly(kept: Kept) -> bool:
     return is_exact and kept.observer is None
 
 
-def _multiply_wide(equation: Equation, inputs: Sequence[Operand], token: Token) -> Arrays:
+def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: Token) -> Arrays:
     """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
 
     Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
@@ -274,7 +274,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Operand], token: Token) 
     return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
-def _number_floats(inputs: Sequence[Operand]) -> tuple[list[int], list[int]]:
+def _number_floats(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
     """Returns the numbers of the leaves that are floats: of pending arrays, and of dense ones."""
     pending, dense, number = list[int](), list[int](), 0
     for each in inputs:
