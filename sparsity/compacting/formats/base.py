@@ -54,8 +54,8 @@ class MaskedParameter(NamedTuple):
 class FormatLayout(KeptLayout):
     """Layout of the kept values of one parameter in a format; hashable, without arrays.
 
-    A format overrides `make` and `scatter_slice`, `rows` if masks move, and other methods where
-    the format differs from values in the order of the parameter.
+    A format overrides `make` and `scatter_slice`, `mark_units` if masks move, and other methods
+    where the format differs from values in the order of the parameter.
 
     Attributes:
       format: name of the format.
@@ -94,7 +94,7 @@ class FormatLayout(KeptLayout):
         """
         raise NotImplementedError
 
-    def rows(self, mask: jax.Array) -> jax.Array:
+    def mark_units(self, mask: jax.Array) -> jax.Array:
         """Returns the mask of the units, such as entries, to which positions count, [rows, n]."""
         raise NotImplementedError
 
@@ -202,12 +202,12 @@ class FormatLayout(KeptLayout):
           mask: uint8 mask of the shape of the parameter; keeps as many entries of each slice as
             are stored.
         """
-        return self.locate_rows(self.rows(mask))
+        return self.locate_units(self.mark_units(mask))
 
-    def locate_rows(self, rows: jax.Array) -> jax.Array:
-        """Returns the positions of the units that `rows` keep."""
+    def locate_units(self, marks: jax.Array) -> jax.Array:
+        """Returns the positions of the units that a mask of units, [rows, n], keeps."""
         k = self.positions_shape[-1]
-        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), rows)
+        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), marks)
         return positions.reshape(self.positions_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -231,8 +231,12 @@ class FormatLayout(KeptLayout):
         slots, stays = map_rows(find, *rows)
         return slots.reshape(new.shape), stays.reshape(new.shape)
 
-    def count_rows(self, pattern: SparsityType) -> int | None:
-        """Returns the number of rows in which units move; `None` if the pattern moves masks."""
+    def count_unit_rows(self, pattern: SparsityType) -> int | None:
+        """Returns the number of rows whose units move one by one.
+
+        Returns:
+          `None` for another pattern, which moves the mask of a slice in its own way.
+        """
         return None
 
     def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:

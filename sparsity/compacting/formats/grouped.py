@@ -116,16 +116,16 @@ class Grouped(FormatLayout):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)
 
-    def rows(self, mask: jax.Array) -> jax.Array:
+    def mark_units(self, mask: jax.Array) -> jax.Array:
         matrices = _to_matrices(mask, self.stack, self.inputs)
         units = matrices[..., :: self.group].swapaxes(-1, -2)
         return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
 
-    def locate_rows(self, rows: jax.Array) -> jax.Array:
+    def locate_units(self, marks: jax.Array) -> jax.Array:
         # Padding is the number of inputs, which 16 bits hold.
-        return jnp.minimum(super().locate_rows(rows), self.num_units)
+        return jnp.minimum(super().locate_units(marks), self.num_units)
 
-    def count_rows(self, pattern: SparsityType) -> int | None:
+    def count_unit_rows(self, pattern: SparsityType) -> int | None:
         has_groups = isinstance(pattern, FanIn) and pattern.group == self.group
         return self.slice_kept_shape[0] if has_groups else None
 

@@ -45,10 +45,10 @@ class Values(FormatLayout):
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         return _scatter(flat, positions, values)
 
-    def rows(self, mask: jax.Array) -> jax.Array:
+    def mark_units(self, mask: jax.Array) -> jax.Array:
         return self.slices(mask).reshape(math.prod(self.batch_shape), self.num_units)
 
-    def count_rows(self, pattern: SparsityType) -> int | None:
+    def count_unit_rows(self, pattern: SparsityType) -> int | None:
         return 1 if pattern.is_elementwise and pattern.ranks_units else None
 
 

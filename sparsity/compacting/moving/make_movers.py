@@ -51,7 +51,7 @@ def _fits(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
     if rule.move_matrix is None:
         return True
     is_slice = site.batch_axes == len(layout.stack) < len(layout.shape)
-    return is_slice and layout.count_rows(site.pattern) == 1
+    return is_slice and layout.count_unit_rows(site.pattern) == 1
 
 
 def _check_updater(updater: Updater) -> None:
