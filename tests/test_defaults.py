@@ -93,8 +93,8 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis Carrier ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
-Kept KeptEntries KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores
-SharedEntry Small StoredModel Use Value Visits _Trainer
+Kept KeptEntries KeptParameter LampScores Model ModelInTraining Move Mover Observer Program Ranked
+Rows Scores SharedEntry Small StoredModel Use Value Visits _Trainer
 """
 
 

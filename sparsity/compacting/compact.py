@@ -21,7 +21,7 @@ from sparsity.compacting.building import (
 )
 from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
 from sparsity.compacting.formats.base import is_kept
-from sparsity.compacting.moving.update import Loss, Run, move
+from sparsity.compacting.moving.update import Loss, ModelInTraining, move_masks
 from sparsity.compacting.optimizer_state import (
     StoredParameter,
     StoredTree,
@@ -192,8 +192,8 @@ class Compact(StoredModel, Generic[Tree]):
         positions = self.indices
         # An updater that keeps the counts and never regrows weights leaves the masks as they are.
         if not pruner.keeps_count or pruner.regrows is not False:
-            run = Run(self, params, opt_state, count)
-            positions, params, opt_state = move(run, pruner, loss, tx)
+            training = ModelInTraining(self, params, opt_state, count)
+            positions, params, opt_state = move_masks(training, pruner, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}
         return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 
