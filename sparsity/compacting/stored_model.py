@@ -43,6 +43,9 @@ class Read(NamedTuple):
 class StoredModel:
     """A model whose masked parameters are stored as kept values; attributes as in `Compact`.
 
+    The tree `indices` holds the positions of each parameter, which are `positions` elsewhere: users
+    and checkpoints know it by this name.
+
     Attributes:
       start: the parameters, the optimizer's state and the update error that the model was made
         with, by name; no part of the pytree.
