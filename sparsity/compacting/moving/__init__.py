@@ -5,5 +5,5 @@
   parameter.
 - `mover.py` finds the new positions of a parameter, one slice after the other.
 - `gradients.py` does this within the backward pass of a loss, where the gradient of a slice exists.
-- `carrier.py` takes values and moments to the new positions.
+- `carry.py` takes values and moments to the new positions.
 """

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.moving.carrier import Carrier, carry_state
+from sparsity.compacting.moving.carry import Carrier, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
