@@ -112,7 +112,7 @@ class Grouped(FormatLayout):
         elif product.kind != "dot" or equation.params.get("out_sharding") is not None:
             return None
         contraction = _read_contraction(product, at, kept)
-        if not _fits(contraction, kept, num_inputs):
+        if not _sums_all_inputs(contraction, kept, num_inputs):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)
 
@@ -220,7 +220,7 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
     return lax.slice(image, [0] * image.ndim, image.shape, steps)
 
 
-def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
+def _sums_all_inputs(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed, inputs = {*contraction.summed}, {*range(kept.depth, kept.depth + num_inputs)}
     sums_inputs = summed <= inputs and all(kept.sizes[i] == 1 for i in inputs - summed)
