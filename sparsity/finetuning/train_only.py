@@ -89,7 +89,7 @@ class _Trainer:
     Attributes:
       inner: the optimizer.
       layouts: layout of the kept entries of each trained parameter; its slices are equal parts of
-        the parameter, one for each device of a mesh, of which `batch_shape` lie along each axis. A
+        the parameter, one for each device of a mesh; `batch_shape` counts them along each axis. A
         single part has no axes.
       positions: int32[*parts, k], the positions of the kept entries within each part, without
         parameters whose mask keeps all entries.
@@ -100,7 +100,7 @@ class _Trainer:
     positions: dict[trees.KeyPath, np.ndarray]
 
     def init(self, params: Params) -> KeptState:
-        """Returns the positions of the kept entries, and the optimizer's state for them."""
+        """Returns the positions of the kept entries, and the state of their optimizer."""
         trained = self._select_trained(params, "params", params)
         for path, leaf in trees.leaves_by_path(trained).items():
             _check_parameter(path, leaf, self.layouts[path], is_full=path not in self.positions)

@@ -155,7 +155,7 @@ class Global(DataclassBase):
 def _check(
     pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None, where: str = ""
 ) -> None:
-    """Does what `Global.check` does; `where` names the parameter."""
+    """Raises a ValueError as `Global.check` does; `where` names the parameter."""
     if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
         raise ValueError(
             "A global scope ranks single weights of all parameters and needs sparsity_type "
@@ -202,7 +202,7 @@ def _merge_overrides(
     together: list[jax.Array],
     fixed: list[jax.Array],
 ) -> list[jax.Array]:
-    """Returns masks in the order of the parameters, from those of `_split_overrides`' parts."""
+    """Returns masks in the order of the parameters, from both parts of `_split_overrides`."""
     parts = iter(together), iter(fixed)
     return [next(parts[scored.site.has_override]) for scored in scored_sites]
 
@@ -241,4 +241,4 @@ def _find_cost(scored_sites: Sequence[ScoredSite | MovingSite]) -> Polynomial | 
         return None
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in scored_sites]
     paths = [path_names(scored.site.path) for scored in scored_sites]
-    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # which reads shapes
+    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # reads shapes only

@@ -178,12 +178,12 @@ def _shard(
 def _pool_scores(
     site: Site, scores: jax.Array | LazyScores, mask: jax.Array | None = None
 ) -> Ranked:
-    """Returns the scores of the units of a parameter, of those that are ones in a mask, if any."""
+    """Returns the scores of the units of a parameter; with a mask, of the units that it keeps."""
     pattern, batch_axes = site.pattern, site.batch_axes
     if pattern.is_elementwise:
         return Ranked.wrap(scores, mask, batch_axes)
     units = pool_units(pattern, compute_array(scores), batch_axes, site.name)
-    if mask is not None:  # of each unit all ones or all zeros
+    if mask is not None:  # all ones or all zeros within a unit
         mask = are_kept(pattern.pool(mask, batch_axes))
     return Ranked.wrap(units, mask, batch_axes + pattern.group_axes)
 

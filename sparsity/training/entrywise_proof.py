@@ -106,6 +106,7 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
 
     def init(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         state = inner.init(rebuild(arrays))
+        # A traced function returns arrays alone; the structure of the state leaves this way.
         states.append(sharding.abstract(state))
         return trees.split_arrays(state)[0]
 
@@ -115,6 +116,7 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         state: Sequence[jax.Array],
         value: jax.Array,
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
+        # Gradients of integers are float0 in jax.
         updates: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
         for number, grad in zip(floats, grads, strict=True):
             updates[number] = grad
@@ -146,7 +148,7 @@ def _without_sharding(leaf: PyTree) -> PyTree:
 
 
 class _Comparison:
-    """Comparison of two programs, of which the second has shorter arrays.
+    """Comparison of two programs; the second has shorter arrays.
 
     Args:
       changed: pairs of shapes of a masked parameter and of its kept entries.
@@ -181,6 +183,7 @@ class _Comparison:
         state, before = flow.follow(trace.init, params), None
         if self._masks_move:  # moments of dropped entries are not 0
             state = [fact._replace(removed=None) for fact in state]
+        # A fixpoint: facts of the state that hold before and after every step
         while state != before:
             before = state
             outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
@@ -216,7 +219,7 @@ class _Comparison:
             return f"{name} takes the place of {kept.name}"
         if not all(map(self._are_partners, dense.inputs, kept.inputs)):
             return f"{name} reads a number that depends on the size of the array"
-        if name not in CALLS:  # whose outputs are those of the body
+        if name not in CALLS:  # outputs of a call are those of its body
             self._partners.update(zip(dense.outputs, kept.outputs, strict=True))
         shapes = [
             (one.shape, other.shape)
@@ -259,7 +262,9 @@ class _Comparison:
 def _have_equal_params(dense: dict[str, object], kept: dict[str, object], is_short: bool) -> bool:
     skipped = _SHAPES if is_short else set()
     return dense.keys() == kept.keys() and all(
-        key in skipped or repr(dense[key]) == repr(kept[key]) for key in dense
+        # As text, because `==` of arrays and programs gives no bool or compares identity.
+        key in skipped or repr(dense[key]) == repr(kept[key])
+        for key in dense
     )
 
 

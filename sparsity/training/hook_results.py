@@ -104,7 +104,7 @@ def _check_units(
 ) -> None:
     """Raises a ValueError if a mask that will move keeps parts of units.
 
-    A move keeps the number of units of which a mask keeps any part, and keeps these as a unit: a
+    A move counts a unit as kept if the mask keeps any of its entries, and moves whole units: a
     random mask of half of the entries would keep nearly all blocks.
 
     Args:

@@ -90,7 +90,7 @@ def without_grown(params: Params, grown: PyTree, *, are_packed: bool) -> Params:
 
 
 def start_from_zero(steps: PyTree, params: Params, grown: PyTree, *, are_packed: bool) -> PyTree:
-    """Returns updates that start grown weights from zero; other arguments as above."""
+    """Returns updates that start grown weights from zero; arguments as in `without_grown`."""
 
     likes = trees.leaves_by_path(params)
 
@@ -134,7 +134,7 @@ def check_resettable(
 
 
 def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
-    """Returns what hides the entries of parameters in a state, `None` if nothing does."""
+    """Names the part of a state that hides the entries of parameters; `None` without one."""
     if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
         return "sparsity.train_only"
     if trees.find_nodes(inner_state, optax.LookaheadState):

@@ -77,6 +77,7 @@ class Step(abc.ABC):
         if zeroes_updates is None:
             zeroes_updates = not updater.keeps_dense_weights
         pruned_are_zero = zeroes_updates or not updater.keeps_dense_weights
+        # A weight that stays dense while it is masked returns with its value and its state.
         may_regrow = pruned_are_zero if updater.regrows is None else updater.regrows
         inner = optax.with_extra_args_support(inner)
         return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, may_regrow)
@@ -183,6 +184,7 @@ class Step(abc.ABC):
         old, inputs = self.unpack_for_hooks(state, inputs)
         old_bits = state.masks
         if regrows and not updater.use_packed_masks:
+            # `restart` still needs the old masks: as bits they take an eighth of the memory.
             old_bits, count = pack_before_update(old.masks, params, old.count)
             old = old._replace(count=count)
         new = call_mask_hooks(updater, old, inputs)

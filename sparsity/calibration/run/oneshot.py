@@ -267,7 +267,7 @@ class _Run:
         def solve(path: Path) -> PrunedLayer:
             return task.solve(self.weights, path, (), calibrate_all().get(path))
 
-        # Gram matrices have the losses; without them, one more run of the model has those of all.
+        # Gram matrices give the losses; without them, one more run of the model gives all losses.
         solve_one = solve if task.needs.has_grams else lambda path: solve_all()[path]
         for path in paths:
             self._finish(path, (), functools.partial(solve_one, path))
