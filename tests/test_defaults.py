@@ -92,9 +92,9 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Axis Carrier ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
-Kept KeptEntries KeptParameter LampScores Model Move Mover Observer Program Ranked Rows Scores
-SharedEntry Small StoredModel Use Value Visits _Trainer
+Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
+Kept KeptParameter LampScores Model ModelInTraining Move Mover Observer Program Ranked
+Rows Scores SharedEntry Small StoredModel StoredMove Use Value Visits _Trainer
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, Self, TypeAlias
 
 import chex
 import jax
@@ -21,7 +21,7 @@ from sparsity.compacting.building import (
 )
 from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
 from sparsity.compacting.formats.base import is_kept
-from sparsity.compacting.moving.update import Loss, Run, move
+from sparsity.compacting.moving.update import Loss, ModelInTraining, move_masks
 from sparsity.compacting.optimizer_state import (
     StoredParameter,
     StoredTree,
@@ -192,15 +192,15 @@ class Compact(StoredModel, Generic[Tree]):
         positions = self.indices
         # An updater that keeps the counts and never regrows weights leaves the masks as they are.
         if not pruner.keeps_count or pruner.regrows is not False:
-            run = Run(self, params, opt_state, count)
-            positions, params, opt_state = move(run, pruner, loss, tx)
+            training = ModelInTraining(self, params, opt_state, count)
+            positions, params, opt_state = move_masks(training, pruner, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}
         return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         dense: Tree = jax.tree.map(
-            lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
+            lambda leaf: leaf.densify(keep_bits=True) if is_kept(leaf) else leaf,
             wrap_values(self, params),
             is_leaf=is_kept,
         )
@@ -314,6 +314,12 @@ class Compact(StoredModel, Generic[Tree]):
         """
         return plot(make_rows(self), ax)
 
+    @classmethod
+    def _from_stored(cls, model: StoredModel, **start: PyTree) -> Self:
+        """Returns a model that is started with its parameters and `start`."""
+        start = {**model.start, **start}
+        return cls(model.indices, model.frozen, model.graph, model.layouts, model.in_turn, start)
+
     def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
         """Returns the optimizer's state of parameters: an argument, or the state of the model."""
         if opt_state is not None or self.opt_state is None:
@@ -351,7 +357,9 @@ class Compact(StoredModel, Generic[Tree]):
 
     @property
     def _outside(self) -> Outside:
-        return "frozen" if jax.tree.leaves(self.frozen) else "zero"
+        """The argument of `compact`, which layouts store."""
+        is_frozen = any(layout.frozen_dtype is not None for _, layout in self.layouts)
+        return "frozen" if is_frozen else "zero"
 
     def _in_all_formats(self, dense: Tree) -> dict[str, Compact[Tree]]:
         """Returns the model in each format, where parameters can have the format."""
@@ -451,5 +459,5 @@ def compact(
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
-    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
-    return Compact(**{**vars(stored), "start": {**stored.start, **start}})
+    kept_state = gather_state(stored_tree, opt_state)
+    return Compact._from_stored(stored, opt_state=kept_state, update_error=error)

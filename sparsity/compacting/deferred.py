@@ -28,31 +28,31 @@ class Deferred:
 
     equation: Equation
     number: int
-    inputs: tuple[Operand, ...]
+    inputs: tuple[MaybePending, ...]
 
 
 # Kept values and deferred outputs are pending: no dense array holds them yet.
-Operand: TypeAlias = jax.Array | Kept | Deferred
+MaybePending: TypeAlias = jax.Array | Kept | Deferred
 
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 
-def is_pending(array: Operand) -> bool:
+def is_pending(array: MaybePending) -> bool:
     """Returns whether an array is kept values, or deferred."""
     return isinstance(array, Kept | Deferred)
 
 
-def densify(array: Operand, token: Token = 0) -> jax.Array:
-    """Returns an array as a dense one; see `Kept.read`."""
+def densify(array: MaybePending, token: Token = 0) -> jax.Array:
+    """Returns an array as a dense one, for an equation of the model; `token` as in `Kept`."""
     if isinstance(array, Kept):
-        return array.read(token)
+        return array.densify_observed(token)
     if isinstance(array, Deferred):
         inputs = [densify(each, token) for each in array.inputs]
         return array.equation.bind(inputs)[array.number]
     return array
 
 
-def kept_in(arrays: Sequence[Operand]) -> list[Kept]:
+def kept_in(arrays: Sequence[MaybePending]) -> list[Kept]:
     """Returns the kept values from which arrays are computed."""
     return list(filter(is_kept, jax.tree.leaves(list(arrays), is_leaf=is_kept)))
 

@@ -1,4 +1,13 @@
-"""Equations that read kept values as dense arrays, and their derivatives."""
+"""Equations that read kept values as dense arrays, and their derivatives.
+
+`read_dense` makes a `DenseRead` of an equation, whose `bind` has a rule for derivatives:
+
+- Forward: `_bind_dense` makes the pending inputs dense and binds the equation.
+- Backward: `_backward` differentiates `_bind_dense`, first by the pending operand of a product, by
+  the rule of the format if there is one, then by the other inputs.
+
+The functions at the end lay operands out for this, and multiply bfloat16 numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, make_token
+from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, make_token
 from sparsity.compacting.formats.base import Kept, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
@@ -26,7 +35,7 @@ Arrays: TypeAlias = list[jax.Array]
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 
 
-def read_dense(equation: Equation, inputs: Sequence[Operand], in_turn: bool) -> Arrays:
+def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool) -> Arrays:
     """Returns the outputs of an equation that reads pending arrays as dense ones.
 
     Equal products, such as those of equal layers, are traced and lowered once.
@@ -39,13 +48,13 @@ def read_dense(equation: Equation, inputs: Sequence[Operand], in_turn: bool) -> 
         inputs = [dataclasses.replace(x, name="") if isinstance(x, Kept) else x for x in inputs]
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, in_turn)
-    return _run_once(read, arrays) if is_shared else read.run(arrays)
+    return _bind_compiled(read, arrays) if is_shared else read.bind(arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_once(read: DenseRead, arrays: Arrays) -> Arrays:
-    """Returns `read.run`, which is traced and lowered once for equal reads."""
-    return read.run(arrays)
+def _bind_compiled(read: DenseRead, arrays: Arrays) -> Arrays:
+    """Returns `read.bind(arrays)`, which is traced and lowered once for equal reads."""
+    return read.bind(arrays)
 
 
 def _find_equal(product: Equation) -> Equation:
@@ -75,18 +84,34 @@ class DenseRead:
     structure: jax.tree_util.PyTreeDef
     in_turn: bool
 
-    def run(self, arrays: Sequence[jax.Array]) -> Arrays:
-        """Returns the outputs of the equation."""
-        read = jax.custom_vjp(self._forward)
-        read.defvjp(self._save, self._backward)
-        return list(read(*sharding.vary_alike(arrays)))
+    def bind(self, arrays: Sequence[jax.Array]) -> Arrays:
+        """Returns the outputs of the equation, with the rule for derivatives."""
+        bind = jax.custom_vjp(self._forward)
+        bind.defvjp(self._save, self._backward)
+        return list(bind(*sharding.vary_alike(arrays)))
 
     def _forward(self, *arrays: jax.Array) -> Arrays:
+        """Returns the outputs; dense parameters wait for the inputs that are dense already."""
         dense = [x for x in self._inputs(arrays) if not isinstance(x, Kept | Deferred)]
-        return self._run(arrays, dense)
+        return self._bind_dense(arrays, dense)
+
+    def _bind_dense(self, arrays: Sequence[jax.Array], after: Arrays) -> Arrays:
+        """Makes pending inputs dense, and binds the equation; has jax's own derivatives.
+
+        Args:
+          arrays: the leaves of the inputs.
+          after: arrays for which the dense parameters wait if `in_turn`.
+        """
+        inputs = self._inputs(arrays)
+        if not self.in_turn:
+            return self.equation.bind([densify(x) for x in inputs])
+        token = make_token(after)
+        if _is_widened(self.equation, inputs):
+            return _multiply_wide(self.equation, inputs, token)
+        return self.equation.bind([densify(x, token) for x in inputs])
 
     def _save(self, *arrays: jax.Array) -> tuple[Arrays, Sequence[jax.Array]]:
-        """Returns the outputs and the arrays for `_backward`.
+        """Returns the outputs, and the arrays for `_backward`.
 
         `jax.vjp` replaces a call with its own rule for reverse derivatives by the forward pass of
         this rule, which has forward derivatives. The call has none: with `_forward`, forward
@@ -97,59 +122,53 @@ class DenseRead:
         return self._forward(*arrays), arrays
 
     def _backward(self, arrays: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
-        """Returns the gradients of the arrays, `None` for integers."""
+        """Returns the gradients of the arrays, `None` for integers.
+
+        Of a product, the gradient of the pending operand comes first: the other gradient waits.
+        """
         cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
-        kept, dense = _number_floats(inputs)
+        pending, dense = _number_floats(inputs)
         if self.equation.name in PRODUCTS and sum(map(is_pending, inputs)) == 1:
-            gradients = self._differentiate_kept(arrays, kept, dense, cotangents)
-            remaining = dense
-        else:
-            gradients, remaining = {}, kept + dense
-        if remaining:
+            gradients = self._differentiate_pending(arrays, pending, dense, cotangents)
             # The second dense array is not made before the gradient by the first is computed.
             after = [*gradients.values()] or cotangents
-            gradients |= self._differentiate(arrays, remaining, cotangents, after)
+            gradients |= self._differentiate(arrays, dense, cotangents, after)
+        else:
+            gradients = self._differentiate(arrays, pending + dense, cotangents, after=cotangents)
         return tuple(gradients.get(number) for number in range(len(arrays)))
 
-    def _differentiate_kept(
-        self, arrays: Arrays, kept: list[int], dense: list[int], cotangents: Arrays
+    def _differentiate_pending(
+        self, arrays: Arrays, pending: list[int], dense: list[int], cotangents: Arrays
     ) -> dict[int, jax.Array]:
         """Returns the gradients of the arrays of the pending operand of a product, by number."""
         operands = find_operands(self.equation, self._inputs(arrays))
         relaid = cotangents
-        if operands and kept and dense:
+        if operands and pending and dense:
             gradient = operands[1].layout.differentiate(self.equation, *operands, *cotangents)
             if gradient is not None:
-                return {kept[0]: gradient}
+                return {pending[0]: gradient}
             other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
             arrays = [other if number == dense[0] else x for number, x in enumerate(arrays)]
-        return self._differentiate(arrays, kept, relaid, after=cotangents)
+        return self._differentiate(arrays, pending, relaid, after=cotangents)
 
     def _differentiate(
         self, arrays: Arrays, numbers: list[int], cotangents: Arrays, after: Arrays
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of some arrays, by number; see `_run`."""
+        """Returns the gradients of the arrays of these numbers, by number; see `_bind_dense`."""
 
-        def run(*chosen: jax.Array) -> Arrays:
+        def bind_replaced(*chosen: jax.Array) -> Arrays:
             replaced = dict(zip(numbers, chosen, strict=True))
             each = [replaced.get(number, array) for number, array in enumerate(arrays)]
-            return self._floats(self._run(each, after))
+            return self._floats(self._bind_dense(each, after))
 
-        pull_back = jax.vjp(run, *(arrays[number] for number in numbers))[1]
+        if not numbers:
+            return {}
+        pull_back = jax.vjp(bind_replaced, *(arrays[number] for number in numbers))[1]
         return dict(zip(numbers, pull_back(cotangents), strict=True))
 
-    def _run(self, arrays: Sequence[jax.Array], after: Arrays) -> Arrays:
-        """Returns the outputs; dense parameters wait for the arrays `after`."""
-        inputs = self._inputs(arrays)
-        if not self.in_turn:
-            return self.equation.bind([densify(x) for x in inputs])
-        token = make_token(after)
-        if _is_widened(self.equation, inputs):
-            return _multiply_wide(self.equation, inputs, token)
-        return self.equation.bind([densify(x, token) for x in inputs])
-
-    def _inputs(self, arrays: Sequence[jax.Array]) -> list[Operand]:
-        inputs: list[Operand] = jax.tree.unflatten(self.structure, arrays)
+    def _inputs(self, arrays: Sequence[jax.Array]) -> list[MaybePending]:
+        """Returns the inputs of the equation, whose leaves are the arrays."""
+        inputs: list[MaybePending] = jax.tree.unflatten(self.structure, arrays)
         return inputs
 
     def _floats(self, outputs: Arrays) -> Arrays:
@@ -159,7 +178,7 @@ class DenseRead:
 
 
 def find_operands(
-    equation: Equation, inputs: Sequence[Operand]
+    equation: Equation, inputs: Sequence[MaybePending]
 ) -> tuple[int, Kept, jax.Array] | None:
     """Returns the operands of a product of kept values and a dense array.
 
@@ -219,7 +238,7 @@ def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
     return laid_out.transpose(np.argsort(order))
 
 
-def _is_widened(equation: Equation, inputs: Sequence[Operand]) -> bool:
+def _is_widened(equation: Equation, inputs: Sequence[MaybePending]) -> bool:
     """Returns whether XLA multiplies bfloat16 numbers of a product as float32.
 
     XLA on CPUs does, if the result is bfloat16, and rounds the result.
@@ -241,7 +260,7 @@ def _widens_exactly(kept: Kept) -> bool:
     return is_exact and kept.observer is None
 
 
-def _multiply_wide(equation: Equation, inputs: Sequence[Operand], token: Token) -> Arrays:
+def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: Token) -> Arrays:
     """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
 
     Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
@@ -262,7 +281,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Operand], token: Token) 
     return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
-def _number_floats(inputs: Sequence[Operand]) -> tuple[list[int], list[int]]:
+def _number_floats(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
     """Returns the numbers of the leaves that are floats: of pending arrays, and of dense ones."""
     pending, dense, number = list[int](), list[int](), 0
     for each in inputs:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, Operand, densify, is_pending, kept_in
+from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, kept_in
 from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
 from sparsity.compacting.formats.base import Kept
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
@@ -27,10 +27,10 @@ from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
 
-Record: TypeAlias = Callable[[Equation, Sequence[Operand], bool], None]
+Record: TypeAlias = Callable[[Equation, Sequence[MaybePending], bool], None]
 
 
-class Densifier(Interpreter[Operand]):
+class Densifier(Interpreter[MaybePending]):
     """Interpreter of programs whose inputs may be kept values.
 
     Args:
@@ -45,15 +45,15 @@ class Densifier(Interpreter[Operand]):
     ) -> None:
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 
-    def run(self, program: Program, inputs: Sequence[Operand]) -> list[Operand]:
+    def run(self, program: Program, inputs: Sequence[MaybePending]) -> list[MaybePending]:
         return [densify(output) for output in super().run(program, inputs)]
 
-    def evaluate(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+    def evaluate(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         if not any(map(is_pending, inputs)):
             return equation.bind(inputs)
         return super().evaluate(equation, inputs)
 
-    def call(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+    def call(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         body = equation.inner_programs[0]
         if equation.is_remat:
@@ -63,7 +63,7 @@ class Densifier(Interpreter[Operand]):
             return self._read(equation, inputs)
         return super().run(body, inputs)
 
-    def bind(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+    def bind(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         """Returns the outputs of an equation; the first row that fits decides.
 
         | equation                                            | pending inputs    | outputs  |
@@ -103,12 +103,14 @@ class Densifier(Interpreter[Operand]):
     def list_step_inputs(self, scan: Equation) -> PyTree:
         return jnp.arange(scan.length) if self._in_turn else None
 
-    def read_layer(self, array: Operand, stack: Operand, step_inputs: PyTree) -> Operand:
+    def read_layer(
+        self, array: MaybePending, stack: MaybePending, step_inputs: PyTree
+    ) -> MaybePending:
         if isinstance(array, Kept) and isinstance(stack, Kept):
             return array.layer(stack, step_inputs)
         return array
 
-    def scan(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+    def scan(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         (body,) = equation.list_bodies()
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
@@ -117,34 +119,34 @@ class Densifier(Interpreter[Operand]):
         dense = [self._densify(equation, x) for x in carry]
         return super().scan(equation, [*constants, *dense, *stacks])
 
-    def while_loop(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+    def while_loop(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         first = len(inputs) - len(equation.outputs)
         carry = [self._densify(equation, x) for x in inputs[first:]]
         return super().while_loop(equation, [*inputs[:first], *carry])
 
-    def cond(self, equation: Equation, inputs: list[Operand]) -> Sequence[Operand]:
+    def cond(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         return super().cond(equation, [densify(inputs[0]), *inputs[1:]])
 
-    def _densify(self, equation: Equation, array: Operand) -> jax.Array:
+    def _densify(self, equation: Equation, array: MaybePending) -> jax.Array:
         if is_pending(array):
             self._record(equation, [array], True)
         return densify(array)
 
-    def _read(self, equation: Equation, inputs: list[Operand]) -> Arrays:
+    def _read(self, equation: Equation, inputs: list[MaybePending]) -> Arrays:
         """Returns the outputs of an equation that reads pending arrays as dense ones."""
         _check_casts(equation, inputs)
         self._record(equation, inputs, True)
         return read_dense(equation, inputs, self._in_turn)
 
 
-def _is_stack(array: Operand) -> bool:
+def _is_stack(array: MaybePending) -> bool:
     """Returns whether a scan can take the layers of an array."""
     return not is_pending(array) or (
         isinstance(array, Kept) and array.depth > 0 and array.axes[0] == 0
     )
 
 
-def _check_casts(equation: Equation, inputs: Sequence[Operand]) -> None:
+def _check_casts(equation: Equation, inputs: Sequence[MaybePending]) -> None:
     """Raises a ValueError if an equation reads quantized values, whose kept ones are floats.
 
     A cast to a wider float may read them, and equations of layout.
@@ -164,7 +166,7 @@ def _check_casts(equation: Equation, inputs: Sequence[Operand]) -> None:
                 )
 
 
-def _map_values(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
+def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
@@ -191,7 +193,7 @@ def _map_values(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
     return None
 
 
-def _move_axes(equation: Equation, inputs: Sequence[Operand]) -> Kept | None:
+def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | None:
     """Returns a transpose, or layers of a stack, as kept values; `None` for other equations."""
     kept, params = inputs[0], equation.params
     if not isinstance(kept, Kept):

@@ -117,21 +117,21 @@ def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
     """
     while nodes := trees.find_nodes(state, SparseState):
         state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
-    masked = [owner for owner in jax.tree.leaves(stored_tree) if owner.layout is not None]
-    names = {owner.layout.shape: owner.name for owner in masked}
+    masked = [stored for stored in jax.tree.leaves(stored_tree) if stored.layout is not None]
+    names = {stored.layout.shape: stored.name for stored in masked}
 
-    def gather(owner: StoredParameter | None, leaf: PyTree) -> PyTree:
+    def gather(stored: StoredParameter | None, leaf: PyTree) -> PyTree:
         shape = jnp.shape(leaf)
-        if owner is None:
+        if stored is None:
             owners.check_stray(leaf, names, _REMEDY)
             return leaf
-        if owner.layout is None or shape == owner.layout.shape:
-            return owner.gather(leaf)
+        if stored.layout is None or shape == stored.layout.shape:
+            return stored.gather(leaf)
         if np.size(leaf) == 1:
             return leaf
         raise ValueError(
-            f"opt_state has a leaf of shape {shape} for {owner.name!r} of shape "
-            f"{owner.layout.shape}: it holds no moment for each entry, as factored moments, and "
+            f"opt_state has a leaf of shape {shape} for {stored.name!r} of shape "
+            f"{stored.layout.shape}: it holds no moment for each entry, as factored moments, and "
             "kept values would train otherwise than the masked model. Use an optimizer that works "
             f"entry by entry, or {_REMEDY}."
         )
@@ -148,8 +148,8 @@ def densify_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
       ValueError: a leaf holds no moment for each kept value; the error names the parameter.
     """
 
-    def densify(owner: StoredParameter | None, leaf: jax.Array) -> jax.Array:
-        return leaf if owner is None or not _has_moments(owner, leaf) else owner.densify(leaf)
+    def densify(stored: StoredParameter | None, leaf: jax.Array) -> jax.Array:
+        return leaf if stored is None or not _has_moments(stored, leaf) else stored.densify(leaf)
 
     owners.check_state(stored_tree, state, _REMEDY)
     return owners.map_owned(densify, stored_tree, state)
@@ -158,23 +158,23 @@ def densify_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
 def check_kept_state(stored_tree: StoredTree, state: PyTree) -> None:
     """Raises a ValueError that names a parameter without a moment for each kept value."""
     owners.check_state(stored_tree, state, _REMEDY)
-    owners.map_owned(lambda owner, leaf: owner and _has_moments(owner, leaf), stored_tree, state)
+    owners.map_owned(lambda stored, leaf: stored and _has_moments(stored, leaf), stored_tree, state)
 
 
-def _has_moments(owner: StoredParameter, leaf: jax.Array) -> bool:
+def _has_moments(stored: StoredParameter, leaf: jax.Array) -> bool:
     """Returns whether a leaf of a parameter holds a moment for each kept value.
 
     Raises:
       ValueError: the leaf holds others; optimizers write one entry where they keep no moment.
     """
     shape = jnp.shape(leaf)
-    if owner.layout is None or (np.size(leaf) == 1 and shape != owner.layout.kept_shape):
+    if stored.layout is None or (np.size(leaf) == 1 and shape != stored.layout.kept_shape):
         return False
-    if shape == owner.layout.kept_shape:
+    if shape == stored.layout.kept_shape:
         return True
     raise ValueError(
-        f"opt_state has a leaf of shape {shape} for {owner.name!r}, whose kept values have shape "
-        f"{owner.layout.kept_shape}: it holds no moment for each of them, as factored moments, or "
+        f"opt_state has a leaf of shape {shape} for {stored.name!r}, whose kept values have shape "
+        f"{stored.layout.kept_shape}: it holds no moment for each of them, as factored moments, or "
         "is that of other parameters. Give the state of an optimizer of model.params that works "
         "entry by entry."
     )
@@ -191,13 +191,13 @@ def compare_kept_updates(
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-    owned: dict[trees.KeyPath, StoredParameter] = trees.leaves_by_path(stored_tree)
+    stored_by_path: dict[trees.KeyPath, StoredParameter] = trees.leaves_by_path(stored_tree)
 
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        return owned[path].densify(owned[path].gather(leaf))
+        return stored_by_path[path].densify(stored_by_path[path].gather(leaf))
 
     def cut(tree: PyTree) -> PyTree:
-        return trees.map_matched(lambda path, leaf: owned[path].gather(leaf), tree)
+        return trees.map_matched(lambda path, leaf: stored_by_path[path].gather(leaf), tree)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
     if isinstance(jax.eval_shape(tx.init, masked), SparseState):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsity.compacting.deferred import Operand, kept_in
+from sparsity.compacting.deferred import MaybePending, kept_in
 from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.base import FormatLayout, Kept, is_kept
 from sparsity.compacting.observer import Observer
@@ -35,13 +35,16 @@ class Read(NamedTuple):
     """
 
     equation: Equation
-    inputs: list[Operand]
+    inputs: list[MaybePending]
     is_dense: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StoredModel:
     """A model whose masked parameters are stored as kept values; attributes as in `Compact`.
+
+    The tree `indices` holds the positions of each parameter, which are `positions` elsewhere: users
+    and checkpoints know it by this name.
 
     Attributes:
       start: the parameters, the optimizer's state and the update error that the model was made
@@ -145,7 +148,7 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
     params, args = sharding.abstract((params, args))
     reads: list[Read] = []
 
-    def record(equation: Equation, inputs: Sequence[Operand], is_dense: bool) -> None:
+    def record(equation: Equation, inputs: Sequence[MaybePending], is_dense: bool) -> None:
         shapes = jax.tree.map(sharding.abstract, list(inputs))
         reads.append(Read(equation, shapes, is_dense))
 
@@ -192,7 +195,7 @@ def make_rows(model: StoredModel) -> list[Row]:
 
 def _retrace(
     model: StoredModel, params: Params, args: tuple[PyTree, ...], observers: Mapping[Path, Observer]
-) -> tuple[Graph, list[Operand]]:
+) -> tuple[Graph, list[MaybePending]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
     wrapped = wrap_values(model, params, observers)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.deferred import Operand, densify, kept_in
+from sparsity.compacting.deferred import MaybePending, densify, kept_in
 from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.base import is_kept
 from sparsity.compacting.stored_model import Read, StoredModel, list_reads
@@ -21,7 +21,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.reports.times import rounds_in_turn
 
 Seconds: TypeAlias = dict[Path, dict[str, float]]
-Program: TypeAlias = Callable[[], object]
+TimedCall: TypeAlias = Callable[[], object]
 
 _NOISE = 1.02  # seconds that count as equally fast
 _MOST_ROUNDS = 5  # times `rounds`, for formats that are nearly as fast as the fastest one
@@ -37,15 +37,15 @@ def measure(models: Mapping[str, StoredModel], args: tuple[PyTree, ...], rounds:
       args: inputs of the model.
       rounds: number of measurements of each product; see `time_until_clear`.
     """
-    programs: dict[Path, dict[str, list[tuple[str, Program]]]] = {}
+    calls: dict[Path, dict[str, list[tuple[str, TimedCall]]]] = {}
     for name, model in models.items():
         paths = {trees.join_names(x): x for x, each in model.layouts if each.format == name}
         for read in list_reads(model, model.graph.model.example[0], args):
             for kept in kept_in(read.inputs):
                 if kept.name in paths:
-                    by_format = programs.setdefault(paths[kept.name], {})
-                    by_format.setdefault(name, []).append(_make_program(read, model))
-    return {path: _time(by_format, rounds) for path, by_format in programs.items()}
+                    by_format = calls.setdefault(paths[kept.name], {})
+                    by_format.setdefault(name, []).append(_make_call(read, model))
+    return {path: _time(by_format, rounds) for path, by_format in calls.items()}
 
 
 def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Path, str]:
@@ -58,21 +58,23 @@ def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Pat
     return chosen
 
 
-def _time(by_format: Mapping[str, Sequence[tuple[str, Program]]], rounds: int) -> dict[str, float]:
+def _time(
+    by_format: Mapping[str, Sequence[tuple[str, TimedCall]]], rounds: int
+) -> dict[str, float]:
     """Returns the seconds of each format, measured in turn; equal shapes are measured once."""
     described = [f"{name}: {text}" for name in by_format for text, _ in by_format[name]]
     key = " | ".join([f"{rounds} rounds", *described])
     if key not in _measured:
 
         def run(name: str) -> list[object]:
-            return [program() for _, program in by_format[name]]
+            return [call() for _, call in by_format[name]]
 
         runs = {name: functools.partial(run, name) for name in by_format}
         _measured[key] = time_until_clear(runs, rounds)
     return _measured[key]
 
 
-def time_until_clear(runs: Mapping[str, Program], rounds: int) -> dict[str, float]:
+def time_until_clear(runs: Mapping[str, TimedCall], rounds: int) -> dict[str, float]:
     """Returns the seconds of each format, from the ratios of each round.
 
     Other work of the machine slows all formats of a round, so that ratios are steadier than
@@ -103,8 +105,8 @@ def time_until_clear(runs: Mapping[str, Program], rounds: int) -> dict[str, floa
     return {x: float(np.median(seconds[fastest]) * np.median(ratios[x])) for x in runs}
 
 
-def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
-    """Returns a description of the shapes of a product, and a program that runs both its passes."""
+def _make_call(read: Read, model: StoredModel) -> tuple[str, TimedCall]:
+    """Returns a description of the shapes of a product, and a call that runs both its passes."""
     arrays, structure = jax.tree.flatten(_make_inputs(read.inputs, model))
     places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
 
@@ -126,7 +128,7 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 
-def _make_inputs(inputs: list[Operand], model: StoredModel) -> list[Operand]:
+def _make_inputs(inputs: list[MaybePending], model: StoredModel) -> list[MaybePending]:
     """Returns inputs of a product, given as shapes, with the kept values of a model or random data.
 
     Frozen entries count as zeros. A product within a scan gets the first layer.
@@ -148,7 +150,7 @@ def _make_inputs(inputs: list[Operand], model: StoredModel) -> list[Operand]:
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
 
-    filled: list[Operand] = jax.tree.map(fill, inputs, is_leaf=is_kept)
+    filled: list[MaybePending] = jax.tree.map(fill, inputs, is_leaf=is_kept)
     return filled
 
 

@@ -32,21 +32,6 @@ from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_optimizer
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class KeptEntries:
-    """Entries of a parameter that a mask keeps.
-
-    Attributes:
-      layout: layout of the entries; its slices are equal parts of the parameter, one for each
-        device of a mesh; `batch_shape` counts them along each axis. A single part has no axes.
-      positions: int32[*parts, k], the positions of the entries within each part; `None` if the mask
-        keeps all entries.
-    """
-
-    layout: KeptLayout
-    positions: np.ndarray | None
-
-
 def train_only(
     tx: optax.GradientTransformation, masks: Masks
 ) -> optax.GradientTransformationExtraArgs:
@@ -93,7 +78,7 @@ def train_only(
     """
     check_optimizer("tx", tx)
     check_no_state(masks)
-    trainer = _Trainer(optax.with_extra_args_support(tx), read_kept_entries(masks))
+    trainer = _Trainer(optax.with_extra_args_support(tx), *_locate_kept(masks))
     return optax.GradientTransformationExtraArgs(trainer.init, trainer.update)
 
 
@@ -103,20 +88,25 @@ class _Trainer:
 
     Attributes:
       inner: the optimizer.
-      entries: kept entries by path of the parameters.
+      layouts: layout of the kept entries of each trained parameter; its slices are equal parts of
+        the parameter, one for each device of a mesh; `batch_shape` counts them along each axis. A
+        single part has no axes.
+      positions: int32[*parts, k], the positions of the kept entries within each part, without
+        parameters whose mask keeps all entries.
     """
 
     inner: optax.GradientTransformationExtraArgs
-    entries: dict[trees.KeyPath, KeptEntries]
+    layouts: dict[trees.KeyPath, KeptLayout]
+    positions: dict[trees.KeyPath, np.ndarray]
 
     def init(self, params: Params) -> KeptState:
         """Returns the positions of the kept entries, and the state of their optimizer."""
         trained = self._select_trained(params, "params", params)
         for path, leaf in trees.leaves_by_path(trained).items():
-            _check_parameter(path, leaf, self.entries[path])
+            _check_parameter(path, leaf, self.layouts[path], is_full=path not in self.positions)
 
         def place(path: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-            stored = self.entries[path].positions
+            stored = self.positions.get(path)
             return None if stored is None else _place_positions(stored, leaf)
 
         positions = trees.map_matched(place, trained)
@@ -160,18 +150,17 @@ class _Trainer:
           structure: tree of parameters; gradients may have `None` at frozen ones.
         """
         leaves = trees.leaves_by_path(tree)
-        trees.check_paths(leaves, self.entries, role, "masks")
-        for path, entries in self.entries.items():
-            shape = entries.layout.shape
-            if jnp.shape(leaves[path]) != shape:
+        trees.check_paths(leaves, self.layouts, role, "masks")
+        for path, layout in self.layouts.items():
+            if jnp.shape(leaves[path]) != layout.shape:
                 raise ValueError(
-                    f"The mask of {trees.path_string(path)!r} has the shape {shape}, the "
+                    f"The mask of {trees.path_string(path)!r} has the shape {layout.shape}, the "
                     f"{role} have {jnp.shape(leaves[path])}. Masks are made for these parameters; "
                     "unpack packed masks: sparsity.unpack_masks(masks, params)."
                 )
 
         def select(path: trees.KeyPath, _: PyTree) -> PyTree:
-            return leaves[path] if path in self.entries else optax.MaskedNode()
+            return leaves[path] if path in self.layouts else optax.MaskedNode()
 
         return trees.map_matched(select, structure)
 
@@ -181,8 +170,8 @@ class _Trainer:
         def read(
             path: trees.KeyPath, leaf: jax.Array, leaf_positions: jax.Array | None
         ) -> KeptParameter | None:
-            layout = self.entries[path].layout
-            expected = None if self.entries[path].positions is None else layout.kept_shape
+            layout = self.layouts[path]
+            expected = layout.kept_shape if path in self.positions else None
             if (None if leaf_positions is None else leaf_positions.shape) != expected:
                 raise ValueError(
                     f"The state of {trees.path_string(path)!r} has positions of shape "
@@ -197,8 +186,10 @@ class _Trainer:
         return trees.map_matched(read, trained, positions)
 
 
-def read_kept_entries(masks: Masks) -> dict[trees.KeyPath, KeptEntries]:
-    """Returns the kept entries of each parameter, without parameters that have none.
+def _locate_kept(
+    masks: Masks,
+) -> tuple[dict[trees.KeyPath, KeptLayout], dict[trees.KeyPath, np.ndarray]]:
+    """Returns layouts and positions as in `_Trainer`, without parameters that keep no entry.
 
     Args:
       masks: tree of masks, not packed.
@@ -207,19 +198,21 @@ def read_kept_entries(masks: Masks) -> dict[trees.KeyPath, KeptEntries]:
       ValueError: masks are traced, have other entries than 0 and 1, or keep nothing.
     """
     check_values("masks", masks, "Call train_only outside of jit, scan and vmap.")
-    entries = {}
+    layouts, positions = {}, {}
     for path, mask in trees.leaves_by_path(masks).items():
         name, array = trees.path_string(path), np.asarray(jax.device_get(mask))
         check_entries(array, name)
         if array.any():
-            entries[path] = _read_entries(name, array != 0, count_parts(mask))
-    if not entries:
+            layouts[path] = layout = _make_layout(name, array != 0, count_parts(mask))
+            if not array.all():
+                positions[path] = layout.list_positions(array)
+    if not layouts:
         raise ValueError("masks keep no entry, so that train_only has nothing to train.")
-    return entries
+    return layouts, positions
 
 
-def _read_entries(name: str, mask: np.ndarray, parts: tuple[int, ...]) -> KeptEntries:
-    """Returns the entries that a mask, bool, keeps of the parts that devices share."""
+def _make_layout(name: str, mask: np.ndarray, parts: tuple[int, ...]) -> KeptLayout:
+    """Returns the layout of the entries that a mask, bool, keeps of the parts of devices."""
     stack: tuple[int, ...] = ()
     split_shape: tuple[int, ...] | None = None
     if math.prod(parts) > 1:
@@ -228,18 +221,17 @@ def _read_entries(name: str, mask: np.ndarray, parts: tuple[int, ...]) -> KeptEn
         stack = tuple(range(0, len(split_shape), 2))
     layout = SliceLayout(mask.shape, stack, split_shape)
     n, k = layout.slice_size, int(layout.count_kept(mask).max())
-    layout = KeptLayout(mask.shape, stack, split_shape, slice_kept_shape=(k,))
-    if mask.all():
-        return KeptEntries(layout, None)
-    if n + k >= 2**31:
+    if not mask.all() and n + k >= 2**31:
         raise ValueError(
             f"train_only: {name!r} of shape {mask.shape} has parts of {n} entries, more than "
             "32-bit positions reach. Shard the parameter and its mask."
         )
-    return KeptEntries(layout, layout.list_positions(mask))
+    return KeptLayout(mask.shape, stack, split_shape, slice_kept_shape=(k,))
 
 
-def _check_parameter(path: trees.KeyPath, param: jax.Array, entries: KeptEntries) -> None:
+def _check_parameter(
+    path: trees.KeyPath, param: jax.Array, layout: KeptLayout, is_full: bool
+) -> None:
     """Raises a ValueError if a parameter cannot be trained, or lies on other devices."""
     name = trees.path_string(path)
     if not trees.is_prunable(param):
@@ -249,9 +241,9 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, entries: KeptEntries
         )
     parts, is_placed = count_parts(param), find_sharding(param) is not None
     # The type of a traced array does not show how Auto axes of a mesh divide the array.
-    if entries.positions is None or not is_placed or (is_traced(param) and math.prod(parts) == 1):
+    if is_full or not is_placed or (is_traced(param) and math.prod(parts) == 1):
         return
-    mask_parts = entries.layout.batch_shape or (1,) * param.ndim
+    mask_parts = layout.batch_shape or (1,) * param.ndim
     if parts != mask_parts:
         raise ValueError(
             f"train_only: {name!r} of shape {param.shape} is sharded in {parts} parts, its mask in "

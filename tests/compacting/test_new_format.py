@@ -33,7 +33,7 @@ class Backwards(FormatLayout):
     def scatter_slice(self, values, positions, flat):
         return flat[::-1].at[positions].set(values)[::-1]
 
-    def rows(self, mask):
+    def mark_units(self, mask):
         return self.slices(mask)[..., ::-1].reshape(-1, self.slice_size)
 
 

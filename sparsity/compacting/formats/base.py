@@ -54,8 +54,8 @@ class MaskedParameter(NamedTuple):
 class FormatLayout(KeptLayout):
     """Layout of the kept values of one parameter in a format; hashable, without arrays.
 
-    A format overrides `make` and `scatter_slice`, `rows` if masks move, and other methods where
-    the format differs from values in the order of the parameter.
+    A format overrides `make` and `scatter_slice`, `mark_units` if masks move, and other methods
+    where the format differs from values in the order of the parameter.
 
     Attributes:
       format: name of the format.
@@ -94,7 +94,7 @@ class FormatLayout(KeptLayout):
         """
         raise NotImplementedError
 
-    def rows(self, mask: jax.Array) -> jax.Array:
+    def mark_units(self, mask: jax.Array) -> jax.Array:
         """Returns the mask of the units, such as entries, to which positions count, [rows, n]."""
         raise NotImplementedError
 
@@ -142,15 +142,15 @@ class FormatLayout(KeptLayout):
 
     # Programs
 
-    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
           token: see `Kept.densify`.
+          keep_bits: see `Kept.densify`; `Values` reads the flag.
         """
-        size, dtype = self.slice_size, kept.values.dtype
-        start = jnp.asarray(0 if token is None else token)
+        size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
         if kept.frozen is None or self.frozen_dtype is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.scatter_slice(kept.values, kept.positions, zeros)
@@ -162,8 +162,8 @@ class FormatLayout(KeptLayout):
         outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
         return self.scatter_slice(kept.values, kept.positions + start, outside)
 
-    def read(self, kept: Kept) -> jax.Array | None:
-        """Returns the dense array for an equation of the model, `None` to build its slices."""
+    def find_dense(self, kept: Kept) -> jax.Array | None:
+        """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
         return None
 
     def multiply(
@@ -202,12 +202,12 @@ class FormatLayout(KeptLayout):
           mask: uint8 mask of the shape of the parameter; keeps as many entries of each slice as
             are stored.
         """
-        return self.locate_rows(self.rows(mask))
+        return self.locate_units(self.mark_units(mask))
 
-    def locate_rows(self, rows: jax.Array) -> jax.Array:
-        """Returns the positions of the units that `rows` keep."""
+    def locate_units(self, marks: jax.Array) -> jax.Array:
+        """Returns the positions of the units that a mask of units, [rows, n], keeps."""
         k = self.positions_shape[-1]
-        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), rows)
+        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), marks)
         return positions.reshape(self.positions_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -231,8 +231,12 @@ class FormatLayout(KeptLayout):
         slots, stays = map_rows(find, *rows)
         return slots.reshape(new.shape), stays.reshape(new.shape)
 
-    def count_rows(self, pattern: SparsityType) -> int | None:
-        """Returns the number of rows in which units move; `None` if the pattern moves masks."""
+    def count_unit_rows(self, pattern: SparsityType) -> int | None:
+        """Returns the number of rows whose units move one by one.
+
+        Returns:
+          `None` for another pattern, which moves the mask of a slice in its own way.
+        """
         return None
 
     def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
@@ -339,35 +343,41 @@ class Kept:
         """Returns an array of other values, which are computed from `read_values`."""
         return dataclasses.replace(self, values=values, layers=None)
 
-    def densify(self, token: Token | None = None) -> jax.Array:
-        """Returns the dense array.
+    def densify(self, token: Token = 0, *, keep_bits: bool = False) -> jax.Array:
+        """Returns the dense array; observes no gradient.
 
         Args:
-          token: an int32 0; no array is allocated before its value exists. `None` copies frozen
-            entries bit by bit, NaN included; within a scan the copy has no second derivatives.
+          token: an int32 0; no array is allocated before its value exists.
+          keep_bits: whether to copy frozen entries bit by bit, NaN included; within a scan the copy
+            has no second derivatives.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
+        join_slices = functools.partial(self._join_slices, keep_bits=keep_bits)
         if placed is None:
-            return self._join_slices(kept, token)
+            return join_slices(kept, token)
         divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
         spec = dict(zip(divided, placed.spec, strict=False))
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
-        dense = auto_axes(self._join_slices, out_sharding=sharding.fit(target, self.shape))
+        dense = auto_axes(join_slices, out_sharding=sharding.fit(target, self.shape))
         array: jax.Array = dense(kept, token)
         return array
 
-    def read(self, token: Token = 0) -> jax.Array:
-        """Returns the dense array for an equation of the model; see `densify`."""
-        dense = self.layout.read(self)
+    def densify_observed(self, token: Token = 0) -> jax.Array:
+        """Returns the dense array for an equation of the model, whose gradient `observer` gets.
+
+        Args:
+          token: see `densify`.
+        """
+        dense = self.layout.find_dense(self)
         dense = self.densify(token) if dense is None else dense
         if self.observer is None:
             return dense
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
-    def _join_slices(self, kept: Self, token: Token | None) -> jax.Array:
-        densify = functools.partial(self.layout.densify_slice, token=token)
+    def _join_slices(self, kept: Self, token: Token, *, keep_bits: bool) -> jax.Array:
+        densify = functools.partial(self.layout.densify_slice, token=token, keep_bits=keep_bits)
         for _ in range(self.depth):
             densify = jax.vmap(densify)
         return densify(kept).reshape(self.sizes).transpose(self.axes)

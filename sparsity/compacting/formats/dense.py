@@ -29,7 +29,7 @@ class Dense(FormatLayout):
     def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
 
-    def read(self, kept: Kept) -> jax.Array | None:
+    def find_dense(self, kept: Kept) -> jax.Array | None:
         if not kept.is_plain:
             return None
         # XLA removes a selection of equal arrays, which takes no pass over the parameter; its

@@ -96,9 +96,9 @@ class Grouped(FormatLayout):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        positions = kept.positions if token is None else kept.positions + token
+        positions = kept.positions + token
         return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
 
     def multiply(
@@ -112,21 +112,21 @@ class Grouped(FormatLayout):
         elif product.kind != "dot" or equation.params.get("out_sharding") is not None:
             return None
         contraction = _read_contraction(product, at, kept)
-        if not _fits(contraction, kept, num_inputs):
+        if not _sums_all_inputs(contraction, kept, num_inputs):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)
 
-    def rows(self, mask: jax.Array) -> jax.Array:
+    def mark_units(self, mask: jax.Array) -> jax.Array:
         matrices = _to_matrices(mask, self.stack, self.inputs)
         # All outputs of a group read the same inputs: the first one tells.
         units = matrices[..., :: self.group].swapaxes(-1, -2)
         return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
 
-    def locate_rows(self, rows: jax.Array) -> jax.Array:
+    def locate_units(self, marks: jax.Array) -> jax.Array:
         # Padding is the number of inputs, which 16 bits hold.
-        return jnp.minimum(super().locate_rows(rows), self.num_units)
+        return jnp.minimum(super().locate_units(marks), self.num_units)
 
-    def count_rows(self, pattern: SparsityType) -> int | None:
+    def count_unit_rows(self, pattern: SparsityType) -> int | None:
         has_groups = isinstance(pattern, FanIn) and pattern.group == self.group
         return self.slice_kept_shape[0] if has_groups else None
 
@@ -222,7 +222,7 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
     return lax.slice(image, [0] * image.ndim, image.shape, steps)
 
 
-def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
+def _sums_all_inputs(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed, inputs = {*contraction.summed}, {*range(kept.depth, kept.depth + num_inputs)}
     sums_inputs = summed <= inputs and all(kept.sizes[i] == 1 for i in inputs - summed)

@@ -32,11 +32,11 @@ class Values(FormatLayout):
         k = positions.shape[-1]
         return cls(mask.shape, stack, slice_kept_shape=(k,), padding=padding), positions
 
-    def densify_slice(self, kept: Kept, token: Token | None) -> jax.Array:
+    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
         has_bits = has_bits and kept.values.dtype == self.frozen_dtype
-        if token is not None or kept.frozen is None or not has_bits:
-            return super().densify_slice(kept, token)
+        if not keep_bits or kept.frozen is None or not has_bits:
+            return super().densify_slice(kept, token, keep_bits)
         bits = lax.bitcast_convert_type(
             lax.stop_gradient(kept.frozen), unsigned_like(kept.values.dtype)
         )
@@ -45,10 +45,10 @@ class Values(FormatLayout):
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         return _scatter(flat, positions, values)
 
-    def rows(self, mask: jax.Array) -> jax.Array:
+    def mark_units(self, mask: jax.Array) -> jax.Array:
         return self.slices(mask).reshape(math.prod(self.batch_shape), self.num_units)
 
-    def count_rows(self, pattern: SparsityType) -> int | None:
+    def count_unit_rows(self, pattern: SparsityType) -> int | None:
         return 1 if pattern.is_elementwise and pattern.ranks_units else None
 
 

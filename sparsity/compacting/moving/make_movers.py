@@ -41,17 +41,17 @@ def make_movers(
             target = targets.get(path)
             _check_site(updater, sites[path], layout, target)
             if layout.num_kept and not layout.is_full:  # or nothing to drop, or to grow
-                each = rule if rule is not None and _fits(rule, layout, sites[path]) else None
+                each = rule if rule is not None and _can_follow(rule, layout, sites[path]) else None
                 movers[names] = Mover(updater, example, sites, target, path, layout, each)
     return movers
 
 
-def _fits(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
+def _can_follow(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
     """Returns whether slices of a layout can move by a rule."""
     if rule.move_matrix is None:
         return True
     is_slice = site.batch_axes == len(layout.stack) < len(layout.shape)
-    return is_slice and layout.count_rows(site.pattern) == 1
+    return is_slice and layout.count_unit_rows(site.pattern) == 1
 
 
 def _check_updater(updater: UpdaterHooks) -> None:

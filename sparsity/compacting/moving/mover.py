@@ -150,9 +150,9 @@ class Mover:
             if part.gradient is not None:
                 gradient = gradient + densify(part.gradient)
         param = densify(part.values)  # compiled only where a score reads the weight
-        if self.rule is not None and (rows := self._rows()) is not None:
+        if self.rule is not None and (num_rows := self._count_unit_rows()) is not None:
             waiting = part._replace(positions=positions + token)
-            new = self._move_units(waiting, rows, param, gradient)
+            new = self._move_units(waiting, num_rows, param, gradient)
         else:
             mask = densify(jnp.ones(shape, jnp.uint8))
             move = self._move_parameter if self.rule is None else self._move_slice
@@ -179,20 +179,20 @@ class Mover:
         axes = self.site.batch_axes
         return self.site.pattern.move(mask, jnp.abs(param), grow, fraction, batch_axes=axes)
 
-    def _rows(self) -> int | None:
-        """Returns the number of rows in which units move; `None` if the pattern moves masks."""
+    def _count_unit_rows(self) -> int | None:
+        """Returns `FormatLayout.count_unit_rows` for a part; `None` if the pattern moves masks."""
         is_stack = self.site.batch_axes == len(self.part_layout.stack)
-        return self.part_layout.count_rows(self.site.pattern) if is_stack else None
+        return self.part_layout.count_unit_rows(self.site.pattern) if is_stack else None
 
     def _move_units(
-        self, part: SliceArrays, rows: int, param: jax.Array, gradient: jax.Array | None
+        self, part: SliceArrays, num_rows: int, param: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
-        """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
+        """Returns the new positions of entries, or of the inputs of groups, row by row."""
         assert self.rule is not None
         layout, pattern = self.part_layout, self.site.pattern
         drop = layout.pool(jnp.abs(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
-        shape = (rows, -1) if move_matrix is None else (-1, layout.slice_shape[-1])
+        shape = (num_rows, -1) if move_matrix is None else (-1, layout.slice_shape[-1])
         grow: jax.Array | Scores | None = None
         if pattern.is_elementwise:
             flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
@@ -202,11 +202,11 @@ class Mover:
             grow = pattern.pool(scores, self.site.batch_axes).reshape(shape)
         if move_matrix is not None:
             positions, drop = (x.reshape(-1) for x in (part.positions, drop))
-            mask = move_matrix(positions, drop, grow, fraction, self.target).reshape(rows, -1)
+            mask = move_matrix(positions, drop, grow, fraction, self.target).reshape(num_rows, -1)
         else:
-            drop, positions = (x.reshape(rows, -1) for x in (drop, part.positions))
+            drop, positions = (x.reshape(num_rows, -1) for x in (drop, part.positions))
             mask = _drop_and_grow(drop, grow, positions, fraction)
-        return layout.locate_rows(mask)
+        return layout.locate_units(mask)
 
     def _grow_scores(
         self, part: SliceArrays, param: jax.Array, grad: jax.Array | None

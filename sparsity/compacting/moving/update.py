@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.moving.carrier import Carrier, carry_state
+from sparsity.compacting.moving.carry import StoredMove, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
@@ -25,29 +26,34 @@ from sparsity.training.base_updater import BaseUpdater
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 
 
-class Run(NamedTuple):
-    """A compact model in training.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelInTraining:
+    """A compact model and its training so far, which a move of masks continues.
 
     Attributes:
       model: the model.
       params: its parameters.
       opt_state: the optimizer's state of the parameters.
-      step: number of steps so far.
+      count: number of steps so far.
     """
 
     model: StoredModel
     params: Params
     opt_state: optax.OptState
-    step: chex.Numeric
+    count: chex.Numeric
 
 
-def move(
-    run: Run, pruner: BaseUpdater, loss: Loss | None, tx: optax.GradientTransformation | None
+def move_masks(
+    training: ModelInTraining,
+    pruner: BaseUpdater,
+    loss: Loss | None,
+    tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Moves masks; outside of compiled functions, compiled for the arrays that `loss` holds.
 
     Args:
-      run: the model in training.
+      training: the model before the move.
       pruner: the updater.
       loss: ranks entries by gradient.
       tx: the optimizer, for states in which new entries are not 0.
@@ -62,23 +68,23 @@ def move(
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
     objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
-    is_inside = any(map(is_traced, jax.tree.leaves((run, arrays))))
-    call = _move if is_inside else _move_compiled
+    is_inside = any(map(is_traced, jax.tree.leaves((training, arrays))))
+    call = _move_masks if is_inside else _move_masks_compiled
     moved: tuple[PyTree, PyTree, PyTree]
-    moved = call(run, arrays, pruner=pruner, static_loss=(treedef, objects), tx=tx)
+    moved = call(training, arrays, pruner=pruner, static_loss=(treedef, objects), tx=tx)
     return moved
 
 
-def _move(
-    run: Run,
+def _move_masks(
+    training: ModelInTraining,
     arrays: list[jax.Array | None],
     *,
     pruner: BaseUpdater,
     static_loss: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]],
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Moves masks as `move` does; the structure of a loss is static, its leaves are `arrays`."""
-    model, params, opt_state, step = run
+    """Moves masks; the structure of the loss is static, its leaves are `arrays`."""
+    model, params, opt_state = training.model, training.params, training.opt_state
     treedef, objects = static_loss
     if tx is not None:
         read_state(tx, params, opt_state)
@@ -103,7 +109,7 @@ def _move(
             lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
         )
     slices = {
-        path: mover.make_slices(values[path], positions[path], step, direct.get(path))
+        path: mover.make_slices(values[path], positions[path], training.count, direct.get(path))
         for path, mover in movers.items()
     }
     if loss is None:
@@ -117,12 +123,12 @@ def _move(
             ),
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
-    carriers = {
-        path: Carrier(layout, positions[path], new[path])
+    moves = {
+        path: StoredMove(layout, positions[path], new[path])
         for path, layout in model.layouts
         if path in movers
     }
-    new, params, opt_state = carry_state(carriers, params, opt_state, fresh, model.in_turn)
+    new, params, opt_state = carry_state(moves, params, opt_state, fresh, model.in_turn)
     return _replace_leaves(model.indices, new), params, opt_state
 
 
@@ -132,7 +138,7 @@ def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: Params) -> j
     return value
 
 
-_move_compiled = jax.jit(_move, static_argnames=("pruner", "static_loss", "tx"))
+_move_masks_compiled = jax.jit(_move_masks, static_argnames=("pruner", "static_loss", "tx"))
 
 
 def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:

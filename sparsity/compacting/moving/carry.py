@@ -20,8 +20,8 @@ from sparsity.masks.positions import carry_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Carrier:
-    """Takes values of a parameter, and moments like them, to new positions.
+class StoredMove:
+    """Old and new positions of a parameter; takes values, and moments like them, to the new ones.
 
     Attributes:
       layout: layout of the kept values.
@@ -74,7 +74,7 @@ class Carrier:
 
 
 def carry_state(
-    carriers: Mapping[Path, Carrier],
+    moves: Mapping[Path, StoredMove],
     params: Params,
     state: PyTree,
     fresh: PyTree | None,
@@ -83,7 +83,7 @@ def carry_state(
     """Moves parameters and the state of their optimizer to new positions.
 
     Args:
-      carriers: a carrier for each masked parameter.
+      moves: a move for each masked parameter that moves.
       params: tree of parameters; new entries start at 0.
       state: state of the optimizer.
       fresh: state of new entries, `None` for 0.
@@ -92,27 +92,27 @@ def carry_state(
     Returns:
       The new positions by path, the parameters, and the state.
     """
-    owner_tree = trees.map_matched(lambda path, _: carriers.get(trees.path_names(path)), params)
-    kept, starts = ({owner: list[PyTree]() for owner in carriers.values()} for _ in range(2))
+    move_tree = trees.map_matched(lambda path, _: moves.get(trees.path_names(path)), params)
+    kept, starts = ({move: list[PyTree]() for move in moves.values()} for _ in range(2))
 
-    def collect(owner: Carrier | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
-        is_kept = owner is not None and jnp.shape(leaf) == owner.layout.kept_shape
-        if owner is not None and is_kept:
-            kept[owner].append(leaf)
-            starts[owner].append(start)
+    def collect(move: StoredMove | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
+        is_kept = move is not None and jnp.shape(leaf) == move.layout.kept_shape
+        if move is not None and is_kept:
+            kept[move].append(leaf)
+            starts[move].append(start)
         return is_kept
 
-    moves_params = owners.map_owned(collect, owner_tree, params)
+    kept_params = owners.map_owned(collect, move_tree, params)
     fresh_states = () if fresh is None else (fresh,)
-    moves_state = owners.map_owned(collect, owner_tree, state, *fresh_states)
+    kept_state = owners.map_owned(collect, move_tree, state, *fresh_states)
     positions, moved, values = {}, {}, list[jax.Array]()
-    for path, owner in carriers.items():
-        token = make_token([*values, *kept[owner]]) if in_turn else 0
-        positions[path], values = owner.carry(kept[owner], starts[owner], token)
-        moved[owner] = iter(values)
+    for path, move in moves.items():
+        token = make_token([*values, *kept[move]]) if in_turn else 0
+        positions[path], values = move.carry(kept[move], starts[move], token)
+        moved[move] = iter(values)
 
-    def replace(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
-        return next(moved[owner]) if owner is not None and is_kept else leaf
+    def replace(move: StoredMove | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
+        return next(moved[move]) if move is not None and is_kept else leaf
 
-    params = owners.map_owned(replace, owner_tree, params, moves_params)
-    return positions, params, owners.map_owned(replace, owner_tree, state, moves_state)
+    params = owners.map_owned(replace, move_tree, params, kept_params)
+    return positions, params, owners.map_owned(replace, move_tree, state, kept_state)
