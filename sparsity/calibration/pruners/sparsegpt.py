@@ -79,7 +79,7 @@ class SparseGPTPruning(StatisticsPruning):
           ValueError: the pattern is another one, or does not lie along the inputs; the weights are
             complex; the Gram matrix is singular.
         """
-        inputs, innermost = statistic.inputs(param.shape), statistic.contracting[-1]
+        inputs, innermost = statistic.count_inputs(param.shape), statistic.contracting[-1]
         size, n, group = min(self.block_size, inputs), None, None
         if isinstance(pattern := site.pattern, NByM):
             check_groups(site, statistic, param.shape)
@@ -96,7 +96,7 @@ class SparseGPTPruning(StatisticsPruning):
                 "WandaPruning and a refit."
             )
         check_solvable(statistic, param, site.name, self.damping)
-        grams = statistic.grams()
+        grams = statistic.require_grams()
         squares, permutation = statistic.with_squares(param.shape, innermost)
         dtype = promote(param.dtype, np.empty(0, grams.dtype).real.dtype)
         multiple = choose_block_sizes(size, inputs)[0]
@@ -136,7 +136,9 @@ def _prune_by_sweep(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns weights and mask; the Gram matrices of the statistic are factors."""
     is_live = statistic.sums_of_squares()[..., None, :] > 0
-    weights = statistic.parameter(jnp.where(is_live, statistic.matrices(param), 0), param.shape)
+    weights = statistic.from_matrices(
+        jnp.where(is_live, statistic.to_matrices(param), 0), param.shape
+    )
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, factor, size, n, sparsity, group)

@@ -42,7 +42,7 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias restores the means of the outputs, which pruning changes.
-      output_squares: float[2 or 3], the sum of the squared outputs of each matrix of `matrices()`;
+      output_squares: float[2 or 3], the sum of the squared outputs of each of `list_matrices()`;
         `None` if the Gram matrices of the statistic give the sums.
     """
 
@@ -75,7 +75,7 @@ class PrunedLayer(NamedTuple):
         """
         unrefitted = () if self.pruned is self.refitted else (self.pruned,)
         dense, *pruned = host.read((self.dense, self.refitted, *unrefitted))
-        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in pruned))]
+        return [self.statistic.to_matrices(x) for x in (dense, *(dense - x for x in pruned))]
 
 
 @dataclasses.dataclass(frozen=True)
