@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration.pruners.sweep import inverse_factors, sweep
+from sparsity.calibration.inverses import factor_damped_inverse
+from sparsity.calibration.pruners.sweep import sweep
 from tests import helpers
 from tests.calibration import oracles
 
@@ -79,7 +80,7 @@ def test_groups_of_outputs_keep_the_inputs_of_numpy(group, block):
 def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
     weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
     gram = oracles.damped(x.T @ x)
-    factor = inverse_factors(jnp.asarray(x.T @ x), 0.01, np.dtype(float))
+    factor = factor_damped_inverse(jnp.asarray(x.T @ x), 0.01, np.dtype(float))
     done = sweep(jnp.asarray(weights.T), factor, unit, n, 0.5)
     lost = weights - np.asarray(done.weights).T
     np.testing.assert_allclose(jnp.sum(done.errors**2), np.trace(lost @ gram @ lost.T), rtol=1e-10)

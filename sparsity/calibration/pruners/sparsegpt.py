@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration.inverses import factor_damped_inverse
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.pruners.scored import check_groups
-from sparsity.calibration.pruners.sweep import choose_block_sizes, inverse_factors, sweep
+from sparsity.calibration.pruners.sweep import choose_block_sizes, sweep
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding
@@ -100,7 +101,7 @@ class SparseGPTPruning(StatisticsPruning):
         squares, permutation = statistic.with_squares(param.shape, innermost)
         dtype = promote(param.dtype, np.empty(0, grams.dtype).real.dtype)
         multiple = choose_block_sizes(size, inputs)[0]
-        factors = inverse_factors(grams, self.damping, dtype, multiple, permutation)
+        factors = factor_damped_inverse(grams, self.damping, dtype, multiple, permutation)
         prune = functools.partial(_prune_by_sweep, size, n, group)
         weights, mask = sharding.shard_like(
             (param, param), prune, param, dataclasses.replace(squares, gram=factors), target
