@@ -103,9 +103,7 @@ class SparseGPTPruning(StatisticsPruning):
         multiple = choose_block_sizes(size, inputs)[0]
         factors = factor_damped_inverse(grams, self.damping, dtype, multiple, permutation)
         prune = functools.partial(_prune_by_sweep, size, n, group)
-        weights, mask = sharding.shard_like(
-            (param, param), prune, param, dataclasses.replace(squares, gram=factors), target
-        )
+        weights, mask = sharding.shard_like((param, param), prune, param, squares, factors, target)
         if not is_finite(weights):
             raise ValueError(
                 f"{type(self).__name__} found no finite weights for {site.name!r}: its Gram matrix "
@@ -132,18 +130,17 @@ def _prune_by_sweep(
     n: int | None,
     group: int | None,
     param: jax.Array,
-    statistic: Statistic,
+    squares: Statistic,
+    factors: jax.Array,
     sparsity: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns weights and mask; the Gram matrices of the statistic are factors."""
-    is_live = statistic.sums_of_squares()[..., None, :] > 0
-    weights = statistic.from_matrices(
-        jnp.where(is_live, statistic.to_matrices(param), 0), param.shape
-    )
+    """Returns weights and mask, by the squares of the inputs and H^-1, [*batch, n, n]."""
+    is_live = squares.sums_of_squares()[..., None, :] > 0
+    weights = squares.from_matrices(jnp.where(is_live, squares.to_matrices(param), 0), param.shape)
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, factor, size, n, sparsity, group)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = statistic.solve(prune_matrix, weights)
+    pruned, mask = squares.solve(prune_matrix, weights, square_matrices=factors)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

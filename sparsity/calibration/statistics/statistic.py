@@ -122,19 +122,23 @@ class Statistic:
         moved = matrices.reshape([shape[axis] for axis in axes])
         return moved.transpose(np.argsort(axes))
 
-    def solve(self, fn: Callable[..., T], *params: jax.Array) -> T:
+    def solve(
+        self, fn: Callable[..., T], *params: jax.Array, square_matrices: jax.Array | None = None
+    ) -> T:
         """Returns parameters that `fn` computes from the matrices of real ones and their Grams.
 
         Args:
           fn: called with [outputs, inputs] of each parameter, as wide as the Gram, then the Gram.
           *params: real parameters of one shape.
+          square_matrices: [*batch, n, n], real, which `fn` gets in place of the Gram matrices.
         """
-        grams = self.require_real_grams()
-        dtype = promote(params[0].dtype, grams.dtype)
-        for _ in grams.shape[:-2]:
+        if square_matrices is None:
+            square_matrices = self.require_real_grams()
+        dtype = promote(params[0].dtype, square_matrices.dtype)
+        for _ in square_matrices.shape[:-2]:
             fn = jax.vmap(fn)
         wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]
-        solved = fn(*map(self.to_matrices, wide), grams.astype(dtype))
+        solved = fn(*map(self.to_matrices, wide), square_matrices.astype(dtype))
         shaped: T = jax.tree.map(lambda x: self.from_matrices(x, params[0].shape), solved)
         return shaped
 
