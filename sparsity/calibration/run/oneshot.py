@@ -53,14 +53,14 @@ def oneshot(
     fn: ModelFn,
     params: Tree,
     batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = None,
-    sequential: bool = True,
-    folder: str | os.PathLike[str] | None = None,
+    refit: Refit | BiasRefit | None = ...,
+    sequential: bool = ...,
+    folder: str | os.PathLike[str] | None = ...,
     *,
-    held: Iterable[PyTree] | None = None,
-    metric: Callable[[PyTree], chex.Numeric] | None = None,
-    progress: bool = False,
-    estimate: Literal[False] = False,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    progress: bool = ...,
+    estimate: Literal[False] = ...,
 ) -> tuple[Tree, Masks, Report]: ...
 
 
@@ -68,12 +68,34 @@ def oneshot(
 def oneshot(
     pruner: BaseUpdater,
     fn: ModelFn,
-    params: Params,
+    params: Tree,
     batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = None,
+    refit: Refit | BiasRefit | None = ...,
+    sequential: bool = ...,
+    folder: str | os.PathLike[str] | None = ...,
     *,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    progress: bool = ...,
     estimate: Literal[True],
 ) -> Estimate: ...
+
+
+@overload
+def oneshot(
+    pruner: BaseUpdater,
+    fn: ModelFn,
+    params: Tree,
+    batches: Iterable[PyTree],
+    refit: Refit | BiasRefit | None = ...,
+    sequential: bool = ...,
+    folder: str | os.PathLike[str] | None = ...,
+    *,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    progress: bool = ...,
+    estimate: bool,
+) -> tuple[Tree, Masks, Report] | Estimate: ...
 
 
 def oneshot(
