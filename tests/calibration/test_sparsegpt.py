@@ -29,12 +29,14 @@ def prune(weights, statistic, kind=None, half=0.5, **options):
     return np.asarray(pruned).T, np.asarray(masks).T
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("inputs", "block"), [(40, 1), (40, 32), (40, "d"), (136, 1), (136, 32), (136, 128)]
+    "sizes",
+    helpers.slow_but([(40, 32)], [(40, 1), (40, 32), (40, "d"), (136, 1), (136, 32), (136, 128)]),
+    ids=str,
 )
-@pytest.mark.parametrize("dead", [False, True])
-def test_weights_and_masks_are_those_of_numpy(inputs, block, dead):
+@pytest.mark.parametrize("dead", helpers.slow_but([True], [False, True]))
+def test_weights_and_masks_are_those_of_numpy(sizes, dead):
+    inputs, block = sizes
     weights, x, _ = oracles.layer(inputs, outputs=12, rows=300, rank=20)
     if dead:
         x[:, [0, 5, inputs - 1]] = 0
