@@ -151,7 +151,7 @@ def list_dataclasses():
 def test_dataclasses_are_frozen_but_updaters_and_parts_of_programs():
     kinds = [kind for kind in list_dataclasses() if not kind.__dataclass_params__.frozen]
     names = {kind.__name__ for kind in kinds if not issubclass(kind, BaseUpdater)}
-    assert names == {"Axis", "ComparedByFields", "Equation", "Program", "Updater", "Value"}
+    assert names == {"Axis", "ComparedByFields", "Equation", "Program", "UpdaterHooks", "Value"}
 
 
 def test_objects_that_hold_arrays_or_programs_equal_themselves_alone():

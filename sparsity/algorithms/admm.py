@@ -98,6 +98,7 @@ class ADMMPruning(MagnitudePruning):
         **extra_args: ExtraArg,
     ) -> SparseState:
         inputs = self.make_inputs(params, grads, extra_args, sites)
+        # Z is the projection of W + U; then U <- U + W - Z.
         shifted = trees.map_matched(_add_dual, params, _read_memory(sparse_state)["u"])
         z, support = self._project(shifted, sparse_state.target_sparsities, inputs)
         u = jax.tree.map(jnp.subtract, shifted, z)
@@ -122,6 +123,7 @@ class ADMMPruning(MagnitudePruning):
         ) -> jax.Array:
             if z is None or u is None:
                 return grad
+            # The gradient of rho / 2 ||W - Z + U||^2
             penalty_gradient = rho.astype(z.dtype) * (param.astype(z.dtype) - z + u)
             return grad + penalty_gradient.astype(grad.dtype)
 

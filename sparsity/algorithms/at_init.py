@@ -148,6 +148,7 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
     direction = jax.tree.map(jnp.conj, _average_over(gradient, [weights], batches))
 
     def multiply_by_hessian(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
+        # H g by forward derivatives of the gradient; H itself is never stored.
         batch_gradient = functools.partial(gradient, batch=batch)
         return jax.jvp(batch_gradient, (weights,), (direction,))[1]
 
@@ -190,6 +191,7 @@ def synflow_scores(
         dtype = promote(zero.dtype, *(x.dtype for x in output_sums))
         return sum((x.astype(dtype) for x in output_sums), zero.astype(dtype))
 
+    # R is the sum of the outputs; the score is |w| x dR / d|w|.
     gradients = jax.grad(sum_outputs)(magnitudes, ones)
     return jax.tree.map(multiply, magnitudes, gradients)
 
@@ -274,6 +276,7 @@ def _prune_in_rounds(
         scores = score(_replace_weights(params, apply_masks(weights, masks)), inputs)
         return mask_highest(masks, scores, num_kept(total, sparsity)), None
 
+    # The last sparsity is the argument itself, without the rounding of a power.
     sparsities = [1 - (1 - sparsity) ** (number / rounds) for number in range(1, rounds)]
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 

@@ -42,6 +42,7 @@ class MovementPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool | None] = True
+    needs_gradients: ClassVar[bool] = True
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
         def make_zeros(

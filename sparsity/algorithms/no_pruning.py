@@ -67,8 +67,8 @@ class NoPruning(BaseUpdater):
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, SparseState]:
             check_sparse_state(state)
-            steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+            updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
             count = optax.safe_increment(state.count)
-            return steps, state._replace(inner_state=inner_state, count=count)
+            return updates, state._replace(inner_state=inner_state, count=count)
 
         return optax.GradientTransformationExtraArgs(init, update)

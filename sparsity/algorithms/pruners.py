@@ -62,6 +62,8 @@ class SaliencyPruning(BaseUpdater):
       Array([[1., 0.]], dtype=float32)
     """
 
+    needs_gradients: ClassVar[bool] = True
+
     @elementwise
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.kernels import wait_for
-from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     Draw,
     Global,
@@ -34,9 +34,9 @@ from sparsity.masks import (
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, SliceRule, StepInputs
+from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import choose_draw, is_overridden
+from sparsity.training.updater_hooks import choose_draw, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +93,6 @@ class SparseTraining(BaseUpdater):
         inputs = self.make_inputs(params, sites=sites)
         targets = target_sparsities
         return inputs.create_masks(self.create_masks, scores, targets, targets)
-
-    def instant_sparsify(
-        self, params: Tree, grads: Grads | None = None, **extra_args: ExtraArg
-    ) -> tuple[Tree, Masks]:
-        raise RuntimeError(
-            f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
-            "an optimizer with wrap_optax, or prune with MagnitudePruning or RandomPruning."
-        )
 
 
 @dataclasses.dataclass(kw_only=True)

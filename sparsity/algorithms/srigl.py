@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import chex
@@ -30,11 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.sparse_trainers import RigL, make_slice_rule
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import count
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.masks.positions import scatter
@@ -44,7 +43,7 @@ from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import is_overridden
+from sparsity.training.updater_hooks import is_overridden
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
 
@@ -75,8 +74,6 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
-    # Stated again: get_initial_masks below would allow calculate_scores, which it never calls.
-    unused_hooks: ClassVar[Mapping[str, str]] = RigL.unused_hooks
 
     min_salient: float | None = 0.3
 
@@ -216,19 +213,24 @@ def constant_fan_in(
     def count_by_neuron(mask: jax.Array) -> jax.Array:
         return count(mask != 0, input_axes)
 
+    # Step 1: salient weights, of all neurons together
     active = jnp.sum(count_by_neuron(mask), -1, jnp.int32)
     k = jnp.asarray(num_kept(active, drop_fraction))
     kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
     grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
+    # Step 2: the neurons that stay
     is_kept = _select_neurons(count_by_neuron(kept | grown), inputs, budget, min_salient)
+    # Step 3: the fan-in
     fan_in = jnp.minimum(inputs, budget // jnp.sum(is_kept, -1, jnp.int32))
 
+    # Step 4: candidates, in the neurons that stay
     candidates = mask * jnp.expand_dims(is_kept, input_axes).astype(jnp.uint8)
     kept = lax.cond(  # without a loss the k highest are those of all neurons
         jnp.any(count_by_neuron(candidates) < count_by_neuron(mask)),
         lambda: topk_mask(drop_scores, k, where=candidates, batch_axes=batch_axes),
         lambda: kept,
     )
+    # Steps 4 and 5: each neuron keeps its best candidates, then grows
     max_kept = jnp.where(is_kept, fan_in[..., None], 0)
     return _fill_neurons(
         kept, count_by_neuron(kept), max_kept, drop_scores, grow_scores, batch_axes
@@ -262,6 +264,7 @@ def move_fan_in(
     is_active = positions < inputs * neurons
     k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
     kept = topk_mask(drop_scores, k, where=is_active)
+    # One neuron too many collects the weights to leave out; `mode="drop"` ignores their counts.
     neuron = jnp.where(kept > 0, positions % neurons, neurons)
     counts = jnp.zeros(neurons, jnp.int32).at[neuron].add(kept.astype(jnp.int32), mode="drop")
     kept = lax.cond(
@@ -282,6 +285,7 @@ def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
     size = -(-neurons // _PARTS)
 
     def grow(number: jax.Array, mask: jax.Array) -> jax.Array:
+        # The last part overlaps the one before: its neurons that are complete grow nothing.
         start = jnp.minimum(number * size, neurons - size)
 
         def read(x: jax.Array) -> jax.Array:
@@ -309,9 +313,11 @@ def _mask_best_of_each(
       fan_in: number of weights to keep of each neuron, at most.
     """
     slots = jnp.arange(len(neuron), dtype=jnp.int32)
+    # Complements reverse the order: the sort puts the highest scores first.
     keys = ~to_keys(readable(scores))
     neuron, _, order = lax.sort((neuron, keys, slots), num_keys=2, is_stable=True)
     ends = jnp.append(jnp.cumsum(counts), 0)  # of weights to leave out: no slot lies before
+    # Sorted slots of neuron j end at ends[j]; the last counts[j] - fan_in of them go.
     limits = ends - jnp.append(jnp.maximum(counts - fan_in, 0), 0)
     return jnp.zeros(len(slots), jnp.uint8).at[order].set(slots < limits[neuron])
 
@@ -341,6 +347,7 @@ def _select_neurons(
         return counts >= 0
     # Products from numpy: a compiled product may round to another integer.
     bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
+    # With so many neurons the fan-in stays below `inputs`.
     fewest = jnp.minimum(neurons, budget // inputs + 1)
     highest_counts = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
     return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], highest_counts)[..., None]
@@ -348,6 +355,7 @@ def _select_neurons(
 
 def _draw_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
     """Returns the mask of the highest scores of each neuron, with the largest fan-in in budget."""
+    # Each neuron becomes a slice, so that a search per slice keeps the fan-in.
     rows = jnp.moveaxis(scores, -1, batch_axes)
     budget: Any = num_kept(math.prod(rows.shape[batch_axes:]), sparsity)  # traced or not
     fan_in = budget // max(rows.shape[batch_axes], 1)

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
+from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Tree
 from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState, get_sparse_state
-from sparsity.training.updater import is_overridden
+from sparsity.training.updater_hooks import is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)

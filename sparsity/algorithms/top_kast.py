@@ -139,8 +139,8 @@ class TopKast(StraightThrough, MagnitudePruning):
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, PyTree]:
             new_state: PyTree
-            steps, new_state = tx.update(updates, state, params, **extra_args)
-            return mask_updates(steps, new_state.algorithm_state), new_state
+            updates, new_state = tx.update(updates, state, params, **extra_args)
+            return mask_updates(updates, new_state.algorithm_state), new_state
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -192,6 +192,7 @@ def _regularize_gradient(
     # A leaf may have a mask without a sparsity: a bias of pruned channels, or a mask of the user.
     kept_share = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
     density = jnp.maximum(kept_share, 1 / max(param.size, 1))  # one weight always stays
+    # Weights of A decay at the rate itself, others of B at 1 / D of it, D the density of A.
     decay_rate = decay * jnp.where(mask > 0, 1, 1 / density)
     return apply_mask(grad + (decay_rate.astype(param.dtype) * param).astype(grad.dtype), backward)
 

@@ -1,6 +1,6 @@
 """Inverses of positive definite matrices, in the memory of the matrices.
 
-The matrices change block by block: a row and a column of blocks is all that lives beside them.
+The matrices change block by block: only a row and a column of blocks take more memory.
 numpy changes an array in place, XLA the value that a loop carries.
 """
 
@@ -71,6 +71,7 @@ def _factor_damped_on_host(
     padded = size + -size % multiple
     factors = host.empty((*grams.shape[:-2], padded, padded), dtype)
     factors[..., size:, :], factors[..., :, size:] = 0, 0
+    # This einsum returns a view of the diagonals, which can be written to.
     np.einsum("...ii->...i", factors)[..., size:] = 1
     inner: PyTree = factors[..., :size, :size]
     if permutation is None:
@@ -99,7 +100,7 @@ def factor_damped_inverse(
     U takes all of the memory that this function needs besides the Gram matrices.
 
     Args:
-      grams: [..., inputs, inputs], whose real parts count.
+      grams: [..., inputs, inputs]; only real parts count.
       damping: added to the diagonals, in units of their means over live inputs.
       dtype: of the result.
       multiple: divides the size of U, which the identity matrix fills up.
@@ -166,6 +167,7 @@ def shift_diagonals(matrices: jax.Array, shift: chex.Numeric) -> jax.Array:
       shift: a scalar, or [..., n].
     """
     if isinstance(matrices, np.ndarray):
+        # This einsum returns a view of the diagonals.
         np.einsum("...ii->...i", matrices)[...] += np.asarray(shift, matrices.dtype)
         return matrices
     rows = jnp.asarray(shift)[..., None] if np.ndim(shift) else shift
@@ -199,10 +201,13 @@ def _loop_over_blocks(
 def _invert_in_place(matrix: np.ndarray) -> None:
     for start in range(0, len(matrix), _BLOCK):
         block = slice(start, start + _BLOCK)
+        # P = A_pp^-1; A_pj <- P A_pj, A_ij <- A_ij - A_ip P A_pj, A_ip <- -A_ip P, A_pp <- P
         pivot, column = np.linalg.inv(matrix[block, block]), matrix[:, block].copy()
         row = pivot @ matrix[block]
         row[:, block] = pivot
+        # The subtraction below then leaves -A_ip P in these columns.
         matrix[:, block] = 0
+        # Block by block: the product with all rows at once would be one more matrix.
         for i in range(0, len(matrix), _BLOCK):
             matrix[i : i + _BLOCK] -= column[i : i + _BLOCK] @ row
         matrix[block] = row
@@ -212,8 +217,11 @@ def _factor_in_place(matrices: np.ndarray) -> None:
     blocks = [slice(start, start + _BLOCK) for start in range(0, matrices.shape[-1], _BLOCK)]
     for block in reversed(blocks):  # matrix = R R^T; the diagonal blocks of R are inverted
         preceding = slice(0, block.start)
+        # Reversed rows and columns turn a lower factor into an upper one.
         corner = np.linalg.cholesky(matrices[..., block, block][..., ::-1, ::-1])[..., ::-1, ::-1]
+        # `inv` leaves rounding below the diagonal; `triu` clears it.
         matrices[..., block, block] = inverse = np.triu(np.linalg.inv(corner))
+        # R_ib = A_ib R_bb^-T, then A_ij <- A_ij - R_ib R_jb^T
         above = matrices[..., preceding, block] @ inverse.swapaxes(-1, -2)
         for rows in blocks[: blocks.index(block)]:
             matrices[..., rows, preceding] -= above[..., rows, :] @ above.swapaxes(-1, -2)
@@ -221,6 +229,7 @@ def _factor_in_place(matrices: np.ndarray) -> None:
         matrices[..., block, preceding] = 0
     for block in blocks:  # U = R^-1
         preceding = slice(0, block.start)
+        # U_ib = -U_ii R_ib U_bb; blocks before, and the diagonal block, hold U already.
         above = matrices[..., preceding, preceding] @ matrices[..., preceding, block]
         matrices[..., preceding, block] = -above @ matrices[..., block, block]
 
@@ -235,6 +244,7 @@ def _eliminate(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
     is_inside = (inputs >= start) & (inputs < start + width)
 
     def subtract(first: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
+        # `is_inside` selects columns here: those of the block become -A_ip P.
         rows = jnp.where(is_inside, 0, lax.dynamic_slice_in_dim(matrix, first, width))
         rows -= dot(lax.dynamic_slice_in_dim(column, first, width), row)
         return lax.dynamic_update_slice_in_dim(matrix, rows, first, axis=0)

@@ -87,7 +87,7 @@ def _find_groups(
     """Returns the sparsest N:M pattern of a mask along an axis; on ties the smallest M."""
     size, width = shape[axis], math.prod(shape[len(shape) + axis + 1 :])
     max_counts = {m: 0 for m in GROUPS if size % m == 0}
-    # The fewest ones that the fullest group can have.
+    # The fullest group has at least the mean number of ones.
     fewest_counts = {m: -(-ones * m // math.prod(shape)) for m in max_counts}
     for _, _, tile in _read_tiles(bits, math.prod(shape) // width, width):
         counts = tile

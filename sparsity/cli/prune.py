@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import api
-from sparsity.algorithms import MovementPruning, NoPruning, SaliencyPruning
+from sparsity.algorithms import NoPruning
 from sparsity.cli import checkpoints
 from sparsity.cli.output import escape_controls, print_table
 from sparsity.cli.stored import StoredArray
@@ -78,12 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list_algorithms() -> list[str]:
     """Returns the names of algorithms that prune a checkpoint, which comes without gradients."""
-    refused = NoPruning, SaliencyPruning, MovementPruning
-    names = ALGORITHM_REGISTRY.items()
     return [
         name
-        for name, algorithm in names
-        if algorithm.prunes_at_once and not issubclass(algorithm, refused)
+        for name, algorithm in ALGORITHM_REGISTRY.items()
+        if algorithm.prunes_at_once
+        and not algorithm.needs_gradients
+        and not issubclass(algorithm, NoPruning)
     ]
 
 

@@ -22,6 +22,7 @@ from sparsity.programs.program import Equation, is_differentiable
 
 Arrays: TypeAlias = list[jax.Array]
 
+# `jit` finds the program of a product by its equation, so that equal products share one.
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 
 
@@ -34,6 +35,7 @@ def read_dense(equation: Equation, inputs: Sequence[Operand], in_turn: bool) -> 
     is_shared = operands is not None and operands[1].observer is None
     if is_shared:
         equation = _find_equal(equation)
+        # A name is a static field of `Kept`, and would make equal layers different arguments.
         inputs = [dataclasses.replace(x, name="") if isinstance(x, Kept) else x for x in inputs]
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, in_turn)
@@ -104,6 +106,7 @@ class DenseRead:
         else:
             gradients, remaining = {}, kept + dense
         if remaining:
+            # The second dense array is not made before the gradient by the first is computed.
             after = [*gradients.values()] or cotangents
             gradients |= self._differentiate(arrays, remaining, cotangents, after)
         return tuple(gradients.get(number) for number in range(len(arrays)))
@@ -189,6 +192,7 @@ def _lay_rows_last(
       other: the other operand.
       cotangent: gradient of the product.
     """
+    # A copy of up to an eighth of the parameter costs less than it saves.
     is_small = 0 < other.size * 8 <= math.prod(kept.shape)
     if equation.name != "dot_general" or not is_small or jax.default_backend() != "cpu":
         return other, cotangent
@@ -198,6 +202,7 @@ def _lay_rows_last(
         product.operands[1 - at],
         product.map_result_axes(at),
     )
+    # The gradient lies like the parameter: the operand of its first axis is the left one.
     first = min((*roles.contracted, *roles.free), key=lambda axis: kept.axes[axis])
     if first in roles.contracted:
         return _lay_out(other, (*partner.batch, *partner.contracted, *partner.free)), cotangent
@@ -209,6 +214,7 @@ def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
     """Returns an array that lies in memory in another order of its axes."""
     if order == tuple(range(array.ndim)):
         return array
+    # Without the barrier, XLA cancels this transposition and the one back.
     laid_out: jax.Array = lax.optimization_barrier(array.transpose(order))
     return laid_out.transpose(np.argsort(order))
 
@@ -243,6 +249,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Operand], token: Token) 
     """
 
     def widen(array: jax.Array) -> jax.Array:
+        # 8 bits of exponent and 7 of mantissa are those of bfloat16.
         return lax.reduce_precision(array.astype(jnp.float32), 8, 7)
 
     wide = [

@@ -93,7 +93,7 @@ def time_until_clear(runs: Mapping[str, Program], rounds: int) -> dict[str, floa
         for name, measured in zip(unclear, times, strict=True):
             seconds[name] += measured
         fastest = min(unclear, key=lambda name: float(np.median(seconds[name])))
-        # Of the rounds that both formats have, which are the first ones.
+        # Pairs the rounds that both formats have: the first ones.
         pairs = {name: zip(seconds[name], seconds[fastest], strict=False) for name in runs}
         ratios = {name: [some / least for some, least in pairs[name]] for name in runs}
         bounds = {name: np.percentile(ratios[name], (25, 75)) for name in unclear}

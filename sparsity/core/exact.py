@@ -57,6 +57,7 @@ def split(k: int) -> tuple[np.uint32, np.uint32]:
 def total(counts: jax.Array) -> Words:
     """Sums fewer than 2**16 counts (int32) along the first axis."""
     counts = counts.astype(jnp.uint32)
+    # Fewer than 2**16 halves of 16 bits add up in 32 bits.
     return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
 
 

@@ -14,7 +14,7 @@ from sparsity.core.trees import PyTree
 
 
 def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
-    """Does what `ordered_sum` does: the same integers are summed."""
+    """Computes `ordered_sum` from sums of the same integers."""
     size = math.prod(x.shape[i] for i in axis)
     if size > 2**29 or not x.size or not x.ndim or x.dtype not in (np.float32, np.float64):
         return NotImplemented
@@ -80,7 +80,7 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 
 def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
-    """int32 sums of two or more masks, or of partial sums, along axes.
+    """Returns int32 sums of two or more masks, or of partial sums, along axes.
 
     A reduction of two and more operands compiles to one fused loop. XLA:CPU cuts a reduction of one
     integer operand into windows, and stores an int32 operand as large as the data first.
@@ -130,6 +130,7 @@ def _halve_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two integers with the sum e, where x < 2**e; 2**e itself may overflow."""
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{info.bits}"))
+    # The exponent field has a bias of maxexp - 1; one less makes 2**e exceed x.
     exponent = (bits >> info.nmant) - (info.maxexp - 2)
     return exponent >> 1, exponent - (exponent >> 1)
 
@@ -137,6 +138,7 @@ def _halve_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _power_of_two(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     """Returns 2**exponent."""
     info = jnp.finfo(dtype)
+    # The exponent field alone is exact, where `exp2` may round.
     return lax.bitcast_convert_type((exponent + (info.maxexp - 1)) << info.nmant, dtype)
 
 

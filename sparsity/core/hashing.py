@@ -92,6 +92,7 @@ def hash_index(shape: tuple[int, ...]) -> jax.Array:
     Of an array with 2**32 entries or more, only the last axes have an index of 32 bits. Positions
     along the leading axes permute this index, so that each of them has its own random scores.
     """
+    # An int32 holds these indices as they are.
     if math.prod(shape) < _INDEXED // 2:
         return flat_index(shape)
     strides = flat_strides(shape)

@@ -31,7 +31,7 @@ def at_runtime(number: int) -> jax.Array:
 def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
     """Computes arrays once, as results of a branch whose predicate is `count >= 0`.
 
-    Otherwise the loop that spreads updates over a parameter would compute the update of a kept
+    Otherwise the loop that scatters updates over a parameter would compute the update of a kept
     entry again for each of its neighbours, ten times at 90 %. XLA:CPU removes barriers before it
     fuses loops, but stores the operands of a branch.
     """

@@ -188,6 +188,7 @@ def _evaluate_lower_bound(upper: jax.Array, lower: jax.Array, table: _Table) -> 
     product = jnp.ones(len(table.variables), jnp.float32)
     growth = product - 1
     for column in table.variables.T:
+        # The product rule for differences: growth = prod(upper) - prod(lower)
         growth = growth * upper[column] + product * (upper[column] - lower[column])
         product = product * lower[column]
     terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * growth

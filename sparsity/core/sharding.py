@@ -167,7 +167,7 @@ def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     explicit = next(filter(None, (explicit_sharding(jax.typeof(x)) for x in arrays)), None)
     if explicit is None:
         return fn(*arrays)
-    # Names the mesh, which no context may name.
+    # The sharding names the mesh: the context may have none.
     replicated_sharding = explicit.update(spec=PartitionSpec())
     with _use_mesh(arrays):
         result: T = auto_axes(fn, out_sharding=replicated_sharding)(*arrays)

@@ -99,7 +99,7 @@ def _compute_digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
 
 
 def _check_fields(name: str, fields: PyTree, *kinds: type) -> PyTree:
-    """Returns what describes a parameter; raises a ValueError unless its kinds are these."""
+    """Returns the fields that describe a parameter; raises a ValueError for other types."""
     if not isinstance(fields, list) or [type(field) for field in fields] != [*kinds]:
         expected = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{name!r} is described by {fields!r:.80}, not by [{expected}]")

@@ -38,7 +38,7 @@ class KeptEntries:
 
     Attributes:
       layout: layout of the entries; its slices are equal parts of the parameter, one for each
-        device of a mesh, of which `batch_shape` lie along each axis. A single part has no axes.
+        device of a mesh; `batch_shape` counts them along each axis. A single part has no axes.
       positions: int32[*parts, k], the positions of the entries within each part; `None` if the mask
         keeps all entries.
     """
@@ -110,7 +110,7 @@ class _Trainer:
     entries: dict[trees.KeyPath, KeptEntries]
 
     def init(self, params: Params) -> KeptState:
-        """Returns the positions of the kept entries, and the optimizer's state for them."""
+        """Returns the positions of the kept entries, and the state of their optimizer."""
         trained = self._select_trained(params, "params", params)
         for path, leaf in trees.leaves_by_path(trained).items():
             _check_parameter(path, leaf, self.entries[path])
@@ -130,21 +130,24 @@ class _Trainer:
         """Returns updates of kept entries, -0.0 for others, and the next state."""
         check_kind("state", state, KeptState, "the state that init of train_only returns")
         positions, inner_state = state
-        grads = self._select_trained(updates, "gradients", updates if params is None else params)
+        like = updates if params is None else params
+        grads = self._select_trained(updates, "gradients", like)
         values = None
         if params is not None:
             trained = self._select_trained(params, "params", params)
             values = gather(trained, self._read_kept(trained, positions))
         kept = self._read_kept(grads, positions)
-        steps, inner_state = self.inner.update(gather(grads, kept), inner_state, values, **extra)
-        dense = trees.map_matched(_scatter_update, steps, kept, role="updates")
-        updates_by_path = trees.leaves_by_path(dense)
-        like = trees.leaves_by_path(updates if params is None else params)
+        kept_updates, inner_state = self.inner.update(
+            gather(grads, kept), inner_state, values, **extra
+        )
+        dense = trees.map_matched(_scatter_update, kept_updates, kept, role="updates")
+        dense_by_path = trees.leaves_by_path(dense)
+        like_by_path = trees.leaves_by_path(like)
 
         def complete(path: trees.KeyPath, grad: PyTree) -> PyTree:
-            if path in updates_by_path:
-                return updates_by_path[path]
-            return _make_frozen_update(grad, like.get(path))
+            if path in dense_by_path:
+                return dense_by_path[path]
+            return _make_frozen_update(grad, like_by_path.get(path))
 
         return trees.map_matched(complete, updates), KeptState(positions, inner_state)
 
@@ -266,20 +269,22 @@ def _place_positions(positions: np.ndarray, param: jax.Array) -> jax.Array:
     return placed
 
 
-def _scatter_update(_: trees.KeyPath, step: jax.Array, kept: KeptParameter | None) -> jax.Array:
+def _scatter_update(_: trees.KeyPath, update: jax.Array, kept: KeptParameter | None) -> jax.Array:
     """Returns a dense update of the shape and sharding of the gradient, -0.0 at other entries."""
     if kept is None:
-        return step
+        return update
     grad, map_slices = kept.param, kept.layout.map_slices
-    update: jax.Array = map_slices(_scatter_slice, grad, step, kept.positions, grad, dense=True)
-    return update
+    dense: jax.Array = map_slices(_scatter_slice, grad, update, kept.positions, grad, dense=True)
+    return dense
 
 
-def _scatter_slice(step: jax.Array, positions: jax.Array, grad: jax.Array) -> jax.Array:
+def _scatter_slice(update: jax.Array, positions: jax.Array, grad: jax.Array) -> jax.Array:
     # The update takes the memory of the gradient: XLA cannot tell that the condition never holds.
-    always_false = step[0].real.astype(jnp.float32) > jnp.inf
-    frozen = jnp.where(always_false, grad.astype(step.dtype), _negative_zero(step.dtype))
-    return frozen.at[positions].set(step, mode="drop", indices_are_sorted=True, unique_indices=True)
+    always_false = update[0].real.astype(jnp.float32) > jnp.inf
+    frozen = jnp.where(always_false, grad.astype(update.dtype), _negative_zero(update.dtype))
+    return frozen.at[positions].set(
+        update, mode="drop", indices_are_sorted=True, unique_indices=True
+    )
 
 
 def _make_frozen_update(grad: PyTree, like: PyTree) -> PyTree:

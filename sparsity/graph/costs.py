@@ -136,6 +136,7 @@ def _compute_operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> 
     """
     total: N | Fraction = Fraction(0)
     uncovered = Fraction(1)  # the part of the operand that no earlier parameter has
+    # Parameters with a density come first: dense ones do not bound the entries.
     for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
         share = min(use.view.share, uncovered)
         uncovered -= share

@@ -98,6 +98,7 @@ def best_that_fit(
       fits: returns whether the numbers of entries fit; must be monotone.
     """
     joined = jnp.concatenate(ranks)
+    # `argsort` twice gives the place of each entry in the order.
     place = jnp.argsort(jnp.argsort(-joined))
     places = jnp.split(place, np.cumsum([len(x) for x in ranks])[:-1])
     positive = jnp.sum(joined > 0, dtype=jnp.int32)
@@ -121,6 +122,7 @@ def first_that_fits(
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
+        # The mean, rounded down, where the sum may not fit an int32
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         fitting = fits(middle)
         return jnp.where(fitting, low, middle + 1), jnp.where(fitting, middle, high)

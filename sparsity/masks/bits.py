@@ -67,6 +67,7 @@ def _to_bits(mask: jax.Array) -> jax.Array:
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 8)])
     places = np.arange(7, -1, -1, dtype=np.uint8)
     shifted = bits.reshape(*packed_shape(mask.shape), 8) << places[(None,) * bits.ndim]
+    # The bits are distinct: their sum is their bitwise or.
     return jnp.sum(shifted, axis=-1, dtype=jnp.uint8)
 
 
@@ -304,6 +305,7 @@ def are_ones(masks: Masks) -> jax.Array:
 def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> PyTree:
     """Clears the bits of pruned entries: 0.0 has none."""
     nbytes = param.dtype.itemsize
+    # complex128 has no integer of its size, and float8_e8m0fnu has no 0.
     if param.shape != mask.shape or nbytes > 8 or np.zeros((), param.dtype) != 0:
         return NotImplemented
     bits = np.dtype(f"int{8 * nbytes}")

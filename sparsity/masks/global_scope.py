@@ -70,8 +70,8 @@ class Global(DataclassBase):
 
     def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all parameters together."""
-        competing, fixed = _split_overrides(scored_sites)
-        together = self._select_together(competing, fixed) if competing else []
+        competitors, fixed = _split_overrides(scored_sites)
+        together = self._select_together(competitors, fixed) if competitors else []
         return _merge_overrides(scored_sites, together, Layerwise().select(fixed, topk_fn))
 
     def _select_together(
@@ -124,8 +124,8 @@ class Global(DataclassBase):
         drop scores are kept. As many weights as were dropped grow anywhere. A parameter with an
         entry in `custom_sparsity_map` moves separately.
         """
-        competing, fixed = _split_overrides(moving_sites)
-        together = self._move_together(competing, drop_fraction) if competing else []
+        competitors, fixed = _split_overrides(moving_sites)
+        together = self._move_together(competitors, drop_fraction) if competitors else []
         return _merge_overrides(moving_sites, together, Layerwise().move(fixed, drop_fraction))
 
     def _move_together(
@@ -155,7 +155,7 @@ class Global(DataclassBase):
 def _check(
     pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None, where: str = ""
 ) -> None:
-    """Does what `Global.check` does; `where` names the parameter."""
+    """Raises a ValueError as `Global.check` does; `where` names the parameter."""
     if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
         raise ValueError(
             "A global scope ranks single weights of all parameters and needs sparsity_type "
@@ -174,9 +174,9 @@ def _check(
         )
 
 
-def _check_meshes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
+def _check_meshes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for parameters on several meshes, which no program ranks together."""
-    names = {find_site_mesh(scored): scored.site.name for scored in scored_sites}
+    names = {find_site_mesh(x): x.site.name for x in competitors}
     names.pop(None, None)  # a program moves what lies on no mesh
     if len(names) > 1:
         (mesh, name), (other_mesh, other), *_ = names.items()
@@ -187,24 +187,24 @@ def _check_meshes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
         )
 
 
-def _split_overrides(scored_sites: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
+def _split_overrides(parameters: Sequence[AnySite]) -> tuple[list[AnySite], list[AnySite]]:
     """Returns the parameters that compete, checked, and those with a sparsity of their own."""
-    competing = [scored for scored in scored_sites if not scored.site.has_override]
-    for scored in competing:
-        _check(scored.site.pattern, scored.site.batch_axes, None, f" for {scored.site.name!r}")
-    _check_meshes(competing)
-    check_slice_sizes(competing)
-    return competing, [scored for scored in scored_sites if scored.site.has_override]
+    competitors = [x for x in parameters if not x.site.has_override]
+    for site in (x.site for x in competitors):
+        _check(site.pattern, site.batch_axes, None, f" for {site.name!r}")
+    _check_meshes(competitors)
+    check_slice_sizes(competitors)
+    return competitors, [x for x in parameters if x.site.has_override]
 
 
 def _merge_overrides(
-    scored_sites: Sequence[ScoredSite] | Sequence[MovingSite],
+    parameters: Sequence[ScoredSite] | Sequence[MovingSite],
     together: list[jax.Array],
     fixed: list[jax.Array],
 ) -> list[jax.Array]:
-    """Returns masks in the order of the parameters, from those of `_split_overrides`' parts."""
+    """Returns masks in the order of the parameters, from both parts of `_split_overrides`."""
     parts = iter(together), iter(fixed)
-    return [next(parts[scored.site.has_override]) for scored in scored_sites]
+    return [next(parts[x.site.has_override]) for x in parameters]
 
 
 def _select_by_class(scores: Sequence[PyTree], k: exact.Words) -> list[jax.Array] | None:
@@ -234,11 +234,11 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
     return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 
-def _find_cost(scored_sites: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
+def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
     """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
-    budget = scored_sites[0].site.budget
+    budget = competitors[0].site.budget
     if budget is None:
         return None
-    arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in scored_sites]
-    paths = [path_names(scored.site.path) for scored in scored_sites]
-    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # which reads shapes
+    arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in competitors]
+    paths = [path_names(x.site.path) for x in competitors]
+    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # reads shapes only

@@ -91,7 +91,7 @@ def is_layerwise(scope: object) -> bool:
 
 
 def _search_by_kind(
-    scored_sites: Sequence[AnySite],
+    competitors: Sequence[AnySite],
     search: Callable[[Sequence[AnySite]], list[jax.Array]],
     mask_alone: Callable[[AnySite], jax.Array],
 ) -> list[jax.Array]:
@@ -102,15 +102,16 @@ def _search_by_kind(
     """
     masks: dict[int, jax.Array] = {}
     kinds: dict[tuple[bool, Mesh | None], list[int]] = {}
-    for i, scored in enumerate(scored_sites):
-        if scored.site.pattern.ranks_units:
-            kind = scored.site.pattern.is_elementwise, find_site_mesh(scored)
+    for i, competitor in enumerate(competitors):
+        pattern = competitor.site.pattern
+        if pattern.ranks_units:
+            kind = pattern.is_elementwise, find_site_mesh(competitor)
             kinds.setdefault(kind, []).append(i)
         else:
-            masks[i] = mask_alone(scored)
+            masks[i] = mask_alone(competitor)
     for members in kinds.values():
-        masks.update(zip(members, search([scored_sites[i] for i in members]), strict=True))
-    return [masks[i] for i in range(len(scored_sites))]
+        masks.update(zip(members, search([competitors[i] for i in members]), strict=True))
+    return [masks[i] for i in range(len(competitors))]
 
 
 def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
@@ -178,12 +179,12 @@ def _shard(
 def _pool_scores(
     site: Site, scores: jax.Array | LazyScores, mask: jax.Array | None = None
 ) -> Ranked:
-    """Returns the scores of the units of a parameter, of those that are ones in a mask, if any."""
+    """Returns the scores of the units of a parameter; with a mask, of the units that it keeps."""
     pattern, batch_axes = site.pattern, site.batch_axes
     if pattern.is_elementwise:
         return Ranked.wrap(scores, mask, batch_axes)
     units = pool_units(pattern, compute_array(scores), batch_axes, site.name)
-    if mask is not None:  # of each unit all ones or all zeros
+    if mask is not None:  # all ones or all zeros within a unit
         mask = are_kept(pattern.pool(mask, batch_axes))
     return Ranked.wrap(units, mask, batch_axes + pattern.group_axes)
 

@@ -43,7 +43,7 @@ def divide_by_norms(scores: Sequence[Scores], eps: float) -> list[Scores]:
 
 def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
     factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
-    return [factors[i, ...] for i in range(len(factors))]  # numbers, as arrays
+    return [factors[i, ...] for i in range(len(factors))]  # arrays of no axes
 
 
 @host.instead(_compute_factors_on_host)
@@ -90,7 +90,7 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
 
 
 def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
-    """Does what `norms` does: the same integers are summed."""
+    """Computes `norms` from sums of the same integers."""
     if not all(leaf.is_on_host for leaf in leaves):
         return NotImplemented
     real = np.dtype(jnp.result_type(promote(jnp.float32, *(leaf.dtype for leaf in leaves))))
@@ -109,6 +109,7 @@ def _square_on_host(leaf: Ranked, real: np.dtype) -> tuple[int, int]:
 
     def read(at: slice) -> np.ndarray:
         values = np.abs(leaf.compute_on_host([x[at] for x in arrays])).astype(real)
+        # A finite sum has finite terms; only otherwise each is tested.
         return values if np.isfinite(values.sum()) else np.where(np.isfinite(values), values, 0)
 
     chunks = list(host.chunks(leaf.size))
@@ -135,6 +136,7 @@ def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     summands = max(
         math.prod(shape[i] for i in summed) for shape, summed in zip(shapes, axes, strict=True)
     )
+    # Bits of a digit, so that the digits of all summands add up in an int32
     bits = 31 - max(summands - 1, 1).bit_length()
     sums = [
         _digits(leaf, summed, real, bits, factor)
@@ -174,6 +176,7 @@ def _digits(
     leaf = lax.optimization_barrier(leaf)
     values = exact_sums.finite(leaf.compute().astype(real)) * factors[0] * factors[1]
     squares = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
+    # Rounding may reach 2**30, which takes one bit more.
     squares = jnp.minimum(squares, 2**_BITS - 1)
     parts = [(squares >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
     return sums(parts, axes)

@@ -37,7 +37,7 @@ class MaskWords(NamedTuple):
 def read_words(mask: jax.Array) -> MaskWords:
     """Returns the words of a mask, uint8[n]."""
     rows = jnp.pad((mask > 0).astype(jnp.uint8), (0, -mask.shape[0] % _BITS)).reshape(-1, 4, 8)
-    # A sum of 32 words would hold each entry of the mask in four bytes.
+    # Bytes are summed first: sums of words would hold each entry of the mask in four bytes.
     places = np.arange(8, dtype=np.uint8)
     parts = jnp.sum(rows << places[None, None], axis=2, dtype=jnp.uint8).astype(jnp.uint32)
     bits = jnp.sum(parts << (8 * np.arange(4, dtype=np.uint32))[None], axis=1, dtype=jnp.uint32)
@@ -85,6 +85,7 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     words = read_words(mask)
     # The first slot of each word that keeps entries names the word; later slots repeat the name.
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
+    # Empty words name no slot: their places, all distinct, lie beyond the slots.
     first = jnp.where(words.bits == 0, k + names, words.starts)
     named = scatter(k, first, names)
     word = jax.lax.cummax(named)

@@ -82,16 +82,16 @@ class MovingSite(NamedTuple):
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 
 
-def check_slice_sizes(scored_sites: Sequence[ScoredSite | MovingSite]) -> None:
+def check_slice_sizes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
-    for scored in scored_sites:
-        scored.site.check_size(scored.shape)
+    for competitor in competitors:
+        competitor.site.check_size(competitor.shape)
 
 
-def find_site_mesh(scored: ScoredSite | MovingSite) -> Mesh | None:
+def find_site_mesh(competitor: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
     # The contract of LazyScores: `vars` holds the arrays.
-    values = [vars(x) if isinstance(x, LazyScores) else x for x in scored]
+    values = [vars(x) if isinstance(x, LazyScores) else x for x in competitor]
     return sharding.find_mesh(values)
 
 
@@ -297,7 +297,7 @@ class AdaptedScope(TreeScope):
     def _place(
         self,
         method: str,
-        scored_sites: Sequence[ScoredSite | MovingSite],
+        competitors: Sequence[ScoredSite | MovingSite],
         masks: Iterable[jax.Array],
         like: PyTree,
     ) -> Masks:
@@ -305,13 +305,13 @@ class AdaptedScope(TreeScope):
         method = f"{type(self.scope).__name__}.{method}"
         if isinstance(masks, Iterator):
             masks = list(masks)
-        if not isinstance(masks, Sequence) or len(masks) != len(scored_sites):
+        if not isinstance(masks, Sequence) or len(masks) != len(competitors):
             raise ValueError(
                 f"{method} must return a list of masks, one for each of "
-                f"{len(scored_sites)} parameters, got {reprlib.repr(masks)}."
+                f"{len(competitors)} parameters, got {reprlib.repr(masks)}."
             )
         by_path = {}
-        for scored, mask in zip(scored_sites, masks, strict=True):
-            check_real_array(f"the mask of {scored.site.name!r} by {method}", mask)
-            by_path[scored.site.path] = mask
+        for competitor, mask in zip(competitors, masks, strict=True):
+            check_real_array(f"the mask of {competitor.site.name!r} by {method}", mask)
+            by_path[competitor.site.path] = mask
         return trees.map_matched(lambda path, _: by_path.get(path), like)

@@ -1,4 +1,4 @@
-"""Layouts of kept values: a parameter as slices, each of which stores its values in slots.
+"""Layouts of kept values: a parameter as slices, each with its values in slots.
 
 `sparsity.masks.positions` says which entry of a slice a slot holds.
 """
@@ -27,7 +27,7 @@ class SliceLayout:
     Attributes:
       shape: shape of the parameter.
       stack: axes that index slices: layers of scans, experts.
-      split_shape: shape as which the parameter is read, whose axes `stack` counts; by default its
+      split_shape: shape as which the parameter is read; `stack` counts its axes; by default the
         shape.
 
     Example:
@@ -114,6 +114,7 @@ class SliceLayout:
         """Returns the entries of an array at positions; 0 in slots that are not in use."""
         slices, n = self.slices(array), self.slice_size
         values = np.take_along_axis(slices, np.minimum(positions, n - 1), axis=-1)
+        # Slots that are not in use have read the last entry.
         values[positions >= n] = 0
         return values
 

@@ -64,6 +64,7 @@ class Axis:
     kind: JoinKind | None = None
     parts: Sequence[Axis] = ()
     pin: Reason | None = None
+    # Union-find: the axis that this one was merged into
     _same: Axis | None = dataclasses.field(default=None, init=False)
 
     @property
@@ -71,6 +72,7 @@ class Axis:
         """Representative of all axes that were unified with this axis."""
         axis = self
         while axis._same is not None:
+            # Path halving keeps chains of merged axes short.
             if axis._same._same is not None:
                 axis._same = axis._same._same
             axis = axis._same
@@ -158,6 +160,7 @@ def label_entries(
         return None
     number, lengths = involved[0] if involved else 0, [len(x) for x in parts]
     outer_size, inner_size = math.prod(lengths[:number]), math.prod(lengths[number + 1 :])
+    # Row-major: each label repeats for all inner entries, and the sequence for all outer ones.
     return np.tile(np.repeat(parts[number], inner_size), outer_size)
 
 
@@ -181,11 +184,12 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
     if root.kind == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
         shifted = [x + start for x, start in zip(indices, starts, strict=True)]
-        # The row of a layer that runs is traced.
+        # Inside a scan that runs, the row of its layer is traced.
         joined: np.ndarray = (jnp if any(map(is_traced, indices)) else np).concatenate(
             shifted, axis=-1
         )
         return joined
+    # Row-major indices of all combinations of kept entries, factor by factor
     index = np.zeros((*layers, 1), int)
     for x, n in zip(indices, sizes, strict=True):
         index = (index[..., None] * n + x[..., None, :]).reshape(*layers, -1)
@@ -206,6 +210,7 @@ def _list_parts(kind: JoinKind, axis: Axis) -> list[Axis]:
     root = axis.root
     if root.kind == kind:
         return [x for part in root.parts for x in _list_parts(kind, part)]
+    # A factor of 1 and a term of 0 entries change nothing.
     return [root] if root.size != (kind == "product") else []
 
 
@@ -214,6 +219,7 @@ def _bind_variable(variable: Axis, axis: Axis, reason: Reason) -> None:
     if axis.kind and any(x is variable for x in list_variables(axis)):
         pin(axis, reason.with_detail("an axis that is a part of itself"))
         return
+    # Pins of a merged axis are not read any more: the axis takes over the pin.
     pinned = variable.pin
     variable.merge_into(axis)
     if pinned is not None:
@@ -244,6 +250,7 @@ def _unify_like_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) ->
             if pieces is None:
                 return False
             queues[0].extendleft(reversed(pieces))
+            # The first piece has its size: both meet in the next round.
             queues[1].appendleft(small)
     return not parts and not other_parts
 

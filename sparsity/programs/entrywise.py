@@ -46,7 +46,7 @@ class Entrywise:
       may_remove_nan: whether the primitive may turn NaN into a number, as comparisons do.
       reads_zero_sign: whether the output for 0.0 as the last input may differ from that for -0.0.
       keeps_any_zero: whether the output is 0 where one input is 0, unless another input is infinite
-        or NaN; holds for complex numbers, too, of which folds return `None`.
+        or NaN; also for complex numbers, for which folds return `None`.
       keeps_zeros: whether the output is 0 where all inputs are 0, for complex numbers, too.
       is_nonnegative: whether no output is negative.
     """
@@ -66,6 +66,7 @@ def fold_exactly(compute: NumpyFunction) -> Fold:
 
     def fold(equation: Equation, inputs: InputConstants) -> float | None:
         constant, dtype = _fold_by_numpy(compute, equation, inputs), equation.inputs[0].dtype
+        # Narrow floats of ml_dtypes, such as bfloat16, have kind V.
         if constant is None or dtype.kind not in "fV" or dtype.itemsize >= 4:
             return constant
         # Compilers may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
@@ -112,7 +113,7 @@ def _fold_absorbing(compute: NumpyFunction) -> Fold:
 
 
 def _divide(equation: Equation, inputs: InputConstants) -> float | None:
-    if equation.inputs[0].dtype.kind in "iu":  # 0 / 0 is a number
+    if equation.inputs[0].dtype.kind in "iu":  # 0 / 0 is some number, not NaN
         return fold_exactly(_truncate)(equation, inputs)
     if inputs[0] == 0:
         return math.nan if inputs[1] == 0 else 0.0

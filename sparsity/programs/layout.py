@@ -128,6 +128,7 @@ def _broadcast(equation: Equation) -> list[Relation]:
     return [
         relate_same((0, i), (0, axis), "a broadcast")
         for i, axis in enumerate(equation.params["broadcast_dimensions"])
+        # An axis of one entry that is repeated is related to nothing.
         if shapes[0][i] == shapes[1][axis]
     ]
 
@@ -139,6 +140,7 @@ def _reshape(equation: Equation) -> list[Relation]:
     order = equation.params["dimensions"] or range(len(value.shape))
     sources = [Place(0, axis) for axis in order if value.shape[axis] != 1]
     targets = [Place(0, axis) for axis, size in enumerate(output.shape) if size != 1]
+    # Any runs of axes have equal numbers of entries, 0, so that the relation is open.
     if not value.size:
         return [Relation("mixed", tuple(sources), tuple(targets), text)]
     relations = []
@@ -224,6 +226,7 @@ def _slice(equation: Equation) -> list[Relation]:
         elif stride != 1:
             relations.append(Relation("cut", (place,), (place,), "a slice with a stride"))
         else:
+            # The source is a row of three parts; the output is the middle one.
             relations.append(Relation("sum", (place,), (start, place, size - end), "a slice"))
     return relations
 

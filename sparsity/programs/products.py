@@ -138,6 +138,7 @@ def _dot(
 ) -> Product:
     numbers = numbers or equation.params["dimension_numbers"]
     operands = []
+    # Not strict: a ragged dot has a third input, the sizes of its groups.
     for value, contracted, batch, indices in zip(
         equation.inputs, *numbers, ((), experts), strict=False
     ):

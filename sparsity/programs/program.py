@@ -139,7 +139,7 @@ class Equation:
         return jax.checkpoint(function, **options)
 
     def list_bodies(self) -> list[Body]:
-        """Returns the bodies with the values that enter and leave them."""
+        """Returns the bodies with the values that enter and leave each."""
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":
@@ -199,7 +199,7 @@ class Body(NamedTuple):
       inputs: for each input of the program the value outside.
       outputs: for each output of the program the output of the equation, `None` for a condition.
       carries: (number of the output, number of the input) of values that the next step reads.
-      layers: numbers of the inputs of which each step of a scan reads a layer.
+      layers: numbers of the stacked inputs; each step of a scan reads one layer of them.
       trips: number of runs in a call of the equation; `None` if it depends on data.
     """
 

@@ -14,7 +14,7 @@ from sparsity.core.trees import PyTree
 from sparsity.programs.program import Arrays, jaxpr_as_fun, list_constants
 
 _COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
-_MAX_PROGRAMS = 256  # programs, of which the oldest goes first
+_MAX_PROGRAMS = 256  # programs; then the oldest is dropped
 _MAX_CONSTANT_BYTES = 1 << 16  # bytes of a constant of a program that is kept
 
 

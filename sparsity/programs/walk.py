@@ -91,6 +91,7 @@ class Flow(Generic[Fact]):
                 self.visit(equation)
 
     def _follow_bodies(self, equation: Equation) -> None:
+        # Branches of this visit join each other, not facts from an earlier pass of an outer loop.
         results: dict[Value, Fact] = {}
         for body in equation.list_bodies():
             self._pass_inputs(equation, body)
@@ -114,6 +115,7 @@ class Flow(Generic[Fact]):
 
     def _follow_to_fixpoint(self, equation: Equation, body: Body) -> None:
         """Follows a body until the facts of its carry hold before and after every step."""
+        # Joins only weaken facts, a limited number of times, so that the loop ends.
         is_stable = False
         while not is_stable:
             is_stable = True
@@ -128,6 +130,7 @@ class Flow(Generic[Fact]):
     def _read_result(self, equation: Equation, body: Body, number: int) -> Fact:
         inner, carries = body.program.outputs[number], dict(body.carries)
         if number in carries:
+            # A loop without steps returns its first carry; the fact of the input holds for both.
             return self.facts[body.program.inputs[carries[number]]]
         if equation.name == "scan":
             return self.stack_layers(self.fact(inner), equation)
@@ -202,6 +205,7 @@ class Interpreter(Generic[Array]):
     def while_loop(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a `while` loop whose bodies are entered."""
         body, condition = equation.list_bodies()
+        # Inputs are constants of the condition, constants of the body, then the carry.
         num_condition = len(condition.program.inputs) - len(body.carries)
         num_outside = len(inputs) - len(body.carries)
         return lax.while_loop(

@@ -13,7 +13,7 @@ from sparsity.core.pictures import DARK, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Params
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.state import get_sparse_state
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ class LayerSummary(NamedTuple):
     mask_bytes: int
 
 
-def sparsity_table(params: Params, opt_state: optax.OptState, updater: Updater) -> str:
+def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHooks) -> str:
     """Returns a table of all parameters: path, shape, pattern, target, achieved, bytes of the mask.
 
     Target and achieved are sparsities. The last row sums up the parameters with a target.
@@ -91,10 +91,10 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: Updater) 
 
 
 def layer_summary(
-    params: Params, opt_state: optax.OptState, updater: Updater
+    params: Params, opt_state: optax.OptState, updater: UpdaterHooks
 ) -> list[LayerSummary]:
     """Returns the rows of `sparsity_table`: a `LayerSummary` for each array, in tree order."""
-    check_kind("updater", updater, Updater, "the updater that wrapped the optimizer")
+    check_kind("updater", updater, UpdaterHooks, "the updater that wrapped the optimizer")
     state = get_sparse_state(opt_state)
     targets = trees.leaves_by_path(state.target_sparsities)
     masks = trees.leaves_by_path(state.masks)
@@ -121,7 +121,7 @@ def layer_summary(
 
 
 def plot_sparsity(
-    params: Params, opt_state: optax.OptState, updater: Updater, ax: Axes | None = None
+    params: Params, opt_state: optax.OptState, updater: UpdaterHooks, ax: Axes | None = None
 ) -> Axes:
     """Draws target and achieved sparsity of every leaf that can be sparse.
 

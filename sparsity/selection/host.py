@@ -159,7 +159,7 @@ def _bracket(parts: Sequence[_Entries], share: float) -> tuple[int, int]:
 def _select_within(
     parts: Sequence[_Entries], count: int, low: int | None, high: int | None
 ) -> bool:
-    """Does what `_select_best` does, if the threshold lies in [low, high]; returns whether."""
+    """Selects as `_select_best` if the threshold lies in [low, high]; returns whether it does."""
     above, keys, places = 0, [], []
     for part in parts:
         at_part = []
@@ -171,12 +171,14 @@ def _select_within(
             else:
                 kept = np.greater(chunk, high, out=part.mask[at].view(bool))
                 above += int(np.count_nonzero(kept))
+                # Keys from `low` on that are not above `high`
                 inside = np.flatnonzero((chunk >= low) ^ kept)
             keys.append(chunk[inside])
             at_part.append((inside + at.start).astype(np.int32))
         places.append(np.concatenate([*at_part, np.zeros(0, np.int32)]))
     inside_keys = np.concatenate(keys)
     need = count - above
+    # The sample was wrong: the threshold lies outside of the bracket.
     if not 0 <= need <= len(inside_keys):
         return False
     kept = mask_by_sorting(inside_keys[None], None, np.array([[need]]))[0]

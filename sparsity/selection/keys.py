@@ -32,7 +32,7 @@ def readable(scores: chex.Array) -> jax.Array:
 
 @functools.lru_cache
 def readable_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype as which a search reads scores of a dtype.
+    """Returns the dtype to which a search converts scores of a dtype.
 
     Raises:
       ValueError: the dtype has no order.
@@ -91,6 +91,7 @@ def to_keys(scores: A) -> A:
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")
+        # Flipping the highest bit makes 0 the lowest of the signed integers.
         moved = scores.astype(unsigned) ^ xp.array(-low, unsigned)
         unsigned_keys: A = _read_bits(moved, bits).astype(key)
         return unsigned_keys
@@ -100,9 +101,11 @@ def to_keys(scores: A) -> A:
     raw: A = _read_bits(scores, bits).astype(key, copy=False)
     if xp is np and raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their keys
         return raw
+    # All bits but the sign: magnitudes have the order of their bits, negative floats its reverse.
     magnitude = raw & xp.array(-low - 1, key)
     signed = xp.where(raw < 0, -magnitude, magnitude)
     if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
+        # Bits above those of the largest number mean NaN.
         nan = magnitude > xp.array(top, key)
     else:  # a format without -0, whose bits mean NaN
         nan = raw == xp.array(low, key)
@@ -118,7 +121,7 @@ def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
 
 
 def numpy_keys(scores: np.ndarray) -> np.ndarray:
-    """Does what `readable` and `to_keys` do with an array of numpy."""
+    """Applies `readable` and `to_keys` to an array of numpy."""
     return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
 
 

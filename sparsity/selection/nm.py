@@ -82,6 +82,7 @@ def _grouped_mask(
     # Compared iotas vectorise, where a constant table would be read entry by entry.
     row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
     earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
+    # The rank of an entry is the number of entries of its group that beat it.
     beaten = (other > entry) | ((other == entry) & earlier)
     if keep is not None:
         entry_kept, other_kept = pairs(keep.astype(bool), False)

@@ -149,7 +149,7 @@ class Recipe(NamedTuple):
 
     @property
     def reads_index(self) -> bool:
-        """Returns whether `fn` takes the index of an entry."""
+        """True if `fn` takes the index of an entry."""
         return self.num_arrays == 0
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
@@ -323,14 +323,14 @@ class Ranked:
     def compute(self) -> jax.Array:
         """Returns the scores as an array."""
         index: jax.Array | None = None
-        if self.recipe.reads_index:  # sharded as the scores shall be, which read nothing else
+        if self.recipe.reads_index:  # nothing else gives the sharding of the scores
             like = self.arrays[0]
             index = shard_like(like, functools.partial(hash_index, like.shape))
         return self.recipe.scores(self.arrays, self.scalars, index)
 
     @property
     def is_on_host(self) -> bool:
-        """Returns whether `compute_on_host` computes the scores."""
+        """True if `compute_on_host` computes the scores."""
         return host.find_body(self.recipe.fn) is not None and not self.recipe.reads_index
 
     def compute_on_host(self, arrays: Sequence[chex.Array]) -> np.ndarray:

@@ -61,6 +61,7 @@ def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) ->
         i, key, is_open = state
         # The last pass may look at bits again: of digits that reach beyond them none is enough.
         shift = jnp.maximum(bits - _BITS * (i.astype(jnp.int32) + 1), 0).astype(key.dtype)
+        # Keys above t - 1 are the keys from t on.
         counts, rank = above(key[:, None] + (digits << shift) - 1), (k[0][:, None], k[1][:, None])
         digit = jnp.sum(exact.at_least(counts, rank), axis=1, dtype=key.dtype)
         is_met = jnp.any(exact.equal(counts, rank), axis=1)  # then no lower digit changes the mask
@@ -119,6 +120,7 @@ def select_by_counting(
         lambda: find_thresholds(above_among_ties, exact.as_words(share), all_ties, tie_keys),
         lambda: all_ties,
     )
+    # Each ~index is below 0, so that a cut of 0 keeps no tie.
     cuts = per_leaf(jnp.where(share > 0, cut, 0), sizes)
     return [x.mask(*ends) for x, *ends in zip(counters, keys, cuts, strict=True)], eligible
 
@@ -212,5 +214,6 @@ def tie_shares(ties: jax.Array, need: Words, across_leaves: bool) -> jax.Array:
         return need[1].astype(jnp.int32)
     before = exact.totals_before(ties)
     room = exact.minus(need, before)
+    # With a high word above 0 there is room for 2**32 ties or more.
     fits = jnp.minimum(room[1], ties.astype(jnp.uint32)).astype(jnp.int32)
     return jnp.where(exact.at_least(need, before), jnp.where(room[0] > 0, ties, fits), 0)

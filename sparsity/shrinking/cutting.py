@@ -263,7 +263,7 @@ def _cut_array(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
-    axes = dict(axes)  # of which jax knows the arrays
+    axes = dict(axes)  # a pytree, as other mappings are not
     old_sharding = None if is_traced(array) else getattr(array, "sharding", None)
     shape = cut_shape(jnp.shape(array), axes)
     small: jax.Array

@@ -52,6 +52,7 @@ def find_dead(
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
     evidence: dict[Path, dict[int, np.ndarray]] = {}
+    # Removed channels leave entries of other groups without a use: repeats until nothing changes.
     while masked:
         dead = proofs.find_removable(masked)
         changed_paths = set()
@@ -205,6 +206,7 @@ def _find_masked(group: ChannelGroup, live: LiveMasks) -> np.ndarray:
 def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
     """Returns bool[layers, channels]: dead channels to remove, equally many in each layer."""
     candidates = dead & ~removed
+    # One channel stays. Layers have lost equally many so far, so that one row tells.
     max_count = dead.shape[1] - 1 - removed[0].sum()
     count = min(candidates.sum(axis=1).min(), max_count)
     removable: np.ndarray = candidates & (np.cumsum(candidates, axis=1) <= count)

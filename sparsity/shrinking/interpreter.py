@@ -39,14 +39,15 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def __init__(self, removal: Removal, kept_indices: KeptIndices) -> None:
         self._coupling, self._kept_indices = removal.coupling, dict(kept_indices)
+        # Shared entries take a proof, which a program without removed channels does not need.
         self._shared_entries = removal.shared_entries if kept_indices else {}
         self._keeps_rules = True  # of calls, for derivatives
-        # Rows of `kept_indices`, in a step of a scan.
+        # The row of `kept_indices` for the layer of a step.
         self._layer_indices: dict[Axis, jax.Array] = {}
         self._needed_values = {
             x for entry in self._shared_entries.values() for x in entry.list_values()
         }
-        # Arrays of these, within the body or call that runs.
+        # Arrays of these values, in the body or call that runs.
         self._needed_arrays: dict[Value, jax.Array] = {}
         self._sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
 
@@ -65,6 +66,7 @@ class CutInterpreter(Interpreter[jax.Array]):
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
         for number, axis in enumerate(self._coupling.axes(value)):
+            # In a step of a scan, the row of its layer takes the place of the rows of all layers.
             index = find_kept_indices(axis, {**self._kept_indices, **self._layer_indices})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, number)
@@ -81,7 +83,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         return array
 
     def run(self, program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the outputs of a program, whose needed arrays no other program reads."""
+        """Returns the outputs of a program; no other program reads its needed arrays."""
         pairs = zip(program.inputs, inputs, strict=True)
         outer = self._needed_arrays
         self._needed_arrays = {

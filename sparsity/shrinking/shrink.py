@@ -84,7 +84,7 @@ def shrink(
 
 
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
-    """Returns a checked plan that removes what masks remove, and the masks by path."""
+    """Returns a checked plan of the channels that masks remove, and the masks by path."""
     if isinstance(masks, Plan):
         check_proven(graph, solve_kept_indices(graph.removal.list_parameter_axes(), masks), masks)
         return masks, {}

@@ -1,4 +1,4 @@
-"""Base of all algorithms: entry points; fields and hooks are in `updater`.
+"""Base of all algorithms: entry points; fields and hooks are in `updater_hooks`.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
 algorithm overrides a hook, usually `calculate_scores`. `sparsity.training` calls the hooks in each
@@ -17,23 +17,24 @@ from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
-from sparsity.core.trees import Grads, Masks, ScoreTree, Tree
+from sparsity.core.trees import Grads, Masks, Tree
 from sparsity.core.warn import warn
-from sparsity.training.compact_step import CompactStep
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg
+from sparsity.training.kept_step import KeptStep
 from sparsity.training.masked_step import MaskedStep
+from sparsity.training.overrides import INFERRED, check_overrides
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater import INFERRED, Updater, check_overrides, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, score_weights
 
 
 @dataclasses.dataclass(kw_only=True)
-class BaseUpdater(ComparedByFields, Updater):
+class BaseUpdater(ComparedByFields, UpdaterHooks):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
 
-    This class holds the entry points; `Updater` declares and explains the fields and hooks.
+    This class holds the entry points; `UpdaterHooks` declares and explains the fields and hooks.
 
     Updaters compare and hash by class and fields, so that they serve as static arguments of
     compiled functions. `dataclasses.replace` makes a changed updater, for which functions compile
@@ -104,7 +105,14 @@ class BaseUpdater(ComparedByFields, Updater):
         Raises:
           ValueError: the algorithm lacks gradients, a parameter to prune has none of its shape, or
             parameters are shapes without values.
+          RuntimeError: the algorithm trains sparse from the start (`prunes_at_once`).
         """
+        if not self.prunes_at_once:
+            raise RuntimeError(
+                f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; "
+                "wrap an optimizer with wrap_optax, or prune with MagnitudePruning or "
+                "RandomPruning."
+            )
         self.check_fields()
         remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
         check_values("params", params, remedy, may_be_traced=True)
@@ -112,12 +120,7 @@ class BaseUpdater(ComparedByFields, Updater):
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:
             check_gradients(grads, params, targets)
-        scores: ScoreTree | None = None
-        if not is_overridden(self, "create_masks"):  # overrides get arrays
-            scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
-        if scores is None:
-            scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
-        masks = inputs.call(self.create_masks, scores, targets)
+        masks = inputs.call(self.create_masks, score_weights(self, inputs), targets)
         if is_overridden(self, "create_masks"):
             check_masked(self, "create_masks", masks, inputs.weights, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
@@ -174,7 +177,7 @@ class BaseUpdater(ComparedByFields, Updater):
             )
         check_optimizer("inner", inner)
         check_no_state(masks)
-        step = (CompactStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
+        step = (KeptStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
         return optax.GradientTransformationExtraArgs(step.init, step.update)
 
 

@@ -106,6 +106,7 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
 
     def init(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         state = inner.init(rebuild(arrays))
+        # A traced function returns arrays alone; the structure of the state leaves this way.
         states.append(sharding.abstract(state))
         return trees.split_arrays(state)[0]
 
@@ -115,17 +116,18 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         state: Sequence[jax.Array],
         value: jax.Array,
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
-        updates: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
+        # Gradients of integers are float0 in jax.
+        all_grads: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
         for number, grad in zip(floats, grads, strict=True):
-            updates[number] = grad
+            all_grads[number] = grad
         old = trees.split_arrays(states[0])[1](state)
-        steps, new = inner.update(rebuild(updates), old, rebuild(arrays), value=value)
+        updates, new = inner.update(rebuild(all_grads), old, rebuild(arrays), value=value)
         leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
         same = [leaf for was, leaf in leaves if trees.is_array(was)]
         from_numbers = [
             leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)
         ]
-        return trees.prunable(steps), same, from_numbers
+        return trees.prunable(updates), same, from_numbers
 
     first, state = jax.make_jaxpr(init, return_shape=True)(arrays)
     owned: list[int | None] = []
@@ -146,7 +148,7 @@ def _without_sharding(leaf: PyTree) -> PyTree:
 
 
 class _Comparison:
-    """Comparison of two programs, of which the second has shorter arrays.
+    """Comparison of two programs; the second has shorter arrays.
 
     Args:
       changed: pairs of shapes of a masked parameter and of its kept entries.
@@ -181,13 +183,14 @@ class _Comparison:
         state, before = flow.follow(trace.init, params), None
         if self._masks_move:  # moments of dropped entries are not 0
             state = [fact._replace(removed=None) for fact in state]
+        # A fixpoint: facts of the state that hold before and after every step
         while state != before:
             before = state
             outputs = flow.follow(trace.update, [*inputs, *state, Fact()])
-            steps, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
+            updates, after = outputs[: len(trace.floats)], outputs[len(trace.floats) :]
             pairs = zip(state, after, strict=False)  # other arrays come last
             state = [flow.join_facts(*pair, "update") for pair in pairs]
-        for owner, fact in zip([*trace.floats, *trace.owners], [*steps, *state], strict=True):
+        for owner, fact in zip([*trace.floats, *trace.owners], [*updates, *state], strict=True):
             # A state without the paths of the parameters cannot follow masks that move.
             if fact.owner not in (None, owner) and (owner is not None or self._masks_move):
                 flow.refuse("entries of one parameter train another")
@@ -216,7 +219,7 @@ class _Comparison:
             return f"{name} takes the place of {kept.name}"
         if not all(map(self._are_partners, dense.inputs, kept.inputs)):
             return f"{name} reads a number that depends on the size of the array"
-        if name not in CALLS:  # whose outputs are those of the body
+        if name not in CALLS:  # outputs of a call are those of its body
             self._partners.update(zip(dense.outputs, kept.outputs, strict=True))
         shapes = [
             (one.shape, other.shape)
@@ -259,7 +262,9 @@ class _Comparison:
 def _have_equal_params(dense: dict[str, object], kept: dict[str, object], is_short: bool) -> bool:
     skipped = _SHAPES if is_short else set()
     return dense.keys() == kept.keys() and all(
-        key in skipped or repr(dense[key]) == repr(kept[key]) for key in dense
+        # As text, because `==` of arrays and programs gives no bool or compares identity.
+        key in skipped or repr(dense[key]) == repr(kept[key])
+        for key in dense
     )
 
 

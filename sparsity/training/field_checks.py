@@ -14,8 +14,8 @@ from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
-from sparsity.training.compact_checks import check_compact_fields
-from sparsity.training.updater import Updater
+from sparsity.training.kept_checks import check_compact_fields
+from sparsity.training.updater_hooks import UpdaterHooks
 
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
 
@@ -36,8 +36,8 @@ def check_names(cls: type, names: Iterable[str]) -> None:
             raise TypeError(f"{cls.__name__} has no argument {name!r}. {suggest(name, fields)}")
 
 
-def check_common_fields(updater: Updater) -> None:
-    """Raises a ValueError that names an invalid field of `Updater` and its value."""
+def check_common_fields(updater: UpdaterHooks) -> None:
+    """Raises a ValueError that names an invalid field of `UpdaterHooks` and its value."""
     kind = updater.sparsity_type
     if not isinstance(kind, SparsityType) and (not callable(kind) or isinstance(kind, type)):
         raise ValueError(

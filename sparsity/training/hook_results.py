@@ -21,10 +21,10 @@ from sparsity.masks import (
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
-def take_gradients(updater: Updater, modified: PyTree, inputs: StepInputs) -> PyTree:
+def take_gradients(updater: UpdaterHooks, modified: PyTree, inputs: StepInputs) -> PyTree:
     """Returns the gradients of a step with those of a hook in place of the weights' gradients.
 
     Raises:
@@ -38,7 +38,7 @@ def take_gradients(updater: Updater, modified: PyTree, inputs: StepInputs) -> Py
             "with the gradients that stay as they are."
         )
     return trees.map_matched(
-        lambda _, grad, new: grad if new is None else new, inputs.updates, modified
+        lambda _, grad, new: grad if new is None else new, inputs.all_grads, modified
     )
 
 
@@ -59,7 +59,7 @@ def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -
 
 
 def take_user_masks(
-    updater: Updater, masks: Masks, state: SparseState, params: Params, sites: Sites
+    updater: UpdaterHooks, masks: Masks, state: SparseState, params: Params, sites: Sites
 ) -> SparseState:
     """Returns the first state with masks of a user, and a target for each leaf with a mask."""
     with evaluate_now():
@@ -100,11 +100,11 @@ def _is_readable(mask: chex.Array) -> bool:
 
 
 def _check_units(
-    updater: Updater, sites: Sites, path: trees.KeyPath, mask: chex.Array, param: chex.Array
+    updater: UpdaterHooks, sites: Sites, path: trees.KeyPath, mask: chex.Array, param: chex.Array
 ) -> None:
     """Raises a ValueError if a mask that will move keeps parts of units.
 
-    A move keeps the number of units of which a mask keeps any part, and keeps these as a unit: a
+    A move counts a unit as kept if the mask keeps any of its entries, and moves whole units: a
     random mask of half of the entries would keep nearly all blocks.
 
     Args:

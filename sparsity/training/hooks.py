@@ -36,19 +36,19 @@ class HookArgs(TypedDict, total=False):
 class StepInputs(NamedTuple):
     """Inputs of the hooks in `init`, `update`, `instant_sparsify` or a forward pass.
 
-    `params` and `updates` are complete trees. Weights are the parameters that can have a mask, in a
-    tree with `None` in place of all other leaves, as hooks get it.
+    `params` and `all_grads` are complete trees. Weights are the parameters that can have a mask, in
+    a tree with `None` in place of all other leaves, as hooks get it.
 
     Attributes:
       params: tree of parameters as they are stored.
-      updates: tree of gradients from the training loop; `None` where there are none.
-      sites: table of `Updater.sites`, resolved from the parameters.
+      all_grads: tree of gradients from the training loop; `None` where there are none.
+      sites: table of `UpdaterHooks.sites`, resolved from the parameters.
       extra: other arguments of the training loop; none at `init`.
       masks: tree of the masks under which hooks see the weights; `None` for no masks.
     """
 
     params: Params
-    updates: Grads | None
+    all_grads: Grads | None
     sites: Sites
     extra: Mapping[str, ExtraArg] = NO_EXTRA
     masks: Masks | None = None
@@ -61,7 +61,7 @@ class StepInputs(NamedTuple):
     @property
     def grads(self) -> PyTree | None:
         """Gradients of the weights."""
-        return None if self.updates is None else trees.prunable(self.updates, self.params)
+        return None if self.all_grads is None else trees.prunable(self.all_grads, self.params)
 
     @property
     def masked_weights(self) -> PyTree:

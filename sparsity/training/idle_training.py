@@ -11,11 +11,11 @@ from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.core.warn import warn
 from sparsity.masks import leading_axes
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
 def warn_of_idle(
-    updater: Updater, params: Params, targets: Sparsities, masks: Masks, starts_dense: bool
+    updater: UpdaterHooks, params: Params, targets: Sparsities, masks: Masks, starts_dense: bool
 ) -> None:
     """Warns of masks that are missing or stay all ones, and of weights that no step would train.
 
@@ -36,7 +36,7 @@ def warn_of_idle(
 
 
 def _warn_of_dense_masks(
-    updater: Updater, targets: Sparsities, masks: Masks, starts_dense: bool
+    updater: UpdaterHooks, targets: Sparsities, masks: Masks, starts_dense: bool
 ) -> None:
     """Warns of masks of ones that no step updates."""
     prunes = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
@@ -55,7 +55,7 @@ def _warn_of_dense_masks(
 
 
 def _warn_of_missing_targets(
-    updater: Updater, params: Params, targets: Sparsities, masks: Masks
+    updater: UpdaterHooks, params: Params, targets: Sparsities, masks: Masks
 ) -> None:
     """Warns of a schedule of masks, if no parameter has a mask or a target."""
     has_no_target = updater.get_distribution_fn() is not None and not jax.tree.leaves(targets)
@@ -67,7 +67,7 @@ def _warn_of_missing_targets(
         )
 
 
-def _warn_of_skipped_steps(updater: Updater, start: int, end: int | None) -> None:
+def _warn_of_skipped_steps(updater: UpdaterHooks, start: int, end: int | None) -> None:
     """Warns if every step from `start` to `end` updates masks, and so trains nothing."""
     last = start + 3 if end is None else end
     samples = {start, start + 1, (start + last) // 2}
@@ -81,7 +81,7 @@ def _warn_of_skipped_steps(updater: Updater, start: int, end: int | None) -> Non
         )
 
 
-def _has_matrices(updater: Updater, params: Params) -> bool:
+def _has_matrices(updater: UpdaterHooks, params: Params) -> bool:
     """Returns whether a parameter has more than one axis beyond its batch axes."""
     weights = trees.leaves_by_path(trees.prunable(params))
     return any(

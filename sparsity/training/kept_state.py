@@ -76,14 +76,14 @@ class KeptParameter:
         kept: jax.Array = self.layout.map_slices(take, self.param, values, self.positions)
         return kept
 
-    def scatter(self, step: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
+    def scatter(self, update: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
         """Returns the update of the parameter; arguments as in `scatter_updates`."""
         layout, param = self.layout, self.param
-        dtype = promote(step.dtype, param.dtype)
+        dtype = promote(update.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
-        words, step = compute_once_after((words, step.astype(dtype)), count)
+        words, update = compute_once_after((words, update.astype(dtype)), count)
         fn = functools.partial(scatter_by_words, n=layout.slice_size)
-        dense = layout.map_slices(fn, param, words, step, dense=True)
+        dense = layout.map_slices(fn, param, words, update, dense=True)
         keep = functools.partial(are_set, n=layout.slice_size)
         is_kept = layout.map_slices(keep, param, words, dense=True)
         return jnp.where(is_kept, dense, -param.astype(dtype))
@@ -151,25 +151,25 @@ def gather(tree: PyTree, kept: KeptTree) -> PyTree:
     return trees.map_matched(take, tree, kept, role="gradients")
 
 
-def scatter_updates(steps: PyTree, kept: KeptTree, masks: Masks, count: chex.Numeric) -> PyTree:
+def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks, count: chex.Numeric) -> PyTree:
     """Returns dense updates: those of kept entries, and `-param` elsewhere.
 
     `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
     updates and parameters promote to.
 
     Args:
-      steps: tree of updates, of kept entries for masked leaves.
+      updates: tree of updates, of kept entries for masked leaves.
       kept: tree of `KeptParameter`.
       masks: tree of masks, not packed.
       count: number of updates so far.
     """
 
-    def scatter_step(
-        _: trees.KeyPath, step: jax.Array, each: KeptParameter | None, mask: PyTree
+    def scatter_update(
+        _: trees.KeyPath, update: jax.Array, each: KeptParameter | None, mask: PyTree
     ) -> jax.Array:
-        return step if each is None else each.scatter(step, mask, count)
+        return update if each is None else each.scatter(update, mask, count)
 
-    return trees.map_matched(scatter_step, steps, kept, masks, role="updates")
+    return trees.map_matched(scatter_update, updates, kept, masks, role="updates")
 
 
 def find_moves(kept: KeptTree, old_masks: Masks) -> Moves:

@@ -68,26 +68,26 @@ class MaskedStep(Step):
         self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
         plain, inputs = self.unpack_for_hooks(state, inputs)
-        params, updates = inputs.params, self.modify_gradients(inputs, plain)
+        params, grads = inputs.params, self.modify_gradients(inputs, plain)
         if self.updater.is_sparse_gradients:
-            updates = mask_updates(updates, plain.masks, "gradients")
+            grads = mask_updates(grads, plain.masks, "gradients")
         seen = params
         if self.pruned_are_zero:
             seen = without_grown(params, change.grown, are_packed=True)
-        steps, inner_state = self.run_inner(updates, state.inner_state, seen, inputs, change)
+        updates, inner_state = self.run_inner(grads, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
         if self.pruned_are_zero:
-            steps = start_from_zero(steps, params, change.grown, are_packed=True)
+            updates = start_from_zero(updates, params, change.grown, are_packed=True)
         if self.zeroes_updates:
-            steps = make_updates_set_zeros(steps, params, plain.masks)
-        return steps, state._replace(inner_state=inner_state, count=count)
+            updates = make_updates_set_zeros(updates, params, plain.masks)
+        return updates, state._replace(inner_state=inner_state, count=count)
 
 
-def make_updates_set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
+def make_updates_set_zeros(updates: PyTree, params: Params, masks: Masks) -> PyTree:
     """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
 
     Args:
-      steps: tree of updates.
+      updates: tree of updates.
       params: tree of parameters.
       masks: tree of masks, not packed.
 
@@ -98,11 +98,11 @@ def make_updates_set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTre
 
     likes = trees.leaves_by_path(params)
 
-    def set_zero(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
+    def set_zero(path: trees.KeyPath, update: jax.Array, mask: chex.Array | None) -> jax.Array:
         if mask is None:
-            return step
+            return update
         param = likes[path]
-        dtype = promote(step.dtype, param.dtype)
-        return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
+        dtype = promote(update.dtype, param.dtype)
+        return jnp.where(mask > 0, update.astype(dtype), -param.astype(dtype))
 
-    return trees.map_matched(set_zero, steps, masks, role="updates")
+    return trees.map_matched(set_zero, updates, masks, role="updates")

@@ -89,21 +89,21 @@ def without_grown(params: Params, grown: PyTree, *, are_packed: bool) -> Params:
     return trees.map_matched(zero, params, grown)
 
 
-def start_from_zero(steps: PyTree, params: Params, grown: PyTree, *, are_packed: bool) -> PyTree:
-    """Returns updates that start grown weights from zero; other arguments as above."""
+def start_from_zero(updates: PyTree, params: Params, grown: PyTree, *, are_packed: bool) -> PyTree:
+    """Returns updates that start grown weights from zero; arguments as in `without_grown`."""
 
     likes = trees.leaves_by_path(params)
 
-    def restart(path: trees.KeyPath, step: jax.Array, where: jax.Array | None) -> jax.Array:
+    def restart(path: trees.KeyPath, update: jax.Array, where: jax.Array | None) -> jax.Array:
         if where is None:
-            return step
+            return update
         param = likes[path]
-        dtype = promote(step.dtype, param.dtype)
-        step, param = step.astype(dtype), param.astype(dtype)
+        dtype = promote(update.dtype, param.dtype)
+        update, param = update.astype(dtype), param.astype(dtype)
         where = unpack(where, likes[path]) > 0 if are_packed else where
-        return jnp.where(where, step - param, step)
+        return jnp.where(where, update - param, update)
 
-    return trees.map_matched(restart, steps, grown, role="updates")
+    return trees.map_matched(restart, updates, grown, role="updates")
 
 
 def check_resettable(
@@ -134,7 +134,7 @@ def check_resettable(
 
 
 def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
-    """Returns what hides the entries of parameters in a state, `None` if nothing does."""
+    """Names the part of a state that hides the entries of parameters; `None` without one."""
     if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
         return "sparsity.train_only"
     if trees.find_nodes(inner_state, optax.LookaheadState):

@@ -80,7 +80,7 @@ class RemovedEntries(Flow[Fact]):
         return self.join_facts(one, other, equation.name)
 
     def join_facts(self, one: Fact, other: Fact, name: str) -> Fact:
-        """Returns what holds for either of two facts, of branches or of steps of `name`."""
+        """Returns the fact that follows from either of two, of branches or of steps of `name`."""
         removed = one.removed if is_same(one.removed, other.removed) else None
         owner = self._join_owners([one, other], name)
         return Fact(owner, removed, one.is_nonnegative and other.is_nonnegative)

@@ -17,11 +17,11 @@ from sparsity.programs.walk import Interpreter
 def update_unless(
     skip: chex.Numeric,
     update: Callable[..., tuple[PyTree, optax.OptState]],
-    updates: PyTree,
+    grads: PyTree,
     state: optax.OptState,
     params: Params,
 ) -> tuple[PyTree, optax.OptState]:
-    """Returns `update(updates, state, params)`, but zero updates and `state` where `skip` holds.
+    """Returns `update(grads, state, params)`, but zero updates and `state` where `skip` holds.
 
     Selecting between the old and the new state after the update would be slow. XLA could not write
     the new moments in place, because the old moments are read twice: for the new moments and for
@@ -35,15 +35,15 @@ def update_unless(
     Args:
       skip: bool, or a traced bool scalar.
       update: the `update` function of an optax transformation.
-      updates: tree of gradients.
+      grads: tree of gradients.
       state: state of the transformation; `update` must keep its structure.
       params: tree of parameters.
     """
     if skip is True:
-        return jax.tree.map(jnp.zeros_like, updates), state
+        return jax.tree.map(jnp.zeros_like, grads), state
     if skip is False:
-        return update(updates, state, params)
-    traced, out_shape = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
+        return update(grads, state, params)
+    traced, out_shape = jax.make_jaxpr(update, return_shape=True)(grads, state, params)
     program, old_leaves = read_jaxpr(traced), jax.tree.leaves(state)
     count = len(program.outputs) - len(old_leaves)
     new_values, inputs = program.outputs[count:], {*program.inputs}
@@ -56,14 +56,14 @@ def update_unless(
         and value not in inputs
         and new_values.count(value) == 1
     }
-    outputs = _Skipping(skip, early).run(program, jax.tree.leaves((updates, state, params)))
-    steps = [jnp.where(skip, jnp.zeros_like(step), step) for step in outputs[:count]]
+    outputs = _Skipping(skip, early).run(program, jax.tree.leaves((grads, state, params)))
+    updates = [jnp.where(skip, jnp.zeros_like(x), x) for x in outputs[:count]]
     leaves = [
         new if value in early else jnp.where(skip, old, new)
         for value, old, new in zip(new_values, old_leaves, outputs[count:], strict=True)
     ]
     result: tuple[PyTree, optax.OptState] = jax.tree.unflatten(
-        jax.tree.structure(out_shape), steps + leaves
+        jax.tree.structure(out_shape), updates + leaves
     )
     return result
 

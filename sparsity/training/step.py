@@ -6,7 +6,7 @@
 4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
 `Step` is the flow. What depends on the state of the inner optimizer is in its two subclasses:
-`MaskedStep` has a state of complete parameters, `CompactStep` one of kept entries.
+`MaskedStep` has a state of complete parameters, `KeptStep` one of kept entries.
 
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
 without a mask update. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
@@ -45,7 +45,7 @@ from sparsity.training.step_checks import (
     check_masked,
     check_sparse_state,
 )
-from sparsity.training.updater import Updater, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Step(abc.ABC):
       may_regrow: whether weights that return to a mask restart.
     """
 
-    updater: Updater
+    updater: UpdaterHooks
     inner: optax.GradientTransformationExtraArgs
     user_masks: Masks | None
     zeroes_updates: bool
@@ -70,13 +70,14 @@ class Step(abc.ABC):
 
     @classmethod
     def wrap(
-        cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
+        cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
         zeroes_updates = updater.is_sparse_updates
         if zeroes_updates is None:
             zeroes_updates = not updater.keeps_dense_weights
         pruned_are_zero = zeroes_updates or not updater.keeps_dense_weights
+        # A weight that stays dense while it is masked returns with its value and its state.
         may_regrow = pruned_are_zero if updater.regrows is None else updater.regrows
         inner = optax.with_extra_args_support(inner)
         return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, may_regrow)
@@ -126,7 +127,7 @@ class Step(abc.ABC):
         return self.transform(state, inputs, change)
 
     def read_inputs(
-        self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
+        self, grads: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
     ) -> StepInputs:
         """Returns the checked inputs of a step; raises a ValueError that names an unfit leaf."""
         if params is None:
@@ -137,8 +138,8 @@ class Step(abc.ABC):
         check_sparse_state(state)
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         self.check_inner(state.inner_state, params)
-        check_gradients(updates, params, state.masks)
-        inputs = self.updater.make_inputs(params, updates, extra)
+        check_gradients(grads, params, state.masks)
+        inputs = self.updater.make_inputs(params, grads, extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
             check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
         return inputs
@@ -158,9 +159,7 @@ class Step(abc.ABC):
     ) -> tuple[SparseState, MaskChange]:
         """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.can_restart(state, inputs)
-
-        def replace(state: SparseState) -> tuple[SparseState, MaskChange]:
-            return self.replace_masks(state, inputs, regrows)
+        replace = functools.partial(self.replace_masks, inputs=inputs, regrows=regrows)
 
         def keep(state: SparseState) -> tuple[SparseState, MaskChange]:
             grown = self.mark_no_growth(state, inputs) if regrows else None
@@ -183,6 +182,7 @@ class Step(abc.ABC):
         old, inputs = self.unpack_for_hooks(state, inputs)
         old_bits = state.masks
         if regrows and not updater.use_packed_masks:
+            # `restart` still needs the old masks: as bits they take an eighth of the memory.
             old_bits, count = pack_before_update(old.masks, params, old.count)
             old = old._replace(count=count)
         new = call_mask_hooks(updater, old, inputs)
@@ -203,18 +203,17 @@ class Step(abc.ABC):
           inputs: inputs of the step, as hooks see them.
           plain: the state with masks that are not packed.
         """
-        updates = inputs.updates
         if not is_overridden(self.updater, "modify_gradients"):
-            return updates
+            return inputs.all_grads
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        updates = take_gradients(self.updater, modified, inputs)
-        check_gradients(updates, inputs.params, plain.masks)
-        return updates
+        grads = take_gradients(self.updater, modified, inputs)
+        check_gradients(grads, inputs.params, plain.masks)
+        return grads
 
     def run_inner(
         self,
-        updates: PyTree,
+        grads: PyTree,
         inner_state: optax.OptState,
         params: Params,
         inputs: StepInputs,
@@ -224,7 +223,7 @@ class Step(abc.ABC):
         return update_unless(
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
-            updates,
+            grads,
             inner_state,
             params,
         )
@@ -282,7 +281,7 @@ class Step(abc.ABC):
         """
 
 
-def call_mask_hooks(updater: Updater, state: SparseState, inputs: StepInputs) -> SparseState:
+def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> SparseState:
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
@@ -297,7 +296,7 @@ class MaskChange(NamedTuple):
     Attributes:
       is_update: whether masks were updated; may be traced.
       grown: marks the weights that returned to the mask: packed masks in a `MaskedStep`, bools of
-        kept entries in a `CompactStep`; `None` if no weight can return.
+        kept entries in a `KeptStep`; `None` if no weight can return.
     """
 
     is_update: chex.Numeric

@@ -16,7 +16,7 @@ from sparsity.masks import (
 )
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
 def check_optimizer(name: str, value: object) -> None:
@@ -37,13 +37,13 @@ def check_sparse_state(state: object) -> None:
         )
 
 
-def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
+def check_gradients(grads: PyTree, params: Params, masks: Masks) -> None:
     """Raises a ValueError that names a parameter without a gradient, or of another model.
 
     A masked parameter needs a gradient of its shape; that of others may be `None`.
     """
     likes = trees.leaves_by_path(params)
-    check_complete(params, updates, "gradients", "the gradients of all parameters")
+    check_complete(params, grads, "gradients", "the gradients of all parameters")
 
     def check(path: trees.KeyPath, grad: chex.Array, mask: chex.Array | None) -> None:
         if mask is not None and jnp.shape(grad) != likes[path].shape:
@@ -52,7 +52,7 @@ def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
                 f"parameter has shape {likes[path].shape}."
             )
 
-    trees.map_matched(check, updates, masks, role="gradients")
+    trees.map_matched(check, grads, masks, role="gradients")
 
 
 def check_is_tree(hook: str, masks: object, params: Params) -> None:
@@ -66,7 +66,7 @@ def check_is_tree(hook: str, masks: object, params: Params) -> None:
 
 
 def check_masked(
-    updater: Updater, hook: str, masks: Masks, params: Params, targets: Sparsities
+    updater: UpdaterHooks, hook: str, masks: Masks, params: Params, targets: Sparsities
 ) -> None:
     """Raises a ValueError that names a parameter to prune for which a hook returned no mask."""
     paths = (
@@ -81,7 +81,7 @@ def check_masked(
         )
 
 
-def check_algorithm_state(updater: Updater, state: SparseState, inputs: StepInputs) -> None:
+def check_algorithm_state(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> None:
     """Raises a ValueError if an updater starts with an `algorithm_state`, which the state lacks."""
     init = functools.partial(inputs.call, updater.init_algorithm_state)
     if jax.eval_shape(init, inputs.masked_weights, state.masks) is not None:

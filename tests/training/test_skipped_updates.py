@@ -64,7 +64,7 @@ def test_a_skipped_update_changes_nothing_whatever_the_state_is_made_of(name, sk
     grads = {"a": jnp.array([0.5, -0.25]), "b": jnp.array([4.0])}
     state = tx.init(params)
     steps, new_state = jax.jit(functools.partial(update_unless, update=tx.update))(
-        jnp.bool_(skip), updates=grads, state=state, params=params
+        jnp.bool_(skip), grads=grads, state=state, params=params
     )
     if skip:
         expected = jax.tree.map(jnp.zeros_like, grads), state

@@ -48,6 +48,14 @@ def test_a_class_may_have_an_init_of_its_own_or_a_variable_for_it():
     assert Shifted(shift=3.0, **HALF).shifted == 3.0
 
 
+def test_a_class_that_does_not_prune_at_once_has_no_instant_sparsify():
+    class Starting(sparsity.MagnitudePruning):
+        prunes_at_once = False
+
+    with pytest.raises(RuntimeError, match="Starting trains sparse from the start"):
+        Starting(**HALF).instant_sparsify(PARAMS)
+
+
 def test_a_mixin_that_keeps_dense_weights_is_noticed():
     class Soft:
         def post_gradient_update(self, params, sparse_state):

@@ -50,6 +50,7 @@ def find_brackets(
       room: most weights of a layer to sample, and most to leave inside its bracket.
     """
     is_large = count_weights(layers) > room
+    # Squares are at least 0, so that -1 has all of them above.
     low = jnp.full(len(layers), -1, jnp.float32)
     first_pivots = _sample_pivots(layers, k, room)
 
@@ -60,7 +61,7 @@ def find_brackets(
     def step(state: tuple[jax.Array, _Brackets]) -> tuple[jax.Array, _Brackets]:
         passes, brackets = state
         ends = jnp.stack([brackets.low, brackets.high], axis=1)
-        # In the order of the floats, which is about that of logarithms.
+        # Interpolates between bits of floats, nearly between logarithms, as squares span decades.
         start, stop = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
         width = (stop - start).astype(jnp.float32)
         positions = start[:, None] + (width[:, None] * _FRACTIONS).astype(jnp.int32)
@@ -99,6 +100,7 @@ def _sample_pivots(layers: Sequence[ScaledLayer], k: jax.Array, room: int) -> ja
     deviation = jnp.sqrt(rank * (1 - rank / count.astype(np.float32)) + 1)
     ranks = jnp.round(rank + deviation * _PIVOT_DEVIATIONS).astype(jnp.int32)
     pivots = jnp.take_along_axis(squares, jnp.clip(ranks, 0, count - 1), axis=1)
+    # Ranks beyond the sample: all weights lie below the pivot, or all above.
     return jnp.where(ranks < 0, np.inf, jnp.where(ranks >= count, -1, pivots))
 
 
@@ -120,6 +122,7 @@ def _narrow_brackets(layers: Sequence[ScaledLayer], pivots: jax.Array, k: jax.Ar
     squares = (split_into_rows(layer.squares().astype(jnp.float32)) for layer in layers)
     tables = [_count_above(x, row) for x, row in zip(squares, pivots, strict=True)]
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
+    # Sums of tiny squares may be 0. Without weights above, a pivot bounds no score from above.
     scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
     scores = jnp.where(pivots < 0, -1, scores)
     sizes = count_weights(layers).astype(np.float32)[:, None]

@@ -15,13 +15,13 @@ from sparsity.algorithms.lamp.scores import lamp_scores
 from sparsity.algorithms.lamp.search import search_together
 from sparsity.core import sharding
 from sparsity.core.exact import Words
-from sparsity.core.trees import Grads, Masks, Params, ScoreTree
+from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.selection import LazyScores
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import call_create_masks, is_overridden, takes_stored_scores
+from sparsity.training.updater_hooks import is_overridden
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,11 +79,8 @@ class LampPruning(BaseUpdater):
     ) -> ScoreTree:
         return jax.tree.map(lambda param: LampScores(param).compute(), params)
 
-    def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
-        if takes_stored_scores(self) or is_overridden(self, "calculate_scores", LampPruning):
-            return super().new_masks(sparse_state, inputs)
-
-        def make_scores() -> ScoreTree:
-            return jax.tree.map(LampScores, inputs.masked_weights)
-
-        return call_create_masks(self, sparse_state, inputs, make_scores)
+    def defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
+        if is_overridden(self, "calculate_scores", LampPruning):
+            return super().defer_scores(inputs)
+        scores: ScoreTree = jax.tree.map(LampScores, inputs.masked_weights)
+        return scores

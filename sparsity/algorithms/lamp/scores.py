@@ -96,7 +96,7 @@ def read_score_dtype(weights: jax.Array) -> np.dtype:
 
 
 def count_digit_bits(size: int) -> int:
-    """Returns the number of bits of a digit, of which `size` < 2**31 add up in an int32."""
+    """Returns the bits of a digit such that `size` < 2**31 digits add up in an int32."""
     return max(1, min(31 - max(size - 1, 1).bit_length(), 24))
 
 
@@ -112,6 +112,7 @@ def score_ranks(
     """Returns scores and sums of negative squares[..., n] by rank, n at most `_WIDTH`."""
     real = falling.dtype
     scaled = jnp.where(jnp.isnan(falling), 0, -falling) * np.exp2(bits).astype(real)
+    # Words of 32 bits; cutting each square alone makes the sum independent of the order.
     high = jnp.trunc(scaled * 2.0**-32)
     words = high.astype(jnp.uint32), jnp.trunc(scaled - high * 2.0**32).astype(jnp.uint32)
     sums = exact.plus(exact.running_totals(words), above)

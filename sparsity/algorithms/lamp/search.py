@@ -41,7 +41,7 @@ from sparsity.selection import Ranked, topk_masks
 
 _ROOM = 4096, 16_384  # least and most weights of a layer to sample, and to sort
 _SHARE = 256  # one in so many weights of the largest layer between these ends
-_GROUP = 16  # layers of a switch, whose time to compile grows with the square of them
+_GROUP = 16  # layers of a switch: its time to compile grows with their square
 _MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
 
 
@@ -136,11 +136,13 @@ def _choose_inside(
     above, above_and_inside = (
         exact.total(x) for x in (inside.num_above, inside.num_above + inside.num_inside)
     )
+    # The k-th weight must lie inside a bracket, or the slots do not decide.
     is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
     num_needed = exact.minus(k, above)
     slots = Ranked.wrap(scores, is_slot.astype(jnp.uint8))
     [chosen] = topk_masks([slots], (num_needed[0][None], num_needed[1][None]), across_leaves=True)
     last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
+    # Scores at the ends: square / sum, for the weights just above and just below each bracket.
     least_above, most_below = (
         square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
         for square, x in ((high, inside.sum_above), (low, sums))

@@ -38,7 +38,7 @@ class ReaderChannels(Coupled):
     ) -> list[jax.Array]:
         standardized = [_standardize(x) for x in importance]
         joined = jnp.concatenate(standardized)
-        # Positive, in the order of the scores, of which some are negative.
+        # Ranks from 1 replace scores, some of which are negative; 0 is for channels that stay out.
         order = jnp.argsort(jnp.argsort(joined, stable=True, descending=True), stable=True)
         ranks = len(joined) - order
         ends = [*itertools.accumulate(len(x) for x in standardized)]
@@ -118,7 +118,7 @@ class ChannelPruning(StatisticsPruning):
 
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
-        scored = self.readers.scored_paths(params, targets)  # a set, whose order differs by process
+        scored = self.readers.scored_paths(params, targets)  # a set: its order differs by process
         return [key_path for key_path in trees.leaves_by_path(params) if key_path in scored]
 
 
@@ -133,7 +133,9 @@ def _standardize(importance: jax.Array) -> jax.Array:
     mean = ordered_sum(layers, (1,))[:, None] / count
     variance = ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
     scores = (layers - mean) * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
+    # The comparison is false for NaN, too.
     scores = jnp.where(layers > 0, scores, -jnp.inf)
     if importance.ndim == 1:
         return scores[0]
+    # Layers keep equally many channels: the j-th best channels of all layers go together.
     return jnp.mean(-jnp.sort(-scores, axis=1), axis=0)

@@ -102,7 +102,7 @@ def choose_channels(
         new_state = lax.fori_loop(
             0, num_out + num_in, lambda i, state: switch_channel(state, i < num_out), old_state
         )
-        rounding = jnp.sqrt(jnp.finfo(old_state.error.dtype).eps)
+        rounding = jnp.sqrt(jnp.finfo(old_state.error.dtype).eps)  # lest exchanges never end
         is_better = (num_in == 0) | (new_state.error < old_state.error * (1 - rounding))
         state = jax.tree.map(functools.partial(jnp.where, is_better), new_state, old_state)
         num_next = jnp.where(
@@ -112,7 +112,7 @@ def choose_channels(
 
     def choose_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
         tables = [_make_table(weights, grams, damping) for weights, grams in matrices]
-        error = jnp.zeros((), jnp.result_type(*tables))
+        error = jnp.zeros((), jnp.result_type(*tables))  # W solves the damped system exactly
         complete = _State(jnp.ones(channels, bool), tables, error)
         search = _ExchangeSearch(
             complete, jnp.asarray(channels - num_kept), jnp.zeros_like(num_exchanged)
@@ -134,6 +134,7 @@ def _make_table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> 
     ridge = (shift * jnp.square(scale) + jitter)[..., None] * eye
     system = grams * scale[..., :, None] * scale[..., None, :] + ridge
     inverse = _invert_blocks(system)
+    # Weights of dead inputs change no output, so they must not count in the errors.
     scaled = jnp.where(diagonal > 0, 1 / scale, 0)[..., None, :] * weights
     return jnp.concatenate([inverse, scaled.mT], -1)
 

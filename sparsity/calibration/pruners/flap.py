@@ -186,5 +186,6 @@ def _compute_variances(statistic: Statistic) -> jax.Array:
     count = broadcast_num_rows(statistic, squares.ndim)
     means = jnp.asarray(statistic.sums) / count
     centred_squares = squares - jnp.square(jnp.abs(means)) * count
+    # sum x^2 - n mean^2 cancels; a difference within some eps of sum x^2 is rounding.
     exceeds_rounding = centred_squares > 16 * jnp.finfo(squares.dtype).eps * squares
     return jnp.where(exceeds_rounding, centred_squares, 0) / jnp.maximum(count - 1, 1)

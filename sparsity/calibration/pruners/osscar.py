@@ -139,6 +139,7 @@ def _choose_masks(
             _read_matrices(group, member, leaves, statistic_by_key) for member in group.scored
         ]
         count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunk
+        # A group without layers is one layer to the search.
         mask = choose_channels(readers, count, swap, damping).astype(jnp.uint8)
         masks.append(mask if group.channels.layers else mask[0])
     return masks

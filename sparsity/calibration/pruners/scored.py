@@ -149,6 +149,7 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
                 *statistic.batch,
                 *(statistic.output if self.is_per_output else ()),
             )
+        # Other scopes compare weights of several outputs, so that no slice is to be split.
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
         return tree_scope.select_tree(scores, sparsities)
@@ -269,4 +270,5 @@ def _move_axes(x: jax.Array, source: tuple[int, ...], target: tuple[int, ...]) -
 def _divide_by_sum(weights: jax.Array, axis: int) -> jax.Array:
     """Returns each weight divided by the sum along an axis, 0 where that is 0."""
     total = jnp.expand_dims(ordered_sum(weights, (axis % weights.ndim,)), axis)
+    # The inner `where` avoids 0 / 0.
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)

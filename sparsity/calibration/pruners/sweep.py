@@ -64,14 +64,17 @@ def sweep(
     inputs, outputs = weights.shape
     sizes = choose_block_sizes(block_size, inputs)
     factor = pad_with_identity(factor, sizes[0])
+    # Padding has weights of 0 and rows of the identity: its errors are 0 and correct nothing.
     padding = len(factor) - inputs
     ends = np.minimum(np.arange(0, inputs + padding + 1, block_size), inputs)
     entries = ends * (outputs if group is None else 1)
+    # Differences of running counts: each block makes up for the rounding of the blocks before.
     counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
 
     def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns M of the B_s inputs `rows`."""
         if n is not None:
+            # N:M has one sparsity: any target above 0, which may be traced, prunes to n of m.
             return (selection.nm_mask(scores, n, block_size, axis=0) > 0) | (sparsity <= 0)
         count = counts[rows[0] // block_size]
         if group is not None:
@@ -137,6 +140,7 @@ def _sweep_blocks(
 def choose_block_sizes(block_size: int, inputs: int) -> tuple[int, ...]:
     """Returns the sizes of nested blocks; each divides the one before."""
     sizes = [block_size]
+    # Below B_s, sizes divide B_s; above, they are multiples, as groups of N:M are small.
     for max_size in reversed(_SIZES):
         if max_size < sizes[-1]:
             sizes.append(max(n for n in range(1, max_size + 1) if sizes[-1] % n == 0))

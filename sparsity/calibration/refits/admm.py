@@ -122,9 +122,11 @@ def _initialize(
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
     gram = shift_diagonals(pad_with_identity(gram), damping)  # XX
+    # W of inputs of unit norm: W_ij ||X_j||, so that outputs stay
     weights = statistic.to_matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.from_matrices(weights, dense.shape)
     products = statistic.from_matrices(_multiply_padded(weights, gram), dense.shape)
+    # U = 0, with the sharding of W
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
 
@@ -163,6 +165,7 @@ def _unscale_weights(
     statistic: Statistic,
 ) -> jax.Array:
     """Returns the weights on the support, in the scale of the parameter."""
+    # Z = (W + U) M; the mask is applied last
     xp, weights = host.namespace([weights]), weights + duals
     _, inverse_norms = _compute_input_norms(statistic)
     scale = inverse_norms[..., None, :]

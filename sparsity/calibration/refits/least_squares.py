@@ -66,7 +66,7 @@ class LeastSquares:
 
 
 def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
-    """Does what `_refit` does, one matrix after the other."""
+    """Refits as `_refit` does, one matrix after the other."""
     grams = statistic.require_real_grams()
     dtype = promote(dense.dtype, grams.dtype)
     num_matrices = math.prod(statistic.read_batch_shape(dense.shape))
@@ -94,6 +94,7 @@ def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
     if not is_traced(mask):
         with sharding.evaluate_now():
             max_kept, is_shared = _read_supports(statistic.to_matrices(mask))
+    # Rounded up, so that supports of any size share a few programs.
     step = max(-(-statistic.count_inputs(dense.shape) // _PROGRAMS), 1)
     max_kept = min(-(-max_kept // step) * step, statistic.count_inputs(dense.shape))
     refit = functools.partial(_refit_by_xla, max_kept, is_shared)
@@ -151,8 +152,10 @@ def _refit_matrix(
       gram: [inputs, inputs].
     """
     xp, lost_weights = host.namespace([gram]), dense - pruned
+    # (W0 - W) G: the right side of the systems, and a factor of the error before.
     outputs = dot(lost_weights, gram)
     gain = solve(xp.where(mask > 0, outputs, 0), mask > 0, gram)
+    # The error counts weights as the parameter stores them.
     corrected = (pruned + gain).astype(dtype).astype(gram.dtype)
     difference = dense - corrected
     error_before, error_after = (
@@ -177,6 +180,7 @@ def _solve_on_host(max_kept: int, gradient: PyTree, kept: PyTree, gram: PyTree) 
     gains, is_solved = _solve_by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     counts = kept.sum(axis=-1)
     rows = np.flatnonzero(~is_solved)
+    # By size, as a batch is padded to its largest support.
     rows = rows[np.argsort(counts[rows], kind="stable")]
     num_at_once = max(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.itemsize), 1)
     for start in range(0, len(rows), num_at_once):
@@ -190,13 +194,14 @@ def _solve_on_host(max_kept: int, gradient: PyTree, kept: PyTree, gram: PyTree) 
 def _solve_by_xla(
     max_kept: int, matrices: int, gradient: jax.Array, kept: jax.Array, gram: jax.Array
 ) -> jax.Array:
-    """Does what `_solve_on_host` does, for so many matrices at once."""
+    """Solves as `_solve_on_host` does, for so many matrices at once."""
     gains, is_solved = _solve_by_gradients(gradient, kept, gram, _count_steps(max_kept, len(gram)))
     outputs = len(gradient)
     num_at_once = max(
         1, min(_MAX_BYTES_AT_ONCE // (max_kept**2 * gram.dtype.itemsize * matrices), outputs)
     )
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
+    # Rows beyond the outputs fill the last batch; `mode="drop"` ignores their results.
     order = jnp.append(order, outputs + jnp.arange(-outputs % num_at_once))
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:
@@ -222,16 +227,18 @@ def _solve_by_factor(
     """
     xp, diagonal = host.namespace([gram]), gram.diagonal()
     scale = xp.where(diagonal > 0, 1 / xp.sqrt(xp.where(diagonal > 0, diagonal, 1)), 0)
+    # Kept inputs come first; the others, up to `max_kept`, get scale 0.
     kept_inputs = xp.argsort(~kept, axis=-1, stable=True)[:, :max_kept]
     scales = xp.take_along_axis(xp.where(kept, scale, 0), kept_inputs, -1).astype(gram.dtype)
     factor = gram[kept_inputs[:, :, None], kept_inputs[:, None, :]]
     factor *= scales[:, :, None]
     factor *= scales[:, None, :]
-    # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
+    # Rounding can make a matrix indefinite. The refinement below takes back the shift against it.
     shift = xp.where(scales > 0, max_kept * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
     factor = factor_inverse(shift_diagonals(factor, shift))
     kept_inputs, scales = kept_inputs[:, None], scales[:, None]
     gains: jax.Array = xp.zeros_like(gradient)
+    # Iterative refinement: each round solves for the residual of the unshifted system.
     for _ in range(3):
         residual = xp.take_along_axis(gradient - dot(gains, gram), kept_inputs, -1) * scales
         part = dot(dot(residual, factor.swapaxes(-1, -2)), factor) * scales
@@ -270,6 +277,7 @@ def _solve_by_gradients(
     """
     xp, diagonal = host.namespace([gram]), gram.diagonal()
     scale = xp.where(diagonal > 0, 1 / xp.where(diagonal > 0, diagonal, 1), 0)
+    # 6e-6 in float32: between eps, which rounding rarely reaches, and its root.
     tolerance = float(xp.finfo(gram.dtype).eps) ** 0.75
     threshold = xp.square(tolerance * _compute_row_norms(gradient))
 
@@ -280,6 +288,7 @@ def _solve_by_gradients(
     def step(state: _GradientState) -> _GradientState:
         x, r, p, product, is_active = state
         q = xp.where(kept, dot(p, gram), 0)
+        # An output that is solved takes steps of 0 until all are.
         alpha = xp.where(is_active, product / (p * q).sum(axis=-1), 0)[:, None]
         x, r = x + alpha * p, r - alpha * q
         new_product = (r * r * scale).sum(axis=-1)
@@ -296,7 +305,7 @@ def _solve_by_gradients(
     )
     end = _repeat_while_active(step, _GradientState(*start), steps)
     residual = gradient - xp.where(kept, dot(end.gains, gram), 0)
-    # Rounding moves the residual.
+    # The recurrence of r drifts by rounding: the exact residual decides.
     return end.gains, _compute_row_norms(residual) <= 4 * tolerance * _compute_row_norms(gradient)
 
 
@@ -327,4 +336,5 @@ def _repeat_while_active(
 
 def _count_steps(max_kept: int, inputs: int) -> int:
     """Returns the steps of conjugate gradients that take as long as factors do, roughly."""
+    # A factor takes about max_kept^3 operations an output, a step inputs^2.
     return max(32, min(max_kept**3 // inputs**2, inputs // 8))

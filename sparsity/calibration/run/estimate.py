@@ -133,7 +133,7 @@ class MemoryMeter:
             for v in e.outputs
         )
         output_bytes = sum(map(_count_bytes, equation.outputs))
-        # Those that batch after batch adds.
+        # Outputs less freed inputs add up batch by batch.
         later_bytes = (self._batches - 1) * max(output_bytes - freed_bytes, 0)
         self._note(
             live_bytes + output_bytes + later_bytes + inside_bytes, live_bytes + later_bytes, ""

@@ -214,7 +214,7 @@ def _describe_function(value: types.FunctionType) -> Iterator[object]:
 
 
 def _describe_globals(value: types.FunctionType) -> Iterator[object]:
-    """Yields the globals that a function names, and what it reads in user modules."""
+    """Yields the globals that a function names, and values that it reads in user modules."""
     names = sorted(_list_names(value.__code__))
     for name in names:
         if name in value.__globals__:

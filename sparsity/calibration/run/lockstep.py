@@ -89,6 +89,7 @@ class Lockstep:
         """Yields the equations that read data: entrywise ones and layouts in a row together."""
         from_data, stretch = {*frame.data[0]}, list[Equation]()
         for equation in frame.program.flat_equations():
+            # Values of parameters alone are computed when they are read: parameters still change.
             if from_data.isdisjoint(equation.inputs):
                 continue
             from_data.update(equation.outputs)
@@ -133,7 +134,7 @@ class Lockstep:
             return
         for number, layers in self._walk_uses(equation.inner_programs, frame.layers):
             self._prune_weight(frame, equation, number, layers)
-        # Of loops, JAX would keep a program for each trace.
+        # Each trace of a loop would leave a compiled program in the caches of jax.
         run = compile_at_call(equation.bind) if equation.inner_programs else equation.bind
         for batch in range(len(frame.data)):
             frame.write(batch, equation, run(frame.read_inputs(batch, equation)))

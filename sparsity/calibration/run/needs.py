@@ -74,7 +74,7 @@ def _read_needs(method: object, kind: StatisticsKind) -> Needs:
 
 
 def _read_num_bytes(label: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
-    """Returns what a method counts; a ValueError names the method if that fails or is no count."""
+    """Returns the number that a method counts; a ValueError names a method without a number."""
     try:
         counted = count(outputs, inputs)
     except TypeError as error:

@@ -91,7 +91,7 @@ class ReachedWeight:
         return losses
 
     def _list_operands(self, number: int) -> list[jax.Array]:
-        """Returns what a product outside of loops multiplies by its weight, for each batch."""
+        """Returns the other operand of a product with a weight outside of loops, for each batch."""
         value = self.equation.inputs[1 - self.calibration.uses[number].operand]
         return [self.frame.read(batch, value) for batch in range(len(self.frame.data))]
 
@@ -112,7 +112,7 @@ class ReachedWeight:
                 }
             return
         uses = Uses({number: self.calibration.uses[number] for number in self.layers})
-        # Indices are arguments, so that the layers of a stack share what is compiled.
+        # Indices are arguments, so that the layers of a stack share a compiled program.
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
         def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:

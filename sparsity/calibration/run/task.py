@@ -282,7 +282,7 @@ def _compute_shares(layer: PrunedLayer) -> _LostShares:
         unrefitted = layer.output_squares[-1]
     lost_mean, total_mean = (squared_means(statistic, x).sum() for x in leaves)
     centred_lost, centred_total = (lost - lost_mean).clip(0), total - total_mean
-    # Otherwise rounding hides the variance.
+    # A variance within some eps of the total is rounding.
     exceeds_rounding = centred_total > 16 * jnp.finfo(total.dtype).eps * total
     centred = ratio(centred_lost, centred_total * exceeds_rounding)
     return _LostShares(

@@ -57,6 +57,7 @@ class Alignment:
         input_shape = sums.shape[sums.ndim - ndim :]
         flat, slices = sums.reshape(len(self.slices), *input_shape), math.prod(lead)
         if len(self.slices) != slices:
+            # A slice that is broadcast adds up the sums of its copies.
             flat = jnp.zeros((slices, *input_shape), flat.dtype).at[self.slices].add(flat)
         elif not _is_identity(self.slices):
             flat = flat[np.argsort(self.slices)]

@@ -47,7 +47,7 @@ def calibrate(
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
 
-    The program that `sparsity.trace` reads runs with the sums beside it: no hook, no subclass,
+    The program that `sparsity.trace` reads runs together with the sums: no hook, no subclass,
     any framework. A weight with several uses sums over all of them.
 
     Args:

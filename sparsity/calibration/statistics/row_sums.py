@@ -139,6 +139,7 @@ def _sum_patches(use: Use, x: jax.Array) -> jax.Array:
     convolve = functools.partial(_convolve, use, x)
     weights = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
     outputs = jax.eval_shape(convolve, weights)
+    # Each entry of the kernel gets the sum of the inputs that it meets.
     (sums,) = jax.linear_transpose(convolve, weights)(jnp.ones(outputs.shape, outputs.dtype))
     ordered: jax.Array = sums.transpose(spec).reshape(
         use.groups, math.prod(shape) // shape[spec[0]]

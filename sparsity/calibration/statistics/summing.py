@@ -137,6 +137,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
 
         branches = [functools.partial(run_branch, body) for body in equation.inner_programs]
         for branch in branches:
+            # All branches must return the same sums: zeros stand for those of the other branches.
             zeros |= jax.eval_shape(branch, *operands)[1]
         outputs: list[jax.Array]
         outputs, sums = switch(index, branches, operands)

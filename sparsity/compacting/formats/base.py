@@ -115,7 +115,7 @@ class FormatLayout(KeptLayout):
 
     @property
     def is_full(self) -> bool:
-        """Tells whether the mask keeps all entries, as far as shapes can tell."""
+        """True if the mask keeps all entries, as far as shapes can tell."""
         return not self.stores_all and self.num_kept == math.prod(self.shape)
 
     @property
@@ -236,7 +236,7 @@ class FormatLayout(KeptLayout):
         return None
 
     def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
-        """Returns the scores of the stored units, from those of their entries."""
+        """Returns the scores of the stored units, from the scores of their entries."""
         return scores
 
     def explain_refusal(self, site: Site) -> str:
@@ -265,6 +265,7 @@ class FormatLayout(KeptLayout):
         counts = sharding.num_devices(placed, len(self.shape))
         axes = [*self.stack, *(self.order[len(self.stack) + i] for i in self.divisible_axes)]
         sizes = dict(zip(axes, self.kept_shape, strict=False))
+        # Size 1 stands for axes that values do not have: a mesh may not divide these.
         divided = [i for i, count in enumerate(counts) if count > 1 and sizes.get(i, 1) % count]
         if divided:
             raise ValueError(

@@ -14,7 +14,7 @@ from sparsity.masks.slice_layout import SliceLayout
 
 
 class Dense(FormatLayout):
-    """Dense slices; positions are their masks, outside of which the values are 0."""
+    """Dense slices; positions are their masks; outside of these the values are 0."""
 
     format = "dense"
     stores_all = True

@@ -118,6 +118,7 @@ class Grouped(FormatLayout):
 
     def rows(self, mask: jax.Array) -> jax.Array:
         matrices = _to_matrices(mask, self.stack, self.inputs)
+        # All outputs of a group read the same inputs: the first one tells.
         units = matrices[..., :: self.group].swapaxes(-1, -2)
         return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
 
@@ -213,6 +214,7 @@ def _is_pointwise(equation: Equation, product: Product) -> bool:
 
 
 def _stride(equation: Equation, image: jax.Array) -> jax.Array:
+    # A pointwise convolution reads every stride-th place of the image.
     steps = [1] * image.ndim
     space = equation.params["dimension_numbers"].lhs_spec[2:]
     for axis, step in zip(space, equation.params["window_strides"], strict=True):

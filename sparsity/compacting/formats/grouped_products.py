@@ -168,10 +168,12 @@ def _multiply_shards(
         if kind == AxisType.Explicit
     }
     row_axes, group_axes = (_split_axes(array)[0] for array in (x, values))
+    # An axis of the mesh splits rows or groups of the result, not both.
     group_axes = tuple(name for name in group_axes if name not in row_axes)
     specs = PartitionSpec(group_axes), PartitionSpec(group_axes), PartitionSpec(row_axes)
 
     def multiply_shard(values: jax.Array, indices: jax.Array, x: jax.Array) -> jax.Array:
+        # All columns of the groups of this device; those beyond `outputs` are cut at the end.
         outputs = values.shape[0] * values.shape[2]
         return _multiply_varying(values, indices, x, result._replace(outputs=outputs))
 
@@ -210,6 +212,7 @@ def _backward(
     values, indices, x = arguments
     groups, _, group = values.shape
     rows, inputs = x.shape
+    # Columns that only fill the last group get no gradient.
     superfluous = groups * group - result.outputs
     dy = jnp.pad(dy.T, ((0, superfluous), (0, 0))).reshape(groups, group, rows)
     xt = x.T
@@ -226,6 +229,7 @@ def _backward(
     def differentiate_inputs(dxt: jax.Array, chunk: Sequence[jax.Array]) -> tuple[jax.Array, None]:
         values, indices, dy = chunk
         rows_added = dot(values, dy, (((2,), (1,)), ((0,), (0,))))
+        # Several groups may read one input, so gradients add up; padding is dropped.
         places = dxt.at[_widen(indices)]
         return places.add(rows_added, mode="drop", wrap_negative_indices=False), None
 
@@ -282,6 +286,7 @@ def _scan_groups(
     """
     groups = len(arrays[0])
     count = groups // chunk
+    # One chunk needs no loop, nor its copies.
     if count * chunk == groups and count <= 1:
         return body(carry, arrays)
     even = count * chunk
@@ -312,6 +317,7 @@ def _choose_chunk(values: jax.Array, x: jax.Array, outputs: int) -> int:
 
 def _gather_rows(xt: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the rows of `xt` [inputs, rows] at `indices` [..., k]; padding reads zeros."""
+    # Indices are not negative: wrapping them would cost a comparison and a select for each.
     return xt.at[_widen(indices)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 

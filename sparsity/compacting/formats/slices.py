@@ -132,7 +132,7 @@ def _take_slices(
     Args:
       array: any floats.
       positions: integers [*stack, k].
-      axis: axis of the array, whose size becomes k.
+      axis: axis of the array; its size becomes k.
       stack: axes of the array that index separate products.
     """
     depth = range(len(stack))

@@ -131,6 +131,7 @@ def _count_reads_in(equation: Equation, value: Value) -> int:
     (body,) = equation.list_bodies()
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return sum(
+        # Steps read different layers of a stack, but all read any other input.
         _count_reads(body.program, inner) * (1 if number in body.layers else 2)
         for number, (outer, inner) in pairs
         if outer is value

@@ -13,11 +13,11 @@ from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, keeps_targets, moves_per_slice
 from sparsity.training.hooks import SliceRule
-from sparsity.training.updater import Updater, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
 def make_movers(
-    updater: Updater, example: PyTree, layouts: Mapping[Path, FormatLayout]
+    updater: UpdaterHooks, example: PyTree, layouts: Mapping[Path, FormatLayout]
 ) -> dict[Path, Mover]:
     """Returns the mask updates of all masked parameters but those that keep all entries.
 
@@ -54,7 +54,7 @@ def _fits(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
     return is_slice and layout.count_rows(site.pattern) == 1
 
 
-def _check_updater(updater: Updater) -> None:
+def _check_updater(updater: UpdaterHooks) -> None:
     name = type(updater).__name__
     refused = f"{name} cannot move the masks of a compact model"
     if not keeps_targets(updater.scope):
@@ -78,7 +78,7 @@ def _check_updater(updater: Updater) -> None:
 
 
 def _check_site(
-    updater: Updater, site: Site, layout: FormatLayout, target: chex.Numeric | None
+    updater: UpdaterHooks, site: Site, layout: FormatLayout, target: chex.Numeric | None
 ) -> None:
     refused = f"The mask of {site.name!r} of shape {layout.shape} cannot move"
     inner = [axis for axis in layout.stack if axis >= site.batch_axes]

@@ -26,7 +26,7 @@ from sparsity.selection import Scores, topk_mask
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import call_mask_hooks
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
 class SliceArrays(NamedTuple):
@@ -63,7 +63,7 @@ class Mover:
       rule: rule by which slices move one by one; `None` if the parameter moves at once.
     """
 
-    updater: Updater
+    updater: UpdaterHooks
     example: PyTree
     sites: Sites
     target: chex.Numeric | None

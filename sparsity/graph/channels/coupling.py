@@ -1,7 +1,7 @@
 """Couples the axes of a program that lose entries together.
 
 The first of two passes: every equation unifies the axes along which it runs in step, and pins axes
-of which it needs all entries. An unknown primitive pins all axes of its inputs and outputs.
+that it needs in full. An unknown primitive pins all axes of its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Coupling(Flow[list[Axis]]):
             self._couple_rule(equation, rule)
 
     def enters(self, equation: Equation) -> bool:
-        return equation.name in CONTROL  # of a shard_map entries that share a device stay together
+        # Not shard_map: entries that share a device must stay together.
+        return equation.name in CONTROL
 
     def join(
         self, one: list[Axis], other: list[Axis], equation: Equation, target: Value
@@ -178,6 +179,7 @@ class Coupling(Flow[list[Axis]]):
         lhs, rhs = (self.axes(value) for value in values[:2])
         group: list[Axis] = []
         if product.groups > 1:
+            # Inputs are groups x inputs of a group, outputs are groups x outputs of a group.
             group = [self.feature_groups.setdefault(equation, Axis(product.groups))]
             (output_axis,) = product.rhs.free
             within_group = Axis(rhs[output_axis].size // product.groups)
@@ -206,7 +208,7 @@ def _relate(
         return
     if relation.kind == "sum" and len(sources) == 1:
         pins = [variable.pin for variable in list_variables(sources[0])]
-        if pins[0] and all(pins):  # nothing is gained by taking it apart
+        if pins[0] and all(pins):  # parts of a pinned axis would be pinned, too
             for axis in targets:
                 pin(axis, pins[0])
             return

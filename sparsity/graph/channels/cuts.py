@@ -191,6 +191,7 @@ def _solve_equations(equations: Sequence[_SizeEquation]) -> AxisSizes:
             ones = dict.fromkeys(unknowns, 1)
             if equation.is_full:
                 sizes |= {variable: variable.size for variable in unknowns}
+            # The axis is as short as it can be, so that each unknown is 1.
             elif equation.size == count_entries(equation.axis, sizes | ones):
                 sizes |= ones
             elif len(unknowns) == 1:

@@ -119,6 +119,7 @@ def find_positions(
     """Returns int[size, n]: where each entry of a variable lies along an axis, at these sizes."""
     entries = label_entries(axis, variable, sizes)
     assert entries is not None  # refused before
+    # Entries of no channel, -1, are first in the order, and are left out.
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
     return order.reshape(sizes.get(variable, variable.size), -1)
 
@@ -190,7 +191,7 @@ def _has_only_single_entries(axis: Axis, size: int) -> bool:
 def _make_refusals(
     parameter: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
-    """Returns the refusal of a part of an axis; none for positions that lie beside channels.
+    """Returns the refusal of a part of an axis; none for positions next to channels.
 
     Args:
       parameter: the parameter.

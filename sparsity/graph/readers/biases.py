@@ -128,6 +128,7 @@ class _BiasSearch:
             if equation.name in (*_SUMS, *_SCALES):
                 (other,) = [x for x in equation.inputs if x is not value]
                 fact = self._tracker.fact(other)
+                # b - outputs, or b / outputs: an addition to b does not add to the outputs.
                 if equation.name in ("sub", "div") and equation.inputs[0] is not value:
                     return None
                 is_bias = other in self._bare_values and len(other.shape) == len(output.shape)
@@ -199,6 +200,7 @@ class _BiasSearch:
         """
         value, by_axis = factor.value, [*factor.outputs.factors]
         makers = self._program.makers
+        # A scale is read before broadcasts, with axes of its own or of one entry.
         while value in makers and makers[value].name == "broadcast_in_dim":
             by_axis = [by_axis[i] for i in makers[value].params["broadcast_dimensions"]]
             value = makers[value].inputs[0]
@@ -248,6 +250,7 @@ def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
         for (axis, *_), (bias_axis, *_) in zip(*pairs, strict=True):
             if axes.setdefault(axis, bias_axis) != bias_axis:
                 return None
+    # `Bias.shift` reshapes outputs to the bias, so that axes must come in order, each once.
     order = [axes[axis] for axis in (*use.batch, *sorted(use.output)) if axis in axes]
     return axes if order == sorted(set(order)) else None
 

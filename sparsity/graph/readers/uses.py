@@ -158,6 +158,7 @@ class Tracker(Flow[ArrayFacts]):
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave_body(self, fact: ArrayFacts, equation: Equation) -> ArrayFacts:
+        # Results of loops and branches are no views. A choice by data depends on data.
         is_chosen = equation.is_choice and self.fact(equation.inputs[0]).is_data
         return ArrayFacts(is_data=fact.is_data or is_chosen)
 
@@ -165,6 +166,7 @@ class Tracker(Flow[ArrayFacts]):
         name, inputs = equation.name, [self.fact(value) for value in equation.inputs]
         is_data = any(x.is_data for x in inputs)
         self.facts.update(dict.fromkeys(equation.outputs, ArrayFacts(is_data=is_data)))
+        # A lookup by data is a use; its result is no view.
         if is_lookup(equation) and is_data:
             return
         if name in ENTRYWISE:

@@ -133,6 +133,7 @@ def follow_layout(
             case "index":
                 indexed += sources
             case "stack" if targets:
+                # One of n stacked arrays fills 1 / n of the entries.
                 share, is_changed = share / output.shape[targets[0]], True
             case "product" if connects:
                 split = _split_product(view, relation, [output.shape[axis] for axis in targets])
@@ -148,8 +149,10 @@ def follow_layout(
                 size, new_size = value.shape[sources[0]], output.shape[targets[0]]
                 by_axis[targets[0]] = resize_axis(factors, size, new_size)
                 if len(relation.sources) > 1:
+                    # Several sources: the view is one part of a concatenation.
                     share *= Fraction(size, new_size)
                 elif new_size == 1 < size:
+                    # A slice of one entry reads a layer by its number.
                     layers += factors
     selected = view.select_entry(indexed)
     return dataclasses.replace(
@@ -188,6 +191,7 @@ def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list
                 return None
             factor = queue.pop(0)
             if factor.size % size == 0 and factor.size > size:
+                # The outer part of the factor fills this axis; the inner part is for later axes.
                 inner = factor._replace(size=factor.size // size)
                 queue.insert(0, inner)
                 factor = Factor(factor.axis, size, factor.step * inner.size)

@@ -66,14 +66,15 @@ class Constants:
 
     def meet(self, other: Constants) -> Constants:
         """Returns the constants that both have."""
+        # Either side may state an entry that the other has only by `everywhere`.
         at = {entry: c for entry, c in self.at.items() if entrywise.is_same(other[entry], c)}
         at |= {entry: c for entry, c in other.at.items() if entrywise.is_same(self[entry], c)}
         is_same = entrywise.is_same(self.everywhere, other.everywhere)
         everywhere = self.everywhere if is_same else None
         return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
 
-    # A loop ends once its facts stay equal, in which NaN equals NaN: their texts are compared, for
-    # `nan == nan` is False. Facts are values of dicts alone, and need no hash.
+    # A loop ends once its facts stay equal. Texts are compared because `nan == nan` is False. Facts
+    # are values of dicts, never keys, and need no hash.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and repr(self._key()) == repr(other._key())
 
@@ -130,6 +131,7 @@ class Proof(Flow[Constants]):
         self._run_program(program)
         for equation, rule in program.calls_with_rules():
             constants = [self.fact(value) for value in equation.inputs]
+            # A rule has more inputs than its call: tangents or cotangents, which come last.
             self.facts.update(zip(rule.inputs, constants, strict=False))
             if equation.maps_tangents:  # constants have no tangents
                 tangents = rule.inputs[len(constants) :]
@@ -179,6 +181,7 @@ class Proof(Flow[Constants]):
             self.facts.update(zip(equation.outputs, inputs, strict=True))
             return
         (output,) = equation.outputs
+        # The constants do not tell the result of a comparison with NaN.
         if any(x.may_be_nan for x in inputs) and entrywise.may_remove_nan(equation):
             self.facts[output] = Constants()
             return
@@ -207,6 +210,7 @@ class Proof(Flow[Constants]):
                     self.refused[variable] = _explain_not_neutral(equation, text, constant, neutral)
         kept_axes = [i for i in range(len(value.shape)) if i not in axes]
         reduced = constants.renumber_axes(lambda i: kept_axes.index(i) if i in kept_axes else None)
+        # A reduction of no entries has its neutral number as result, not the constants.
         is_empty = 0 in [value.shape[axis] for axis in axes]
         self.facts[equation.outputs[0]] = (
             Constants() if is_empty else _reduce_constants(equation.name, reduced)
@@ -216,6 +220,7 @@ class Proof(Flow[Constants]):
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
+        # A removed channel must be one entry along the axis of the sum, and lie on no other axis.
         is_single = [variable in list_variables(other) for other in axes].count(True) == 1
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
         if not is_sum or axes[axis].root is not variable or not is_single:

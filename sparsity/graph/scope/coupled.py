@@ -310,7 +310,7 @@ class Coupled(DataclassBase):
         """Counts the channels that may stay under `across`, as float32 with fractions."""
         sparsity, n = group.sparsity, np.float32(group.full.size)
         if not is_traced(sparsity):
-            num_kept(group.full.size, sparsity)  # which checks it
+            num_kept(group.full.size, sparsity)  # an error for a sparsity outside [0, 1]
         least = self._limit_count(group, 0, self._count_least(group))
         if not is_traced(sparsity):
             return max(n * (1 - np.float32(sparsity)), np.float32(least))
@@ -321,6 +321,7 @@ class Coupled(DataclassBase):
         n, sparsity = group.full.size, group.sparsity
         if self.min_channels is not None or not self.across:
             return min(self.min_channels or 1, n)
+        # With `across` a tenth stays at least, or fewer if the group's own sparsity asks for fewer.
         tenth = -(-n // 10)
         if is_traced(sparsity):
             fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clip(sparsity)))
@@ -332,6 +333,7 @@ class Coupled(DataclassBase):
         n = group.full.size
         if is_traced(count) or is_traced(least):
             return jnp.clip(self._round_count(group, jnp.maximum(count, least)), least, n)
+        # `round_to` may compute with jax: under jit its result would be traced.
         with sharding.evaluate_now():
             rounded = int(self._round_count(group, max(int(count), least)))
             return min(max(rounded, least), n)

@@ -69,6 +69,7 @@ def mask_best(
     sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *num_kept])
     counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(num_kept, sizes, strict=True)]
     repeats = [group.channels.layers or 1 for group in groups]
+    # One count for each slice: each layer of a group keeps as many. The high word is 0.
     low = xp.stack([k for k, n in zip(counts, repeats, strict=True) for _ in range(n)])
     importance = jax.device_put(list(importance)) if xp is np else importance
     return topk_masks([rank_channels(x) for x in importance], (low & 0, low))
@@ -87,6 +88,7 @@ def spread_masks(
             channel_numbers = np.full(shape[axis], -1)
             channel_numbers[positions] = np.arange(size)[:, None]
             # Reads by index: XLA would otherwise shard one mask like another.
+            # -1 stands for entries of no channel here, which read channel 0 and are kept below.
             chosen = xp.asarray(mask)[..., np.maximum(channel_numbers, 0)]
             axis_mask = xp.where(channel_numbers < 0, np.uint8(1), chosen)
             shape_along_axis = [n if i == axis else 1 for i, n in enumerate(shape)]

@@ -47,7 +47,7 @@ def _move(leaf: Ranked, x: jax.Array) -> jax.Array:
         # As a vector: of a matrix XLA would change the strides and leave the entries in place.
         return x.transpose(leaf.order).reshape(-1)
 
-    # A branch stores what it reads and what it returns: XLA:CPU copies a stored array five times as
+    # A branch stores its inputs and its outputs: XLA:CPU copies a stored array five times as
     # fast as a computed one, and would copy once for each kernel that reads the copy.
     zero = jnp.zeros((), x.dtype)  # 0 times a boolean is an integer
     flat = lax.cond(at_runtime(1) > 0, copy, lambda x: zero * x.reshape(-1), x)

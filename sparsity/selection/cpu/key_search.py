@@ -78,6 +78,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _width(low: jax.Array, high: jax.Array) -> jax.Array:
+    # The difference may wrap around; its bits are the unsigned width.
     return _bits(high - low)
 
 
@@ -86,6 +87,7 @@ def even_pivots(b: Bracket) -> jax.Array:
     width = _width(b.low, b.high)
     parts = 1 << _EIGHTHS
     j = jnp.arange(1, parts, dtype=width.dtype)
+    # j (width + 1) / 8, rounded down, without overflow
     offset = (width >> _EIGHTHS) * j + (((width & (parts - 1)) + 1) * j >> _EIGHTHS)
     return b.low + lax.bitcast_convert_type(offset, b.low.dtype) - 1
 
@@ -94,6 +96,7 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     """Returns seven pivots around the place where linear interpolation sees the k-th key."""
     real = np.dtype(f"float{b.low.dtype.itemsize * 8}")
     inside = exact.to_float(exact.minus(b.at_least, b.above))
+    # The place of the k-th key from the low end, if keys lie evenly
     centre = (exact.to_float(exact.minus(b.at_least, k)) + 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
     spread = jnp.maximum(noise, b.spread)
@@ -119,6 +122,7 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
 def _floats(keys: jax.Array) -> jax.Array:
     """Returns the floats that have these keys."""
     sign = jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
+    # The inverse of `to_keys`: keys below 0 stand for negative floats, in reverse.
     raw = jnp.where(keys < 0, sign - keys, keys)
     return lax.bitcast_convert_type(raw, np.dtype(f"float{keys.dtype.itemsize * 8}"))
 
@@ -230,7 +234,7 @@ def search(
 
 
 def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
-    """Does what `search.find_by_digits` does by guesses, for parameters on a mesh of hosts.
+    """Finds the keys of `search.find_by_digits` by guesses, for parameters on a mesh of hosts.
 
     The first pass also counts all keys, since its first pivot is the lowest key.
     """
@@ -266,7 +270,7 @@ def _move_inside(b: Bracket, pivots: jax.Array) -> jax.Array:
 def _narrow_open(
     b: Bracket, pivots: jax.Array, total: Words, k: Words
 ) -> tuple[Bracket, jax.Array, jax.Array]:
-    """Does what `narrow` does with many brackets; those of one key stay, and get no end."""
+    """Narrows many brackets by `narrow`; those of one key stay, and get no end."""
     new, *ends = jax.vmap(narrow)(b, pivots, total, k)
     new = jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b)
     at_low, at_high = (end & b.is_open[:, None] for end in ends)
@@ -317,6 +321,7 @@ def _narrow_ends(
     enough, met = exact.at_least(total, k), exact.equal(total, k)
     low, not_high, hit_at, hit = _largest(
         jnp.where(enough, pivots + 1, b.low),
+        # ~x falls as x rises: the largest ~x is that of the smallest x.
         ~jnp.where(enough, b.high, pivots),
         jnp.where(met, pivots, b.low),
         met.astype(jnp.int32),

@@ -100,6 +100,7 @@ class Rows:
 
     @jax.jit
     def _count_above(self, pivots: jax.Array) -> jax.Array:
+        # Without the barrier XLA moves the keys out of the loop of passes, and stores them.
         stored, pivots = lax.optimization_barrier((self, pivots))
         offset = lax.iota(jnp.int32, self.num_rows * self.width).reshape(
             1, self.num_rows, self.width
@@ -159,6 +160,7 @@ class Rows:
         offset = self._sample_offsets()
         flat = [x.reshape(self.num_segments, -1) for x in self.arrays]
         if self.sizes is None:
+            # Without padding all segments share their places: a strided slice reads them.
             stride = self._stride(offset.shape[1])
             return tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
         return tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
@@ -198,7 +200,7 @@ class Rows:
 
 
 # ------------------------------------------------------------------ entries of many
-# Each leaf adds what reads its entries, not what computes their keys.
+# Each leaf adds reads of its entries to a program, not computations of keys.
 def sample(leaves: Sequence[Rows]) -> jax.Array:
     """Returns evenly spaced keys, [segments of all leaves, count]; leaves have one count."""
     offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])

@@ -77,6 +77,7 @@ def select_by_thresholds(
     for start, leaf in zip(first, leaves, strict=True):
         leaf_key, leaf_end = (read_part(x, start, leaf.num_slices) for x in (key, end))
         # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
+        # ~index >= -end holds for the ties before `end`.
         masks.append(mask_entries(leaf, leaf_key, -leaf_end))
     if not across_leaves:
         n = _permute(n[0], order), _permute(n[1], order)
@@ -105,6 +106,7 @@ def _find_kth_keys(
     is_empty = (k[0] | k[1]) == 0
     is_full = exact.equal(k, n) & ~is_empty
     ends = zero_like(k[1]).astype(key_dtype)
+    # Where no key or every key stays, the bracket is one key, and the search takes no pass.
     low, high = ends + lowest, ends + top
     bracket = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
@@ -162,6 +164,7 @@ def _ends(
     """Returns the flat index before which a segment keeps ties, int32[segments] of each part."""
     ends, cuts, partials = [], [], []
     for part, key, count, share in zip(parts, keys, ties, shares, strict=True):
+        # Rows keep all of their ties until the share is used up; only one row is cut, by a search.
         before = jnp.cumsum(count, axis=1) - count
         kept = jnp.clip(share[:, None] - before, 0, count)
         ends.append(jnp.max(jnp.where((kept > 0) & (kept == count), part.row_ends, 0), axis=1))

@@ -1,4 +1,4 @@
-"""Leaves cut into segments, of which large ones are visited one after another.
+"""Leaves cut into segments; large ones are visited one after another.
 
 The visits are a loop that leaves out segments that are done. The loop has a branch for each leaf.
 Leaves of one shape share a kernel, as the number of a segment is read at run time. Small
@@ -30,7 +30,7 @@ _FEWER = 4  # rows are copied if one in so many is read: a copy reads and writes
 _AT_ONCE = 32  # rows that are copied at once: 128 KiB of 1024 floats each, which a cache holds
 _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: three kernels count any of them
-_BRANCHES = 16  # of one switch, whose time to compile grows with the square of them
+_BRANCHES = 16  # of one switch: its time to compile grows with their square
 
 Parts: TypeAlias = Sequence["Rows | Visits"]
 # Busy segments, their leaves, and their slices.
@@ -72,6 +72,7 @@ def _row_count(size: int) -> int:
     """Returns the number of rows of a large segment, which is padded if they do not divide it."""
     most = min(_ROWS, size // _LEAST_WIDTH)
     rows = _divisor(size, most)
+    # Padding costs less than rows that are too few for threads to share.
     return rows if rows >= most // 16 else most
 
 
@@ -84,41 +85,41 @@ class Visits:
     """Large segments, visited one after another, with the methods of `Rows`.
 
     Attributes:
-      leaves: the rows of each leaf, of which every slice is a segment.
+      leaves: the rows of each leaf; every slice is a segment.
     """
 
     leaves: Sequence[Rows]
 
     @property
     def num_segments(self) -> int:
-        """Same as `Rows.num_segments`."""
+        """Number of segments."""
         return sum(self._counts)
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Same as `Rows.num_rows`."""
+        """Number of rows of a segment, at most."""
         return max(leaf.num_rows for leaf in self.leaves)
 
     @property
     def num_entries(self) -> np.ndarray:
-        """Same as `Rows.num_entries`."""
+        """Numbers of entries, int32[segments]."""
         return np.concatenate([leaf.num_entries for leaf in self.leaves])
 
     @property
     def row_ends(self) -> np.ndarray:
-        """Same as `Rows.row_ends`."""
+        """Ends of rows within their segments, int32[segments, rows]; 0 for missing rows."""
         missing = [[(0, 0), (0, self.num_rows - leaf.num_rows)] for leaf in self.leaves]
         ends = zip(self.leaves, missing, strict=True)
         return np.concatenate([np.pad(leaf.row_ends, padding) for leaf, padding in ends])
 
     def count_eligible(self) -> jax.Array:
-        """Does what `Rows.count_eligible` does."""
+        """Counts the eligible entries, int32[segments, rows]."""
         return jnp.concatenate([pad(leaf.count_eligible(), self.num_rows) for leaf in self.leaves])
 
     def count_above(
         self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
     ) -> jax.Array:
-        """Does what `Rows.count_above` does; counts of segments that are not busy do not matter."""
+        """Counts as `Rows.count_above`; counts of segments that are not busy do not matter."""
         if self.num_segments == 1:
             return _count_above(self.leaves[0], pivots, at_least, above)
         visits = jax.custom_batching.custom_vmap(self._count_in_turn)
@@ -163,7 +164,7 @@ class Visits:
             counts: jax.Array = _switch(leaf_numbers[at], branches, segment)[0]
             return counts
 
-        # They vary over a mesh as what is counted.
+        # The zeros vary over a mesh as the counts do.
         like = pivots[:, None].astype(jnp.int32)
         shape = self.num_segments, self.num_rows, pivots.shape[1]
         return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
@@ -183,7 +184,7 @@ class Visits:
 
 
 def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
-    """Does what `Rows.count_above` does for a segment; reads only rows with keys of the bracket."""
+    """Counts as `Rows.count_above` in one segment; reads only rows with keys of the bracket."""
     if leaf.sizes is not None or leaf.num_rows * leaf.width < _MANY:
         return leaf.count_above(pivots)
     holds = at_least[0] > above[0]
@@ -191,6 +192,7 @@ def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.
     is_few = count <= leaf.num_rows // _FEWER
 
     def count_few() -> jax.Array:
+        # Zeros at the end count row 0 again, with the same result.
         numbers = _list_chosen(holds)
 
         def count_rows(i: jax.Array, counts: jax.Array) -> jax.Array:
@@ -201,6 +203,7 @@ def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.
             row_counts = few.count_above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
             return counts.at[0, rows].set(row_counts[:, 0])
 
+        # Rows without keys of the bracket have `above` keys above each pivot inside.
         wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
         few_counts: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), count_rows, wide)
         return few_counts

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from sparsity.masks import Site, keeps_targets
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.updater import INFERRED, Updater
+from sparsity.training.overrides import INFERRED
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
-def check_compact_fields(updater: Updater) -> None:
+def check_compact_fields(updater: UpdaterHooks) -> None:
     """Raises a ValueError for fields that exclude `use_compact_state`; names field and value."""
     name, schedule = type(updater).__name__, updater.scheduler
     refused = "use_compact_state=True stores the optimizer's state for kept weights only"
@@ -39,7 +40,7 @@ def check_compact_fields(updater: Updater) -> None:
         )
 
 
-def check_first_masks(updater: Updater) -> None:
+def check_first_masks(updater: UpdaterHooks) -> None:
     """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
     reason = ""
     if updater.keeps_count is False:
@@ -55,7 +56,7 @@ def check_first_masks(updater: Updater) -> None:
         )
 
 
-def check_moves(updater: Updater, site: Site) -> None:
+def check_moves(updater: UpdaterHooks, site: Site) -> None:
     """Raises a ValueError if updates may keep more entries than a mask of the user."""
     if not has_updates(updater.scheduler):
         return
@@ -67,11 +68,11 @@ def check_moves(updater: Updater, site: Site) -> None:
         )
 
 
-def _describe_count(updater: Updater) -> str:
+def _describe_count(updater: UpdaterHooks) -> str:
     """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
     classes, (_, hooks) = type(updater).__mro__, INFERRED["keeps_count"]
     cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
-    if cls is Updater:
+    if cls is UpdaterHooks:
         return f"{classes[0].__name__} starts from dense masks and changes their number"
     return (
         f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = True "

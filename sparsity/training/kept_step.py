@@ -24,9 +24,9 @@ from sparsity.masks import Site, Sites, packed_shape, unpack_masks
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.compact_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
+from sparsity.training.kept_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.kept_state import (
     KeptParameter,
     KeptState,
@@ -44,15 +44,15 @@ from sparsity.training.kept_state import (
 from sparsity.training.regrow import check_resettable, start_from_zero, without_grown
 from sparsity.training.state import SparseState
 from sparsity.training.step import MaskChange, Step
-from sparsity.training.updater import Updater
+from sparsity.training.updater_hooks import UpdaterHooks
 
 
-class CompactStep(Step):
+class KeptStep(Step):
     """Step whose inner optimizer sees kept entries only; attributes as in `Step`."""
 
     @classmethod
     def wrap(
-        cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
+        cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         check_compact_fields(updater)
         if masks is None:
@@ -111,16 +111,16 @@ class CompactStep(Step):
         self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
         plain, inputs = self.unpack_for_hooks(state, inputs)
-        params, updates = inputs.params, self.modify_gradients(inputs, plain)
+        params, grads = inputs.params, self.modify_gradients(inputs, plain)
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
-        values, updates = gather(params, kept), gather(updates, kept)
+        values, grads = gather(params, kept), gather(grads, kept)
         seen = without_grown(values, change.grown, are_packed=False)
-        steps, inner_state = self.run_inner(updates, inner_state, seen, inputs, change)
-        steps = start_from_zero(steps, values, change.grown, are_packed=False)
+        updates, inner_state = self.run_inner(grads, inner_state, seen, inputs, change)
+        updates = start_from_zero(updates, values, change.grown, are_packed=False)
         count = optax.safe_increment(state.count)
-        steps = scatter_updates(steps, kept, plain.masks, state.count)
-        return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
+        updates = scatter_updates(updates, kept, plain.masks, state.count)
+        return updates, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
     def find_layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:
         """Returns the layout of the kept entries of each masked parameter, for new masks.

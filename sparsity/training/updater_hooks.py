@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import chex
@@ -34,34 +34,13 @@ from sparsity.masks import (
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import NO_EXTRA, ExtraArg, SliceRule, StepInputs
+from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
+from sparsity.training.overrides import check_overrides, infer_attributes
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
-
-_PACKAGE = __name__.partition(".")[0]
-_UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
-
-# Class attributes, and the value of a class that overrides one of the hooks without stating the
-# attribute. `regrows = True` stays.
-INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
-    "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
-    "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
-    "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
-}
-
-# Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.
-_CALLERS: Mapping[str, tuple[str, ...]] = {
-    "calculate_scores": (
-        "get_initial_masks", "new_masks", "update_state", "instant_sparsify", "get_drop_scores",
-        "get_grow_scores", "create_masks",
-    ),
-    "create_masks": ("get_initial_masks", "new_masks", "update_state", "instant_sparsify"),
-    "new_masks": ("update_state",),
-    "apply_masks": ("pre_forward_update", "post_gradient_update"),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
-class Updater(DataclassBase):
+class UpdaterHooks(DataclassBase):
     """Fields, class attributes and hooks of `BaseUpdater`, which adds the entry points.
 
     Attributes:
@@ -100,7 +79,9 @@ class Updater(DataclassBase):
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
         gives. `None`: at most that number. False: any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
-        classes that train sparse from the start.
+        classes that train sparse from the start, whose `instant_sparsify` raises a RuntimeError.
+      needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
+        command `prune` leaves out the class.
       unused_hooks: class attribute: maps each hook that the class never calls to the hook to
         override instead. A subclass that overrides an unused hook raises a TypeError, unless it
         also overrides a hook that may call the unused one. Classes of the library may override it.
@@ -129,6 +110,7 @@ class Updater(DataclassBase):
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
     prunes_at_once: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[tuple[str, ...]] = ()
@@ -136,26 +118,14 @@ class Updater(DataclassBase):
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:
-        """Sets the attributes of `INFERRED` for hooks that the class or a mixin of it overrides.
+        """Sets the class attributes that overrides of hooks change.
 
         Raises:
           TypeError: the class overrides one of `unused_hooks`.
         """
         super().__init_subclass__()
         check_overrides(cls)
-        parents = [base for base in cls.__bases__ if issubclass(base, Updater)]
-        new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
-        stated = {name for base in new for name in vars(base)}
-
-        def is_new(hook: str) -> bool:
-            return all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
-
-        cls._inferred -= stated
-        for name, (value, hooks) in INFERRED.items():
-            stays = name in stated or (name == "regrows" and cls.regrows)
-            if not stays and any(map(is_new, hooks)):
-                setattr(cls, name, value)
-                cls._inferred |= {name}
+        cls._inferred = infer_attributes(cls, UpdaterHooks, cls._inferred)
 
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to target sparsities, or `None` for dense parameters."""
@@ -283,21 +253,18 @@ class Updater(DataclassBase):
           sparse_state: the current state.
           inputs: inputs of the step.
         """
+        targets = sparse_state.target_sparsities
+        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        scores = score_weights(self, inputs, sparse_state)
+        return inputs.create_masks(self.create_masks, scores, sparsities, targets)
 
-        def make_scores() -> ScoreTree:
-            if not takes_stored_scores(self):
-                scores = inputs.defer_scores(self.calculate_scores)
-                if scores is not None:
-                    return scores
-            return inputs.call(
-                self.calculate_scores,
-                inputs.masked_weights,
-                sparse_state=sparse_state,
-                grads=inputs.grads,
-                named={"draw": choose_draw(self, inputs.weights)},
-            )
+    def defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
+        """Returns scores that the search computes; `None` if `calculate_scores` has to be called.
 
-        return call_create_masks(self, sparse_state, inputs, make_scores)
+        Args:
+          inputs: inputs of the step.
+        """
+        return inputs.defer_scores(self.calculate_scores)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
@@ -412,54 +379,49 @@ class Updater(DataclassBase):
         return self.apply_masks(params, state.masks)
 
 
-def is_overridden(updater: Updater, name: str, base: type[Updater] = Updater) -> bool:
+def is_overridden(
+    updater: UpdaterHooks, name: str, base: type[UpdaterHooks] = UpdaterHooks
+) -> bool:
     """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(base, name)
 
 
-def takes_stored_scores(updater: Updater) -> bool:
+def takes_stored_scores(updater: UpdaterHooks) -> bool:
     """Returns whether an updater overrides `create_masks`, which then gets no lazy scores."""
     return is_overridden(updater, "create_masks")
 
 
-def choose_draw(updater: Updater, weights: PyTree) -> Draw:
+def choose_draw(updater: UpdaterHooks, weights: PyTree) -> Draw:
     """Returns the function that draws the random scores that an updater's `create_masks` gets."""
     return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
 
 
-def call_create_masks(
-    updater: Updater,
-    sparse_state: SparseState,
-    inputs: StepInputs,
-    make_scores: Callable[[], ScoreTree],
-) -> Masks:
-    """Returns the masks that the hook `create_masks` makes for the sparsities of a step."""
-    targets = sparse_state.target_sparsities
-    sparsities = updater.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-    return inputs.create_masks(updater.create_masks, make_scores(), sparsities, targets)
-
-
-def check_overrides(cls: type[Updater], assigned: Iterable[str] = ()) -> None:
-    """Raises a TypeError for an override that a base class never calls, and names another hook.
-
-    An override of a class of the library, which is a mixin, may remain unused.
+def score_weights(
+    updater: UpdaterHooks, inputs: StepInputs, sparse_state: SparseState | None = None
+) -> ScoreTree:
+    """Returns the scores that an updater's `create_masks` gets: lazy if they need not be stored.
 
     Args:
-      cls: class of an updater.
-      assigned: names of attributes of the updater, which override those of its class.
+      updater: the updater.
+      inputs: inputs of the hooks.
+      sparse_state: the current state; `None` in `instant_sparsify`, where only hosts read lazy
+        scores and hooks get no `draw`.
     """
-    overrides = {*assigned}
-    for base in cls.__mro__:
-        unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
-        for hook in sorted(overrides & unused.keys()):
-            if overrides.isdisjoint(_CALLERS.get(hook, ())):
-                raise TypeError(
-                    f"{cls.__name__} overrides {hook}, which {base.__name__} never calls: override "
-                    f"{unused[hook]}."
-                )
-        if base.__module__.partition(".")[0] != _PACKAGE:
-            overrides |= vars(base).keys()
+    hook, grads = updater.calculate_scores, inputs.grads
+    if not takes_stored_scores(updater):
+        if sparse_state is None:
+            scores = masks_lib.host_scores(hook, inputs.weights, grads)
+        else:
+            scores = updater.defer_scores(inputs)
+        if scores is not None:
+            return scores
+    if sparse_state is None:
+        return inputs.call(hook, inputs.weights, grads=grads)
+    named: HookArgs = {"draw": choose_draw(updater, inputs.weights)}
+    return inputs.call(
+        hook, inputs.masked_weights, sparse_state=sparse_state, grads=grads, named=named
+    )
 
 
 def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:
