@@ -6,6 +6,7 @@ numpy changes an array in place, XLA the value that a loop carries.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.calibration.statistics.errors import dot
-from sparsity.core import host
+from sparsity.core import host, sharding
+from sparsity.core.trees import PyTree
 
 _BLOCK = 128  # fewer rows make slow products, and for more LAPACK starts threads
 
@@ -55,6 +57,73 @@ def factor_inverse(matrices: jax.Array) -> jax.Array:
     return _call_on_blocks(
         matrices,
         lambda x: _loop_over_blocks(_loop_over_blocks(x, _factor_block, True), _invert_block),
+    )
+
+
+def _factor_damped_on_host(
+    grams: np.ndarray,
+    damping: chex.Numeric,
+    dtype: np.dtype,
+    multiple: int = 1,
+    permutation: np.ndarray | None = None,
+) -> np.ndarray:
+    size = grams.shape[-1]
+    padded = size + -size % multiple
+    factors = host.empty((*grams.shape[:-2], padded, padded), dtype)
+    factors[..., size:, :], factors[..., :, size:] = 0, 0
+    # This einsum returns a view of the diagonals, which can be written to.
+    np.einsum("...ii->...i", factors)[..., size:] = 1
+    inner: PyTree = factors[..., :size, :size]
+    if permutation is None:
+        inner[...] = grams.real
+    else:
+        for row, place in enumerate(permutation):  # all rows at once would be one more matrix
+            inner[..., row, :] = grams.real[..., place, permutation]
+    shift_diagonals(inner, compute_damping_shifts(inner, damping))
+    try:
+        factor_inverse(inner)
+    except np.linalg.LinAlgError:
+        factors[...] = np.nan  # as XLA returns them
+    return factors
+
+
+@host.instead(_factor_damped_on_host)
+def factor_damped_inverse(
+    grams: jax.Array,
+    damping: chex.Numeric,
+    dtype: np.dtype,
+    multiple: int = 1,
+    permutation: np.ndarray | None = None,
+) -> jax.Array:
+    """Returns upper triangular U with U^T U = (gram + damping)^-1, the H^-1 of SparseGPT.
+
+    U takes all of the memory that this function needs besides the Gram matrices.
+
+    Args:
+      grams: [..., inputs, inputs]; only real parts count.
+      damping: added to the diagonals, in units of their means over live inputs.
+      dtype: of the result.
+      multiple: divides the size of U, which the identity matrix fills up.
+      permutation: int[inputs], the places of the inputs of U among those of the Gram matrices.
+    """
+    factor = functools.partial(_factor_damped_compiled, dtype, multiple, permutation, damping)
+    factors: jax.Array = sharding.call_replicated(factor, grams)
+    return factors
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _factor_damped_compiled(
+    dtype: np.dtype,
+    multiple: int,
+    permutation: np.ndarray | None,
+    damping: chex.Numeric,
+    grams: jax.Array,
+) -> jax.Array:
+    grams = grams.real.astype(dtype)
+    if permutation is not None:
+        grams = grams[..., permutation[:, None], permutation]
+    return factor_inverse(
+        pad_with_identity(shift_diagonals(grams, compute_damping_shifts(grams, damping)), multiple)
     )
 
 

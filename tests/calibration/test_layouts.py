@@ -129,7 +129,7 @@ KINDS = {"dot": dot, "convolution": convolution, "repeated": repeated}
 SEEDS = 12
 
 
-matrices = jax.jit(sparsity.Statistic.matrices)
+matrices = jax.jit(sparsity.Statistic.to_matrices)
 
 
 @pytest.mark.slow

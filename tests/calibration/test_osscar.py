@@ -7,6 +7,7 @@ import pytest
 
 import sparsity
 from sparsity import Coupled, OSSCARPruning, Uniform, shrink, trace
+from tests import helpers
 from tests.calibration import oracles
 from tests.calibration.models import conv_net, draw
 
@@ -42,8 +43,7 @@ def close(a, b, dtype):
     np.testing.assert_allclose(a, b, atol=1e-10 if dtype == np.float64 else 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", helpers.slow_but([np.float64], [np.float32, np.float64]))
 def test_readers_get_least_squares_weights_and_the_rest_is_cut(dtype):
     with jax.enable_x64(dtype == np.float64):
         params, batches = make_mlp(dtype)

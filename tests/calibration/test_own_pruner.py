@@ -23,7 +23,7 @@ class Scaled(StatisticsPruning):
 
     def solve(self, site, param, statistic, target):
         squares = statistic.sums_of_squares()[..., None, :]
-        scores = statistic.parameter(statistic.matrices(param) ** 2 * squares, param.shape)
+        scores = statistic.from_matrices(statistic.to_matrices(param) ** 2 * squares, param.shape)
         mask = site.pattern.select(scores, target, batch_axes=site.batch_axes)
         return self.factor * param.astype(jnp.float32), mask > 0
 

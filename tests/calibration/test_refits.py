@@ -208,7 +208,7 @@ class Scaled:
 
     def __call__(self, dense, pruned, mask, statistic, select):
         squares = statistic.sums_of_squares()[..., None, :]
-        first, last = (jnp.sum(statistic.matrices(w) ** 2 * squares) for w in (dense, pruned))
+        first, last = (jnp.sum(statistic.to_matrices(w) ** 2 * squares) for w in (dense, pruned))
         return pruned * jnp.sqrt(first / last), mask
 
 

@@ -58,7 +58,7 @@ def make(name, dtype=np.float32, seed=0):
 
 def matrices(leaf, statistic):
     """[matrices, outputs, inputs] by the library."""
-    actual = np.asarray(statistic.matrices(leaf))
+    actual = np.asarray(statistic.to_matrices(leaf))
     return actual.reshape(-1, *actual.shape[-2:])
 
 
@@ -67,7 +67,7 @@ def test_a_leaf_is_seen_as_its_matrices_and_put_back(name):
     leaf, statistic, made = make(name)
     actual = matrices(leaf, statistic)
     np.testing.assert_array_equal(actual, np.stack([weights for weights, _ in made]))
-    back = statistic.parameter(statistic.matrices(leaf), leaf.shape)
+    back = statistic.from_matrices(statistic.to_matrices(leaf), leaf.shape)
     np.testing.assert_array_equal(back, leaf)
 
 
@@ -81,7 +81,7 @@ def test_groups_of_a_convolution_are_those_of_jax():
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )  # fmt: skip
         axes = {"contracting": (0, 1, 2), "output": (3,), "groups": 3}
-        seen = sparsity.Statistic(count=1, **axes).matrices(jnp.asarray(kernel))
+        seen = sparsity.Statistic(count=1, **axes).to_matrices(jnp.asarray(kernel))
     patches = x.reshape(9, 3, 2).transpose(1, 0, 2).reshape(3, 18)
     actual = np.einsum("goi,gi->go", seen, patches)
     np.testing.assert_allclose(actual.ravel(), expected.ravel(), rtol=1e-12)

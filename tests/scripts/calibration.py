@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from sparsity.calibration import prune
-from sparsity.calibration.pruners.sweep import inverse_factors
+from sparsity.calibration.inverses import factor_damped_inverse
 from tests.calibration import oracles
 from tests.scripts.devices import same
 
@@ -135,9 +135,9 @@ def meshes_that_are_not_in_use_give_what_one_device_gives(devices):
     np.testing.assert_allclose(actual.gram, expected.gram, rtol=1e-5)
     assert int(actual.count) == int(expected.count) == 16
     sharded, there = devices.put(gram, "a"), devices.put(params["w"], "a")
-    constant = jax.jit(lambda w: inverse_factors(sharded, 0.1, np.float32).sum() + w.sum())
-    factors = inverse_factors(gram, 0.1, np.float32)
-    np.testing.assert_allclose(inverse_factors(sharded, 0.1, np.float32), factors, atol=1e-5)
+    constant = jax.jit(lambda w: factor_damped_inverse(sharded, 0.1, np.float32).sum() + w.sum())
+    factors = factor_damped_inverse(gram, 0.1, np.float32)
+    np.testing.assert_allclose(factor_damped_inverse(sharded, 0.1, np.float32), factors, atol=1e-5)
     np.testing.assert_allclose(constant(there), factors.sum() + params["w"].sum(), rtol=1e-4)
     pruner = sparsity.SparseGPTPruning(sparsity_distribution_fn=half)
     masks = sparsity.oneshot(pruner, multiply, placed, [devices.put(x, "a")])[1]

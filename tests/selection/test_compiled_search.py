@@ -12,8 +12,7 @@ from sparsity import selection
 from sparsity.selection import Ranked, Scores
 from sparsity.selection.cpu import visits
 from sparsity.selection.cpu.rows import cut_rows
-
-pytestmark = pytest.mark.slow
+from tests import helpers
 
 
 def compiled(shapes, across_leaves=False):
@@ -31,6 +30,7 @@ def instructions(program):
     return len(re.findall("(?m)^ +(?:ROOT )?%?[^ ]+ = ", program.as_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("across_leaves", [False, True], ids=["layerwise", "global"])
 @pytest.mark.parametrize(("shape", "most"), [((256, 80), 320), ((40, 50), 150)])
 def test_a_leaf_adds_some_instructions_and_no_search(shape, most, across_leaves):
@@ -38,11 +38,13 @@ def test_a_leaf_adds_some_instructions_and_no_search(shape, most, across_leaves)
     assert (many - few) / 4 < most
 
 
+@pytest.mark.slow
 def test_large_leaves_are_counted_where_they_are(both_searches):
     program = compiled([(512, 500)] * 8)
     assert program.memory_analysis().temp_size_in_bytes < 0.02 * 8 * 512 * 500
 
 
+@pytest.mark.slow
 def test_rows_of_bfloat16_are_widened_as_they_are_read():
     def count(x, pivots, ends):
         leaf = cut_rows([Ranked.wrap(Scores(jnp.abs, (x,)))], *x.shape)
@@ -56,7 +58,10 @@ def test_rows_of_bfloat16_are_widened_as_they_are_read():
 
 
 @pytest.mark.parametrize(
-    "name", ["magnitude", "saliency", "random", "global_magnitude", "rigl", "set"]
+    "name",
+    helpers.slow_but(
+        ["magnitude"], ["magnitude", "saliency", "random", "global_magnitude", "rigl", "set"]
+    ),
 )
 def test_an_update_stores_no_scores(name):
     options = {"update_freq": 10, "update_start_step": 0, "update_end_step": 100}

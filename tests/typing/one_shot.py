@@ -23,6 +23,18 @@ mask: jax.Array = masks["up"]
 error: float = report[("up",)].error
 
 
+needed: sparsity.calibration.Estimate = sparsity.oneshot(
+    pruner, model, params, batches, None, True, None, held=(), progress=True, estimate=True
+)
+nbytes: int = needed.peak
+
+
+def count(estimate: bool) -> int:
+    """Returns the bytes of a run, or the number of its layers."""
+    result = sparsity.oneshot(pruner, model, params, batches, estimate=estimate)
+    return result.peak if isinstance(result, sparsity.calibration.Estimate) else len(result[2])
+
+
 class Untouched:
     """A refit of one's own, whose arguments have names of its own."""
 

@@ -166,10 +166,13 @@ def _train_beside_numpy(algorithm, optimizer, skip, sparse_gradients, *, post, s
         assert int(state.count) == step + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sparse_gradients", [False, True], ids=["dense", "sparse gradients"])
-@pytest.mark.parametrize("skip", [False, True], ids=["no skip", "skip"])
-@pytest.mark.parametrize("algorithm", _CASES)
+@pytest.mark.parametrize(
+    "sparse_gradients",
+    helpers.slow_but([False], [False, True]),
+    ids=["dense", "sparse gradients"],
+)
+@pytest.mark.parametrize("skip", helpers.slow_but([False], [False, True]), ids=["no skip", "skip"])
+@pytest.mark.parametrize("algorithm", helpers.slow_but(["rigl"], _CASES))
 def test_training_agrees_with_numpy_under_adam_with_weight_decay(algorithm, skip, sparse_gradients):
     _train_beside_numpy(algorithm, "adamw", skip, sparse_gradients, post=skip)
 

@@ -78,8 +78,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
       ...     statistics_kind = "squares"
       ...     def solve(self, site, param, statistic, target):
       ...         squares = statistic.sums_of_squares()[..., None, :]
-      ...         scores = statistic.matrices(param) ** 2 * squares
-      ...         scores = statistic.parameter(scores, param.shape)
+      ...         scores = statistic.to_matrices(param) ** 2 * squares
+      ...         scores = statistic.from_matrices(scores, param.shape)
       ...         return param, site.pattern.select(scores, target)
       >>> from sparsity import Uniform
       >>> seen = Statistic(squares=jnp.array([9.0, 1.0]), count=2, contracting=(0,), output=(1,))
@@ -108,8 +108,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
         Args:
           site: the parameter: its name, pattern and batch axes.
           param: its weights, not empty.
-          statistic: the checked statistic of its inputs. `statistic.matrices(param)` is [*batch,
-            outputs, inputs]; `statistic.parameter(matrices, param.shape)` undoes it.
+          statistic: the checked statistic of its inputs. `statistic.to_matrices(param)` is [*batch,
+            outputs, inputs]; `statistic.from_matrices(matrices, param.shape)` undoes it.
           target: its sparsity, a scalar in [0, 1].
 
         Returns:

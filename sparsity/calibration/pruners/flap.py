@@ -175,9 +175,9 @@ class FLAPPruning(ChannelPruning):
 def _score_fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the shares of weights in the importance of their channels."""
     # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
-    matrices, variances = jnp.abs(statistic.matrices(weights)), _compute_variances(statistic)
+    matrices, variances = jnp.abs(statistic.to_matrices(weights)), _compute_variances(statistic)
     squares = jnp.square(matrices.astype(promote(matrices.dtype, variances.dtype)))
-    return statistic.parameter(squares * variances[..., None, :], weights.shape)
+    return statistic.from_matrices(squares * variances[..., None, :], weights.shape)
 
 
 def _compute_variances(statistic: Statistic) -> jax.Array:

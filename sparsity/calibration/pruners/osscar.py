@@ -160,7 +160,7 @@ def _read_matrices(
             "own. Leave it out with filter_fn, or use FLAPPruning."
         )
     param, statistic, layers = leaves[key_path], statistics[key_path], group.channels.layers
-    matrices, grams = statistic.matrices(param), statistic.real_grams()
+    matrices, grams = statistic.to_matrices(param), statistic.require_real_grams()
     dtype = promote(matrices.dtype, grams.dtype)
 
     def by_layer(x: jax.Array) -> jax.Array:

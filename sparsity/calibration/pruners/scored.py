@@ -92,12 +92,12 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
         """Returns the scores of a parameter, by numpy where `score` has a body for numpy."""
 
         def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
-            weights = abs(statistic.matrices(param))
+            weights = abs(statistic.to_matrices(param))
             weights = weights.astype(promote(weights.dtype, squares.dtype))
             scores = score(weights, squares.astype(weights.dtype)[..., None, :])
             label = f"the result of {type(self).__name__}.score of {name!r}"
             check_real_array(label, scores, weights.shape)
-            return statistic.parameter(scores, param.shape)
+            return statistic.from_matrices(scores, param.shape)
 
         def score_on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
             score = type(self).score

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration.inverses import factor_damped_inverse
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.pruners.scored import check_groups
-from sparsity.calibration.pruners.sweep import choose_block_sizes, inverse_factors, sweep
+from sparsity.calibration.pruners.sweep import choose_block_sizes, sweep
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding
@@ -79,7 +80,7 @@ class SparseGPTPruning(StatisticsPruning):
           ValueError: the pattern is another one, or does not lie along the inputs; the weights are
             complex; the Gram matrix is singular.
         """
-        inputs, innermost = statistic.inputs(param.shape), statistic.contracting[-1]
+        inputs, innermost = statistic.count_inputs(param.shape), statistic.contracting[-1]
         size, n, group = min(self.block_size, inputs), None, None
         if isinstance(pattern := site.pattern, NByM):
             check_groups(site, statistic, param.shape)
@@ -96,15 +97,13 @@ class SparseGPTPruning(StatisticsPruning):
                 "WandaPruning and a refit."
             )
         check_solvable(statistic, param, site.name, self.damping)
-        grams = statistic.grams()
+        grams = statistic.require_grams()
         squares, permutation = statistic.with_squares(param.shape, innermost)
         dtype = promote(param.dtype, np.empty(0, grams.dtype).real.dtype)
         multiple = choose_block_sizes(size, inputs)[0]
-        factors = inverse_factors(grams, self.damping, dtype, multiple, permutation)
+        factors = factor_damped_inverse(grams, self.damping, dtype, multiple, permutation)
         prune = functools.partial(_prune_by_sweep, size, n, group)
-        weights, mask = sharding.shard_like(
-            (param, param), prune, param, dataclasses.replace(squares, gram=factors), target
-        )
+        weights, mask = sharding.shard_like((param, param), prune, param, squares, factors, target)
         if not is_finite(weights):
             raise ValueError(
                 f"{type(self).__name__} found no finite weights for {site.name!r}: its Gram matrix "
@@ -131,16 +130,17 @@ def _prune_by_sweep(
     n: int | None,
     group: int | None,
     param: jax.Array,
-    statistic: Statistic,
+    squares: Statistic,
+    factors: jax.Array,
     sparsity: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns weights and mask; the Gram matrices of the statistic are factors."""
-    is_live = statistic.sums_of_squares()[..., None, :] > 0
-    weights = statistic.parameter(jnp.where(is_live, statistic.matrices(param), 0), param.shape)
+    """Returns weights and mask, by the squares of the inputs and H^-1, [*batch, n, n]."""
+    is_live = squares.sums_of_squares()[..., None, :] > 0
+    weights = squares.from_matrices(jnp.where(is_live, squares.to_matrices(param), 0), param.shape)
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, factor, size, n, sparsity, group)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = statistic.solve(prune_matrix, weights)
+    pruned, mask = squares.solve(prune_matrix, weights, square_matrices=factors)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

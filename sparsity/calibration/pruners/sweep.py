@@ -8,7 +8,6 @@ inverse Gram matrix, which replaces the inverse. Matrices are transposed: [input
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,14 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
-from sparsity.calibration.inverses import (
-    compute_damping_shifts,
-    factor_inverse,
-    pad_with_identity,
-    shift_diagonals,
-)
-from sparsity.core import host, sharding
-from sparsity.core.trees import PyTree
+from sparsity.calibration.inverses import pad_with_identity
 from sparsity.patterns import FanIn
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
@@ -59,8 +51,8 @@ def sweep(
 
     Args:
       weights: [inputs, outputs], 0 for inputs that were always 0.
-      factor: H^-1 of `inverse_factors`, [inputs, inputs], or a multiple of `choose_block_sizes`
-        large.
+      factor: H^-1 of `factor_damped_inverse`, [inputs, inputs], or a multiple of
+        `choose_block_sizes` large.
       block_size: B_s, consecutive inputs whose weights are chosen when the first of them is
         reached.
       n: the number of these that each output keeps. `None`: the outputs compete, and through each
@@ -155,70 +147,3 @@ def choose_block_sizes(block_size: int, inputs: int) -> tuple[int, ...]:
     for max_size in _SIZES:
         sizes.insert(0, sizes[0] * max(1, max_size // sizes[0]))
     return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == block_size}, reverse=True))
-
-
-def _inverse_factors_on_host(
-    grams: np.ndarray,
-    damping: chex.Numeric,
-    dtype: np.dtype,
-    multiple: int = 1,
-    permutation: np.ndarray | None = None,
-) -> np.ndarray:
-    size = grams.shape[-1]
-    padded = size + -size % multiple
-    factors = host.empty((*grams.shape[:-2], padded, padded), dtype)
-    factors[..., size:, :], factors[..., :, size:] = 0, 0
-    # This einsum returns a view of the diagonals, which can be written to.
-    np.einsum("...ii->...i", factors)[..., size:] = 1
-    inner: PyTree = factors[..., :size, :size]
-    if permutation is None:
-        inner[...] = grams.real
-    else:
-        for row, place in enumerate(permutation):  # all rows at once would be one more matrix
-            inner[..., row, :] = grams.real[..., place, permutation]
-    shift_diagonals(inner, compute_damping_shifts(inner, damping))
-    try:
-        factor_inverse(inner)
-    except np.linalg.LinAlgError:
-        factors[...] = np.nan  # as XLA returns them
-    return factors
-
-
-@host.instead(_inverse_factors_on_host)
-def inverse_factors(
-    grams: jax.Array,
-    damping: chex.Numeric,
-    dtype: np.dtype,
-    multiple: int = 1,
-    permutation: np.ndarray | None = None,
-) -> jax.Array:
-    """Returns upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1.
-
-    U takes all of the memory that this function needs besides the Gram matrices.
-
-    Args:
-      grams: [..., inputs, inputs]; only real parts count.
-      damping: added to the diagonals, in units of their means over live inputs.
-      dtype: of the result.
-      multiple: divides the size of U, which the identity matrix fills up.
-      permutation: int[inputs], the places of the inputs of U among those of the Gram matrices.
-    """
-    factor = functools.partial(_factor_damped_inverse, dtype, multiple, permutation, damping)
-    factors: jax.Array = sharding.call_replicated(factor, grams)
-    return factors
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _factor_damped_inverse(
-    dtype: np.dtype,
-    multiple: int,
-    permutation: np.ndarray | None,
-    damping: chex.Numeric,
-    grams: jax.Array,
-) -> jax.Array:
-    grams = grams.real.astype(dtype)
-    if permutation is not None:
-        grams = grams[..., permutation[:, None], permutation]
-    return factor_inverse(
-        pad_with_identity(shift_diagonals(grams, compute_damping_shifts(grams, damping)), multiple)
-    )

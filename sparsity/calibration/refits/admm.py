@@ -82,7 +82,7 @@ class ADMM:
             dense: jax.Array, pruned: jax.Array, mask: jax.Array, local_statistic: Statistic
         ) -> PyTree:
             xp = host.namespace([dense])
-            like = (dense, dense, dense, local_statistic.real_grams())
+            like = (dense, dense, dense, local_statistic.require_real_grams())
             try:
                 start = _call_compiled(
                     like, _initialize, self.rho, self.damping, dense, local_statistic
@@ -118,14 +118,14 @@ def _initialize(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns W, U and XY as parameters, and inv(XX + rho I), padded to entire blocks."""
     norms, inverse_norms = _compute_input_norms(statistic)
-    gram = statistic.real_grams().astype(promote(dense.dtype, norms.dtype))
+    gram = statistic.require_real_grams().astype(promote(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
     gram = shift_diagonals(pad_with_identity(gram), damping)  # XX
     # W of inputs of unit norm: W_ij ||X_j||, so that outputs stay
-    weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
-    start = statistic.parameter(weights, dense.shape)
-    products = statistic.parameter(_multiply_padded(weights, gram), dense.shape)
+    weights = statistic.to_matrices(dense).astype(gram.dtype) * norms[..., None, :]
+    start = statistic.from_matrices(weights, dense.shape)
+    products = statistic.from_matrices(_multiply_padded(weights, gram), dense.shape)
     # U = 0, with the sharding of W
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
@@ -152,9 +152,9 @@ def _iterate(
     xp = host.namespace([weights])
     sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
-    right_side = statistic.matrices(products + rho * (sparse - duals))
+    right_side = statistic.to_matrices(products + rho * (sparse - duals))
     # W = XXinv (XY + rho (Z - U))
-    return statistic.parameter(_multiply_padded(right_side, inverse), mask.shape), duals
+    return statistic.from_matrices(_multiply_padded(right_side, inverse), mask.shape), duals
 
 
 def _unscale_weights(
@@ -169,14 +169,14 @@ def _unscale_weights(
     xp, weights = host.namespace([weights]), weights + duals
     _, inverse_norms = _compute_input_norms(statistic)
     scale = inverse_norms[..., None, :]
-    kept = statistic.matrices(pruned).astype(weights.dtype)  # jax promotes no float8
-    unscaled = xp.where(scale > 0, statistic.matrices(weights) * scale, kept)
-    solution: jax.Array = xp.where(mask > 0, statistic.parameter(unscaled, mask.shape), 0)
+    kept = statistic.to_matrices(pruned).astype(weights.dtype)  # jax promotes no float8
+    unscaled = xp.where(scale > 0, statistic.to_matrices(weights) * scale, kept)
+    solution: jax.Array = xp.where(mask > 0, statistic.from_matrices(unscaled, mask.shape), 0)
     return solution.astype(pruned.dtype)
 
 
 def _compute_input_norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
     """Returns norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
-    xp = host.namespace([grams := statistic.real_grams()])
+    xp = host.namespace([grams := statistic.require_real_grams()])
     norms = xp.sqrt(xp.diagonal(grams, axis1=-2, axis2=-1))
     return norms, xp.where(norms > 0, 1 / xp.where(norms > 0, norms, 1), 0)

@@ -67,10 +67,10 @@ class LeastSquares:
 
 def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
     """Refits as `_refit` does, one matrix after the other."""
-    grams = statistic.real_grams()
+    grams = statistic.require_real_grams()
     dtype = promote(dense.dtype, grams.dtype)
-    num_matrices = math.prod(statistic.lead(dense.shape))
-    matrices = [statistic.matrices(x) for x in (dense, pruned, mask)]
+    num_matrices = math.prod(statistic.read_batch_shape(dense.shape))
+    matrices = [statistic.to_matrices(x) for x in (dense, pruned, mask)]
     matrices = [x.reshape(num_matrices, *x.shape[-2:]) for x in matrices]
     refitted: PyTree = np.empty(matrices[0].shape, dense.dtype)
     try:
@@ -84,19 +84,19 @@ def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Stati
             )
     except np.linalg.LinAlgError:  # XLA returns weights that are not finite
         return NotImplemented
-    return statistic.parameter(refitted, dense.shape)
+    return statistic.from_matrices(refitted, dense.shape)
 
 
 @host.instead(_refit_on_host)
 def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the refitted parameter."""
-    max_kept, is_shared = statistic.inputs(dense.shape), False
+    max_kept, is_shared = statistic.count_inputs(dense.shape), False
     if not is_traced(mask):
         with sharding.evaluate_now():
-            max_kept, is_shared = _read_supports(statistic.matrices(mask))
+            max_kept, is_shared = _read_supports(statistic.to_matrices(mask))
     # Rounded up, so that supports of any size share a few programs.
-    step = max(-(-statistic.inputs(dense.shape) // _PROGRAMS), 1)
-    max_kept = min(-(-max_kept // step) * step, statistic.inputs(dense.shape))
+    step = max(-(-statistic.count_inputs(dense.shape) // _PROGRAMS), 1)
+    max_kept = min(-(-max_kept // step) * step, statistic.count_inputs(dense.shape))
     refit = functools.partial(_refit_by_xla, max_kept, is_shared)
     refitted: jax.Array = sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
     return refitted
@@ -112,7 +112,7 @@ def _refit_by_xla(
     statistic: Statistic,
 ) -> jax.Array:
     """Returns the refitted parameter, from a bound on the inputs that an output keeps."""
-    matrices = math.prod(statistic.lead(dense.shape))
+    matrices = math.prod(statistic.read_batch_shape(dense.shape))
     solve = _solve_shared if is_shared else functools.partial(_solve_by_xla, max_kept, matrices)
 
     def refit_matrix(*arrays: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias, overload
 
 import chex
 import jax
@@ -31,7 +31,7 @@ from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import calibrate, sum_losses
 from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.statistic import Statistics
 from sparsity.core import extras, sharding
 from sparsity.core.checks import (
     check_bool,
@@ -44,39 +44,63 @@ from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.masks import is_per_slice
 from sparsity.training.base_updater import BaseUpdater
 
+ModelFn: TypeAlias = Callable[[PyTree, PyTree], PyTree]  # from params and a batch to outputs
+
 
 @overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[[PyTree, PyTree], PyTree],
+    fn: ModelFn,
     params: Tree,
     batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = None,
-    sequential: bool = True,
-    folder: str | os.PathLike[str] | None = None,
+    refit: Refit | BiasRefit | None = ...,
+    sequential: bool = ...,
+    folder: str | os.PathLike[str] | None = ...,
     *,
-    held: Iterable[PyTree] | None = None,
-    metric: Callable[[PyTree], chex.Numeric] | None = None,
-    progress: bool = False,
-    estimate: Literal[False] = False,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    progress: bool = ...,
+    estimate: Literal[False] = ...,
 ) -> tuple[Tree, Masks, Report]: ...
 
 
 @overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[[PyTree, PyTree], PyTree],
-    params: Params,
+    fn: ModelFn,
+    params: Tree,
     batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = None,
+    refit: Refit | BiasRefit | None = ...,
+    sequential: bool = ...,
+    folder: str | os.PathLike[str] | None = ...,
     *,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    progress: bool = ...,
     estimate: Literal[True],
 ) -> Estimate: ...
 
 
+@overload
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[[PyTree, PyTree], PyTree],
+    fn: ModelFn,
+    params: Tree,
+    batches: Iterable[PyTree],
+    refit: Refit | BiasRefit | None = ...,
+    sequential: bool = ...,
+    folder: str | os.PathLike[str] | None = ...,
+    *,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    progress: bool = ...,
+    estimate: bool,
+) -> tuple[Tree, Masks, Report] | Estimate: ...
+
+
+def oneshot(
+    pruner: BaseUpdater,
+    fn: ModelFn,
     params: Tree,
     batches: Iterable[PyTree],
     refit: Refit | BiasRefit | None = None,
@@ -222,7 +246,7 @@ class _Run:
         self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
         self.report = Report()
 
-    def run(self, fn: Callable[[PyTree, PyTree], PyTree], sequential: bool) -> None:
+    def run(self, fn: ModelFn, sequential: bool) -> None:
         """Prunes all parameters, those that the model reaches first."""
         if sequential:
             self._follow_model()
@@ -236,51 +260,80 @@ class _Run:
                 check_memory({name: gram}, task.needs.gram_copies)  # one is held at a time
 
         def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
-            def solve() -> PrunedLayer:
-                statistic = reached.sum_statistic(task.name_layer(path, index))
-                layer = task.solve(self.weights, path, index, statistic)
-                if task.needs.has_grams:
-                    return layer
-                return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
-
-            self._finish(path, index, solve)
+            self._finish(path, index, functools.partial(self._prune_reached, path, index, reached))
 
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, on_reached).run()
 
-    def _finish_others(self, fn: Callable[[PyTree, PyTree], PyTree]) -> None:
-        """Finishes the parameters that are not done, each by its inputs in the present model."""
-        task, paths = self._task, [path for path in self._task.sites if path not in self._layers]
-        model = fn, self.weights.make_tree(), self._batches
+    def _prune_reached(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> PrunedLayer:
+        """Prunes a parameter, or one layer of it, by its inputs at the place that reads it."""
+        task = self._task
+        statistic = reached.sum_statistic(task.name_layer(path, index))
+        layer = task.prune_layer(self.weights, path, index, statistic)
+        if task.needs.has_grams:
+            return layer
+        return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
 
-        # Computed lazily: a folder may already hold every layer.
-        @functools.cache
-        def calibrate_all() -> Mapping[Path, Statistic]:
-            return calibrate(*model, task.needs.statistics_kind, lambda path, _: path in paths)
+    def _finish_others(self, fn: ModelFn) -> None:
+        """Finishes the parameters that are not done, each by its inputs in the present model.
 
-        @functools.cache
-        def solve_all() -> Mapping[Path, PrunedLayer]:
-            layers = {path: solve(path) for path in paths}
-            matrices = {path: layer.list_matrices() for path, layer in layers.items()}
-            losses = sum_losses(*model, matrices)
-            return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
+        The model runs for all of them at once, and only if the folder lacks one.
+        """
+        paths = [path for path in self._task.sites if path not in self._layers]
+        params = self.weights.make_tree()
+        if self._task.needs.has_grams:
+            self._finish_with_grams(fn, params, paths)
+        else:
+            self._finish_without_grams(fn, params, paths)
 
-        def solve(path: Path) -> PrunedLayer:
-            return task.solve(self.weights, path, (), calibrate_all().get(path))
+    def _finish_with_grams(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> None:
+        """Finishes parameters by Gram matrices of their inputs, which also give the losses."""
+        calibrate_once = functools.cache(functools.partial(self._calibrate, fn, params, paths))
 
-        # Gram matrices give the losses; without them, one more run of the model gives all losses.
-        solve_one = solve if task.needs.has_grams else lambda path: solve_all()[path]
+        def prune_layer(path: Path) -> PrunedLayer:
+            return self._task.prune_layer(self.weights, path, (), calibrate_once().get(path))
+
         for path in paths:
-            self._finish(path, (), functools.partial(solve_one, path))
+            self._finish(path, (), functools.partial(prune_layer, path))
 
-    def _finish(self, path: Path, index: LayerIndex, solve: Callable[[], PrunedLayer]) -> None:
-        """Takes a parameter, or one layer of it, from the folder, or solves and saves it."""
+    def _finish_without_grams(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> None:
+        """Finishes parameters by moments of their inputs; one more run gives the losses of all."""
+        prune_once = functools.cache(functools.partial(self._prune_by_moments, fn, params, paths))
+
+        def prune_layer(path: Path) -> PrunedLayer:
+            return prune_once()[path]
+
+        for path in paths:
+            self._finish(path, (), functools.partial(prune_layer, path))
+
+    def _prune_by_moments(
+        self, fn: ModelFn, params: Params, paths: Sequence[Path]
+    ) -> dict[Path, PrunedLayer]:
+        """Returns the pruned parameters, with the losses that one run of the model sums up."""
+        statistics = self._calibrate(fn, params, paths)
+        layers = {
+            path: self._task.prune_layer(self.weights, path, (), statistics.get(path))
+            for path in paths
+        }
+        matrices = {path: layer.list_matrices() for path, layer in layers.items()}
+        losses = sum_losses(fn, params, self._batches, matrices)
+        return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
+
+    def _calibrate(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> Statistics:
+        """Returns the statistics of some parameters in a run of the model on all batches."""
+        kind = self._task.needs.statistics_kind
+        return calibrate(fn, params, self._batches, kind, lambda path, _: path in paths)
+
+    def _finish(
+        self, path: Path, index: LayerIndex, prune_layer: Callable[[], PrunedLayer]
+    ) -> None:
+        """Takes a parameter, or one layer of it, from the folder, or prunes and saves it."""
         bias_place = self._task.find_bias(path, index)
         bias = None if bias_place is None else self.weights.read_current(*bias_place)
         dense = self.weights.read_dense(path, index)
         number = sum(map(len, self._layers.values()))
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:
-            stored = self._solve_layer(path, dense, bias, solve)
+            stored = self._prune_and_shift(path, dense, bias, prune_layer)
             if self._store:
                 self._store.write(number, stored)
         if bias_place is not None and stored.bias is not None:
@@ -293,16 +346,16 @@ class _Run:
         if self._on_layer_done is not None:
             self._on_layer_done(path, index)
 
-    def _solve_layer(
+    def _prune_and_shift(
         self,
         path: Path,
         dense: jax.Array,
         bias: jax.Array | None,
-        solve: Callable[[], PrunedLayer],
+        prune_layer: Callable[[], PrunedLayer],
     ) -> StoredLayer:
-        """Solves a parameter, or one layer of it, and shifts the bias that takes over its means."""
+        """Prunes a parameter, or one layer of it, and shifts the bias that takes over its means."""
         started = time.perf_counter()
-        layer = solve()
+        layer = prune_layer()
         report = dataclasses.replace(layer.make_report(), seconds=time.perf_counter() - started)
         weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
         shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)

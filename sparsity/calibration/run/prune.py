@@ -61,7 +61,7 @@ def prune(
         )
     pruned, masks = prune_at_once(pruner, params, statistics)
     if refit is not None:
-        pruned, masks = apply_refit(refit, pruner, params, pruned, masks, statistics)
+        pruned, masks = _refit_tree(refit, pruner, params, pruned, masks, statistics)
     return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
 
 
@@ -107,7 +107,7 @@ def _describe_value(value: object) -> str:
     return f"got {value!r}"
 
 
-def apply_refit(
+def _refit_tree(
     refit: Refit,
     pruner: BaseUpdater,
     params: Tree,
@@ -115,53 +115,63 @@ def apply_refit(
     masks: Masks,
     statistics: Statistics,
 ) -> tuple[Tree, Masks]:
-    """Refits the weights that a pruner kept; a parameter that the refit makes worse stays as it is.
+    """Refits all parameters that have a mask; returns (refitted params, masks)."""
+    sites = pruner.sites(params)
+    targets = trees.leaves_by_path(pruner.compute_targets(params, sites))
+    leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
+    refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
+    for key_path, mask in trees.leaves_by_path(masks).items():
+        layer = pruned_leaves[key_path], mask
+        if key_path in targets or trees.path_names(key_path) in statistics:
+            site, target = sites[key_path], targets.get(key_path, 0.0)
+            layer = refit_layer(refit, pruner, site, target, leaves[key_path], layer, statistics)
+        refitted[key_path] = layer  # without either, a bias of coupled channels
+    pruned = trees.map_matched(lambda key_path, param: refitted.get(key_path, (param,))[0], pruned)
+    return pruned, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
+
+
+def refit_layer(
+    refit: Refit,
+    pruner: BaseUpdater,
+    site: Site,
+    target: chex.Numeric,
+    dense: jax.Array,
+    pruned_layer: tuple[jax.Array, jax.Array],
+    statistics: Statistics,
+) -> tuple[jax.Array, jax.Array]:
+    """Refits the weights of a parameter that a pruner kept, unless that makes the outputs worse.
 
     Without a Gram matrix a parameter stays as it is if the refit returns NaN or infinities.
 
     Args:
       refit: `LeastSquares()`, `ADMM()` or another `Refit`.
       pruner: the updater that has pruned.
-      params: tree of parameters before pruning.
-      pruned: tree of parameters after pruning.
-      masks: tree of masks, not packed.
-      statistics: `{path: Statistic}` for each parameter that has a mask.
+      site: the parameter.
+      target: its sparsity.
+      dense: its weights before pruning.
+      pruned_layer: its weights and mask after pruning.
+      statistics: `{path: Statistic}`.
 
     Returns:
-      (refitted params, masks).
+      (refitted weights, mask).
 
     Raises:
-      ValueError: a statistic is missing, does not fit its parameter, or lacks the refit's sums.
+      ValueError: the statistic is missing, does not fit the parameter, or lacks the refit's sums.
     """
+    if not dense.size:
+        return pruned_layer
     needs, label = read_refit_needs(refit), method_name(refit)
-    table = pruner.sites(params)
-    targets = trees.leaves_by_path(pruner.compute_targets(params, table))
-    leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
-    refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
-    for key_path, mask in trees.leaves_by_path(masks).items():
-        dense, pruned_layer = leaves[key_path], (pruned_leaves[key_path], mask)
-        needs_no_refit = key_path not in targets and trees.path_names(key_path) not in statistics
-        if needs_no_refit or not dense.size:  # a bias of coupled channels, or nothing
-            refitted[key_path] = pruned_layer
-            continue
-        site = table[key_path]
-        statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
-        if needs.has_grams:
-            check_solvable(statistic, dense, site.name, needs.damping)
-        select = _make_select(pruner, site, statistic, targets.get(key_path, 0.0))
-        solution = refit(dense, *pruned_layer, statistic, select)
-        check_solution(solution, label, site.name, dense)
-        like = (dense, dense)
-        choose_better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
-        solution = host.instead(_choose_better)(choose_better)(
-            dense, solution, pruned_layer, statistic
-        )
-        refitted[key_path] = (
-            sharding.place_like(dense, solution[0]),
-            sharding.place_like(dense, solution[1]),
-        )
-    pruned = trees.map_matched(lambda key_path, param: refitted.get(key_path, (param,))[0], pruned)
-    return pruned, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
+    statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
+    if needs.has_grams:
+        check_solvable(statistic, dense, site.name, needs.damping)
+    select = _make_select(pruner, site, statistic, target)
+    solution = refit(dense, *pruned_layer, statistic, select)
+    check_solution(solution, label, site.name, dense)
+    choose_better = functools.partial(sharding.shard_like, (dense, dense), _choose_better_jitted)
+    weights, mask = host.instead(_choose_better)(choose_better)(
+        dense, solution, pruned_layer, statistic
+    )
+    return sharding.place_like(dense, weights), sharding.place_like(dense, mask)
 
 
 def _choose_better(

@@ -14,7 +14,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.means import holds_outputs
 from sparsity.calibration.run.needs import Needs, combine_needs, method_name
-from sparsity.calibration.run.prune import apply_refit, prune_at_once
+from sparsity.calibration.run.prune import prune_at_once, refit_layer
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
@@ -42,7 +42,7 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias restores the means of the outputs, which pruning changes.
-      output_squares: float[2 or 3], the sum of the squared outputs of each matrix of `matrices()`;
+      output_squares: float[2 or 3], the sum of the squared outputs of each of `list_matrices()`;
         `None` if the Gram matrices of the statistic give the sums.
     """
 
@@ -75,7 +75,7 @@ class PrunedLayer(NamedTuple):
         """
         unrefitted = () if self.pruned is self.refitted else (self.pruned,)
         dense, *pruned = host.read((self.dense, self.refitted, *unrefitted))
-        return [self.statistic.matrices(x) for x in (dense, *(dense - x for x in pruned))]
+        return [self.statistic.to_matrices(x) for x in (dense, *(dense - x for x in pruned))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PruningTask:
         """Returns the name of a parameter, or of one of its layers."""
         return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
 
-    def solve(
+    def prune_layer(
         self, weights: ModelWeights, path: Path, index: LayerIndex, statistic: Statistic | None
     ) -> PrunedLayer:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
@@ -126,23 +126,29 @@ class PruningTask:
                 "or the model takes other branches. Give batches that reach it, or keep it dense "
                 "with filter_fn."
             )
-        site, dense = self.sites[path], weights.read_dense(path, index)
-        warn_of_zeros(statistic, site.name)
-        pruner = self._make_pruner(path, index, dense.ndim + len(index))
+        dense = weights.read_dense(path, index)
+        warn_of_zeros(statistic, self.sites[path].name)
+        site = self._make_layer_site(path, index, dense.ndim + len(index))
+        pruner = dataclasses.replace(
+            self.pruner,
+            sparsity_distribution_fn=Rates({path: self.targets[path]}),
+            sparsity_type=site.pattern,
+            batch_axes=site.batch_axes,
+            use_packed_masks=False,
+        )
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         single_tree = trees.map_matched(
             lambda x, _: dense if x == site.path else None, weights.dense
         )
-        pruned, masks = prune_at_once(pruner, single_tree, {path: statistic}, [site.path])
+        statistics = {path: statistic}
+        pruned_tree, masks = prune_at_once(pruner, single_tree, statistics, [site.path])
+        pruned, mask = (trees.leaves_by_path(x)[site.path] for x in (pruned_tree, masks))
         refitted = pruned
         if not (self.refit is None or isinstance(self.refit, BiasRefit)):
-            refit = self.refit
-            refitted, masks = apply_refit(
-                refit, pruner, single_tree, pruned, masks, {path: statistic}
+            refitted, mask = refit_layer(
+                self.refit, pruner, site, self.targets[path], dense, (pruned, mask), statistics
             )
-        arrays = pruned, refitted, masks
-        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in arrays)
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
@@ -162,8 +168,8 @@ class PruningTask:
         leaves = layer.dense, layer.refitted, layer.statistic
         return self.refit.shift(self.biases[path], bias, *leaves, read)
 
-    def _make_pruner(self, path: Path, index: LayerIndex, ndim: int) -> BaseUpdater:
-        """Returns the pruner of one parameter of `ndim` axes, or of one of its layers.
+    def _make_layer_site(self, path: Path, index: LayerIndex, ndim: int) -> Site:
+        """Returns the site of a parameter of `ndim` axes, or of one of its layers.
 
         Raises:
           ValueError: units of the pattern lie along an axis of layers.
@@ -187,13 +193,7 @@ class PruningTask:
         pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
         label = f"{site.pattern}.renumber_axes of {site.name!r}"
         check_kind(label, pattern, SparsityType, "a pattern")
-        return dataclasses.replace(
-            self.pruner,
-            sparsity_distribution_fn=Rates({path: self.targets[path]}),
-            sparsity_type=pattern,
-            batch_axes=batch_axes,
-            use_packed_masks=False,
-        )
+        return Site(site.path, pattern, batch_axes)
 
 
 def make_task(

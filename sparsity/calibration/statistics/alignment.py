@@ -40,7 +40,11 @@ class Alignment:
     @property
     def repeats(self) -> int:
         """Number of slices and outputs of the operand for each one of the parameter."""
-        return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
+        return (
+            self.copies
+            * len(self.slices)
+            // max(math.prod(self.axes.read_batch_shape(self.shape)), 1)
+        )
 
     def to_parameter_order(self, sums: jax.Array, ndim: int) -> jax.Array:
         """Returns sums [*batch, ...] in the order of the parameter.
@@ -49,7 +53,7 @@ class Alignment:
           sums: sums of the operand, [*slices, inputs], or [*slices, inputs, inputs].
           ndim: the number of axes of inputs.
         """
-        lead = self.axes.lead(self.shape)
+        lead = self.axes.read_batch_shape(self.shape)
         input_shape = sums.shape[sums.ndim - ndim :]
         flat, slices = sums.reshape(len(self.slices), *input_shape), math.prod(lead)
         if len(self.slices) != slices:

@@ -134,9 +134,9 @@ class Calibration:
             alignment = self.alignments[number]
             shape = self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
-            inputs = alignment.axes.inputs(alignment.shape)
+            inputs = alignment.axes.count_inputs(alignment.shape)
             dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
-            lead = (*stacked, *alignment.axes.lead(alignment.shape))
+            lead = (*stacked, *alignment.axes.read_batch_shape(alignment.shape))
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
@@ -296,7 +296,7 @@ def _merge_counts(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     rows = np.asarray(statistic.count)
     if (rows == rows.flat[0]).all():
         return dataclasses.replace(statistic, count=Count.from_number(int(rows.flat[0])))
-    lead = statistic.lead(shape)
+    lead = statistic.read_batch_shape(shape)
     wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
     return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 

@@ -35,9 +35,9 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
       statistic: with a Gram matrix.
       difference: the difference of two parameters; or a parameter, for the norm of its outputs.
     """
-    grams = statistic.grams()
+    grams = statistic.require_grams()
     _check_shape(statistic, difference)
-    rows = statistic.matrices(difference)
+    rows = statistic.to_matrices(difference)
     rows = rows.astype(promote(rows.dtype, grams.dtype))
     outputs = dot(rows.conj(), grams)
     return (outputs * rows).sum(axis=-1).real
@@ -47,10 +47,10 @@ def _check_shape(statistic: Statistic, param: jax.Array) -> None:
     """Raises a ValueError unless the Gram matrices of a statistic fit a parameter."""
     shape, axes = np.shape(param), (*statistic.batch, *statistic.output, *statistic.contracting)
     fits = sorted(axes) == [*range(len(shape))]
-    if not fits or statistic.grams().shape[-1] != statistic.inputs(shape):
+    if not fits or statistic.require_grams().shape[-1] != statistic.count_inputs(shape):
         raise ValueError(
-            f"The Gram matrices of the statistic, shape {statistic.grams().shape}, contracting = "
-            f"{statistic.contracting}, do not fit a parameter of shape {shape}."
+            f"The Gram matrices of the statistic, shape {statistic.require_grams().shape}, "
+            f"contracting = {statistic.contracting}, do not fit a parameter of shape {shape}."
         )
 
 
@@ -65,7 +65,7 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
       [*batch, outputs].
     """
     xp = host.namespace([param])
-    sums, rows = xp.asarray(statistic.sums), statistic.matrices(param)
+    sums, rows = xp.asarray(statistic.sums), statistic.to_matrices(param)
     rows = rows.astype(promote(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
     squares: jax.Array = xp.square(xp.abs(totals)) / broadcast_num_rows(statistic, sums.ndim)
@@ -81,7 +81,7 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
     """
     sums = jnp.asarray(statistic.sums)
     means = sums / broadcast_num_rows(statistic, sums.ndim)
-    rows = statistic.matrices(param).astype(promote(param.dtype, means.dtype))
+    rows = statistic.to_matrices(param).astype(promote(param.dtype, means.dtype))
     return jnp.sum(rows * means[..., None, :], axis=-1)
 
 

@@ -57,7 +57,7 @@ class Statistic:
       >>> kernel = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
       >>> kernel.sums_of_squares()
       Array([10.,  4.], dtype=float32)
-      >>> kernel.matrices(jnp.zeros((2, 5))).shape
+      >>> kernel.to_matrices(jnp.zeros((2, 5))).shape
       (5, 2)
     """
 
@@ -84,10 +84,10 @@ class Statistic:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
-        diagonals: jax.Array = _take_diagonals(self.grams())
+        diagonals: jax.Array = _take_diagonals(self.require_grams())
         return diagonals
 
-    def grams(self) -> jax.Array:
+    def require_grams(self) -> jax.Array:
         """Returns the Gram matrices, or raises a ValueError if there are none."""
         if self.gram is None:
             raise ValueError(
@@ -96,49 +96,53 @@ class Statistic:
             )
         return self.gram
 
-    def real_grams(self) -> jax.Array:
+    def require_real_grams(self) -> jax.Array:
         """Returns the real parts of the Gram matrices, which real weights meet."""
-        return self.grams().real
+        return self.require_grams().real
 
-    def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def read_batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of `batch` and `groups` for a parameter of that shape."""
         groups = (self.groups,) if self.groups > 1 else ()
         return (*(shape[axis] for axis in self.batch), *groups)
 
-    def inputs(self, shape: tuple[int, ...]) -> int:
+    def count_inputs(self, shape: tuple[int, ...]) -> int:
         """Returns the number of inputs of a parameter of that shape."""
         return math.prod(shape[axis] for axis in self.contracting)
 
-    def matrices(self, param: jax.Array) -> jax.Array:
+    def to_matrices(self, param: jax.Array) -> jax.Array:
         """Returns a parameter, or its mask or scores, as [*batch, outputs, inputs]."""
         axes = (*self.batch, *self.output, *self.contracting)
-        lead, inputs = self.lead(param.shape), self.inputs(param.shape)
+        lead, inputs = self.read_batch_shape(param.shape), self.count_inputs(param.shape)
         outputs = param.size // max(math.prod(lead) * inputs, 1)
         return param.transpose(axes).reshape(*lead, outputs, inputs)
 
-    def parameter(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undoes `matrices` for a parameter of that shape."""
+    def from_matrices(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undoes `to_matrices` for a parameter of that shape."""
         axes = (*self.batch, *self.output, *self.contracting)
         moved = matrices.reshape([shape[axis] for axis in axes])
         return moved.transpose(np.argsort(axes))
 
-    def solve(self, fn: Callable[..., T], *params: jax.Array) -> T:
+    def solve(
+        self, fn: Callable[..., T], *params: jax.Array, square_matrices: jax.Array | None = None
+    ) -> T:
         """Returns parameters that `fn` computes from the matrices of real ones and their Grams.
 
         Args:
           fn: called with [outputs, inputs] of each parameter, as wide as the Gram, then the Gram.
           *params: real parameters of one shape.
+          square_matrices: [*batch, n, n], real, which `fn` gets in place of the Gram matrices.
         """
-        grams = self.real_grams()
-        dtype = promote(params[0].dtype, grams.dtype)
-        for _ in grams.shape[:-2]:
+        if square_matrices is None:
+            square_matrices = self.require_real_grams()
+        dtype = promote(params[0].dtype, square_matrices.dtype)
+        for _ in square_matrices.shape[:-2]:
             fn = jax.vmap(fn)
         wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]
-        solved = fn(*map(self.matrices, wide), grams.astype(dtype))
-        shaped: T = jax.tree.map(lambda x: self.parameter(x, params[0].shape), solved)
+        solved = fn(*map(self.to_matrices, wide), square_matrices.astype(dtype))
+        shaped: T = jax.tree.map(lambda x: self.from_matrices(x, params[0].shape), solved)
         return shaped
 
-    def sliced(self, site: Site, shape: tuple[int, ...]) -> Statistic:
+    def add_batch_axes(self, site: Site, shape: tuple[int, ...]) -> Statistic:
         """Returns the statistic with all batch axes of the site among its batch axes.
 
         Raises:

@@ -71,7 +71,7 @@ def look_up_statistic(
             f"{label} needs the means of the inputs of {name!r}, and its statistic has none. "
             "Calibrate with kind='moments'."
         )
-    return statistic.sliced(site, shape)
+    return statistic.add_batch_axes(site, shape)
 
 
 def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
@@ -90,7 +90,7 @@ def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> 
             f"The statistic of {name!r} has groups = {statistic.groups}, which must divide its "
             f"first output axis, of size {num_first_outputs}."
         )
-    lead, inputs = statistic.lead(shape), statistic.inputs(shape)
+    lead, inputs = statistic.read_batch_shape(shape), statistic.count_inputs(shape)
     slice_shape = (*lead, inputs)
     shapes = {"squares": slice_shape, "sums": slice_shape, "gram": (*slice_shape, inputs)}
     values = {field: x for field in shapes if (x := getattr(statistic, field)) is not None}
@@ -154,7 +154,7 @@ def _holds_for_all(condition: Callable[[jax.Array], jax.Array], value: jax.Array
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
     """Warns of inputs that were 0 in all rows, which say nothing about the weights."""
-    sums = statistic.grams() if statistic.squares is None else statistic.squares
+    sums = statistic.require_grams() if statistic.squares is None else statistic.squares
     if is_traced(sums) or not sums.size:
         return
     with sharding.evaluate_now():
@@ -187,7 +187,7 @@ def check_solvable(
             f"{name!r} is {param.dtype}, and only real weights can be reconstructed. Keep it "
             "dense, or prune it with WandaPruning and no refit."
         )
-    inputs = statistic.inputs(param.shape)
+    inputs = statistic.count_inputs(param.shape)
     if any(map(is_traced, jax.tree.leaves(statistic.count))):
         return
     rows = int(np.min(np.asarray(statistic.count)))
