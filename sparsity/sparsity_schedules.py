@@ -232,8 +232,7 @@ def _raise_to_power(x: jax.Array, power: float) -> jax.Array:
     """Returns x**power, by the operations that XLA puts in the place of a constant power."""
     if power == 0.5:
         return jnp.sqrt(x)
-    raised: jax.Array = x ** (int(power) if power.is_integer() else power)
-    return raised
+    return x ** (int(power) if power.is_integer() else power)
 
 
 SCHEDULES: Registry[Callable[..., Schedule]] = Registry(

@@ -297,8 +297,7 @@ def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
         grown = topk_mask(part_scores, missing, where=part == 0, last_axes=1)
         return lax.dynamic_update_slice_in_dim(mask, part | grown, start, axis=1)
 
-    grown: jax.Array = lax.fori_loop(0, -(-neurons // size), grow, mask)
-    return grown
+    return lax.fori_loop(0, -(-neurons // size), grow, mask)
 
 
 def _mask_best_of_each(

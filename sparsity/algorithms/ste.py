@@ -77,8 +77,7 @@ class StraightThrough(BaseUpdater):
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
 
-        masked: Tree = trees.map_matched(apply, params, masks)
-        return masked
+        return trees.map_matched(apply, params, masks)
 
     def make_forward_masks(self, params: Params, state: SparseState, is_packed: bool) -> Masks:
         """Returns the masks of a forward pass; hooks get states with masks that are not packed."""

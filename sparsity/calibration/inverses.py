@@ -107,8 +107,7 @@ def factor_damped_inverse(
       permutation: int[inputs], the places of the inputs of U among those of the Gram matrices.
     """
     factor = functools.partial(_factor_damped_compiled, dtype, multiple, permutation, damping)
-    factors: jax.Array = sharding.call_replicated(factor, grams)
-    return factors
+    return sharding.call_replicated(factor, grams)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -155,8 +154,7 @@ def compute_damping_shifts(matrices: chex.Array, damping: chex.Numeric) -> jax.A
     is_live = diagonals > 0
     count = xp.maximum(is_live.sum(axis=-1, keepdims=True), 1).astype(matrices.dtype)
     mean = diagonals.sum(axis=-1, keepdims=True) / count
-    shifts: jax.Array = (damping * mean + xp.where(is_live, 0, 1)).astype(matrices.dtype)
-    return shifts
+    return (damping * mean + xp.where(is_live, 0, 1)).astype(matrices.dtype)
 
 
 def shift_diagonals(matrices: jax.Array, shift: chex.Numeric) -> jax.Array:
@@ -194,8 +192,7 @@ def _loop_over_blocks(
     def step_block(i: jax.Array, matrix: jax.Array) -> jax.Array:
         return step(width * (count - 1 - i if reverse else i), width, matrix)
 
-    result: jax.Array = lax.fori_loop(0, count, step_block, matrix)
-    return result
+    return lax.fori_loop(0, count, step_block, matrix)
 
 
 def _invert_in_place(matrix: np.ndarray) -> None:

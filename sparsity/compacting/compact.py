@@ -101,8 +101,7 @@ class Compact(StoredModel, Generic[Tree]):
 
         A compiled step that donates its arguments deletes these arrays.
         """
-        params: Tree = self.read_start("params")
-        return params
+        return self.read_start("params")
 
     @property
     def opt_state(self) -> PyTree:
@@ -115,8 +114,7 @@ class Compact(StoredModel, Generic[Tree]):
 
         Relative to the largest entry of the array; `None` without `tx`.
         """
-        error: float | None = self.read_start("update_error")
-        return error
+        return self.read_start("update_error")
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -199,12 +197,11 @@ class Compact(StoredModel, Generic[Tree]):
 
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
-        dense: Tree = jax.tree.map(
+        return jax.tree.map(
             lambda leaf: leaf.densify(keep_bits=True) if is_kept(leaf) else leaf,
             wrap_values(self, params),
             is_leaf=is_kept,
         )
-        return dense
 
     def dense_state(self, opt_state: optax.OptState) -> PyTree:
         """Returns the optimizer's state of the dense parameters, with moments 0 outside the masks.

@@ -168,8 +168,7 @@ class DenseRead:
 
     def _inputs(self, arrays: Sequence[jax.Array]) -> list[MaybePending]:
         """Returns the inputs of the equation, whose leaves are the arrays."""
-        inputs: list[MaybePending] = jax.tree.unflatten(self.structure, arrays)
-        return inputs
+        return jax.tree.unflatten(self.structure, arrays)
 
     def _floats(self, outputs: Arrays) -> Arrays:
         """Returns the outputs, or their gradients, that have derivatives."""

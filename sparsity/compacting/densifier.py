@@ -57,8 +57,7 @@ class Densifier(Interpreter[MaybePending]):
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         body = equation.inner_programs[0]
         if equation.is_remat:
-            outputs: Arrays = equation.checkpoint(functools.partial(self.run, body))(inputs)
-            return outputs
+            return equation.checkpoint(functools.partial(self.run, body))(inputs)
         if equation.name in ("custom_jvp_call", "custom_vjp_call"):
             return self._read(equation, inputs)
         return super().run(body, inputs)
@@ -210,8 +209,7 @@ def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | Non
         keys = "start_indices", "limit_indices", "strides"
         bounds = zip(*(params[key] or (1,) * len(shape) for key in keys), strict=True)
         at = tuple(slice(*bound) for bound in [*bounds][:depth])
-        layers: Kept = jax.tree.map(lambda x: x[at], kept)
-        return layers
+        return jax.tree.map(lambda x: x[at], kept)
     if equation.name == "dynamic_slice" and keeps_slices:
         return _slice_stack(kept, [densify(x) for x in inputs[1 : depth + 1]], shape[:depth])
     if equation.name == "squeeze" and all(axis < depth for axis in params["dimensions"]):
@@ -229,5 +227,4 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
         slice_shape = array.shape[kept.depth :]
         return lax.dynamic_slice(array, [*start, *[0] * len(slice_shape)], [*sizes, *slice_shape])
 
-    layers: Kept = jax.tree.map(take, kept)
-    return layers
+    return jax.tree.map(take, kept)

@@ -150,8 +150,7 @@ def _make_inputs(inputs: list[MaybePending], model: StoredModel) -> list[MaybePe
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
 
-    filled: list[MaybePending] = jax.tree.map(fill, inputs, is_leaf=is_kept)
-    return filled
+    return jax.tree.map(fill, inputs, is_leaf=is_kept)
 
 
 def _first_slice(array: jax.Array, like: jax.Array) -> jax.Array:

@@ -85,13 +85,12 @@ def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     A reduction of two and more operands compiles to one fused loop. XLA:CPU cuts a reduction of one
     integer operand into windows, and stores an int32 operand as large as the data first.
     """
-    counts: list[jax.Array] = lax.reduce(
+    return lax.reduce(
         [mask.astype(jnp.int32) for mask in masks],
         [np.int32(0)] * len(masks),
         lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         tuple(axes),
     )
-    return counts
 
 
 def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
@@ -99,8 +98,7 @@ def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
 
     The barrier keeps a second operand that nobody reads, and with it the fused loop of `sums`.
     """
-    counts: jax.Array = lax.optimization_barrier(sums([mask, ~mask], axes))[0]
-    return counts
+    return lax.optimization_barrier(sums([mask, ~mask], axes))[0]
 
 
 def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -133,8 +133,7 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
                 result = host_fn(*to_numpy(args), **kwargs)
             if result is NotImplemented:
                 return fn(*args, **kwargs)
-            placed: T = place.put(result)
-            return placed
+            return place.put(result)
 
         call.__dict__["on_host"] = host_fn
         return call

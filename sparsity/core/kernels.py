@@ -24,8 +24,7 @@ def at_runtime(number: int) -> jax.Array:
     Slices of one array at 20 constant places compile to 20 kernels; at 20 such numbers, to one.
     XLA folds a barrier around a scalar constant, but not the entry of an array behind a barrier.
     """
-    value: jax.Array = lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
-    return value
+    return lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
 
 
 def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:

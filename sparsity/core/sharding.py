@@ -83,8 +83,7 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    explicit: NamedSharding = sharding
-    return explicit
+    return sharding
 
 
 def varying_axes(aval: object) -> frozenset[str]:
@@ -158,8 +157,7 @@ def resize_struct(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.S
 
 def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStruct:
     """Returns the struct with another dtype."""
-    changed: jax.ShapeDtypeStruct = struct.update(dtype=dtype)
-    return changed
+    return struct.update(dtype=dtype)
 
 
 def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
@@ -185,8 +183,7 @@ def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
         sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return array
-        placed: jax.Array = jax.device_put(array, fit(sharding, array.shape))
-        return placed
+        return jax.device_put(array, fit(sharding, array.shape))
     if explicit_sharding(jax.typeof(array)):
         return array
     if array.shape != like.shape:
@@ -217,8 +214,7 @@ def shard_along(array: jax.Array, axes: Iterable[int]) -> jax.Array:
         for axis in axes if count > 1 else ():
             if array.shape[axis] % count == 0:
                 spec = PartitionSpec(*[None] * axis, sharding.mesh.axis_names)
-                placed: jax.Array = jax.device_put(array, sharding.update(spec=spec))
-                return placed
+                return jax.device_put(array, sharding.update(spec=spec))
     return array
 
 
@@ -234,8 +230,7 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
     with contextlib.suppress(ValueError):  # of a compiled function, which places its values
         mesh = jax.sharding.get_mesh()
         place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
-    array: jax.Array = jax.device_put(np.asarray(value, dtype), place)
-    return array
+    return jax.device_put(np.asarray(value, dtype), place)
 
 
 @functools.partial(jax.jit, keep_unused=True)  # which says on what devices

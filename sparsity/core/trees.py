@@ -254,10 +254,9 @@ def find_nodes(tree: PyTree, node_class: type[N]) -> list[tuple[KeyPath, N]]:
 
 def replace_node(tree: Tree, node: PyTree, replacement: PyTree) -> Tree:
     """Replaces a node of a tree."""
-    replaced: Tree = jax.tree.map(
+    return jax.tree.map(
         lambda x: replacement if x is node else x, tree, is_leaf=lambda x: x is node
     )
-    return replaced
 
 
 def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:

@@ -212,10 +212,9 @@ class Delta:
             name: _copy(arrays[name]) if array is None else _place_like(arrays[name], array)
             for name, array in self.patches(arrays)
         }
-        tuned: Tree = trees.map_matched(
+        return trees.map_matched(
             lambda path, leaf: patched.get(trees.path_string(path), leaf), base
         )
-        return tuned
 
     def patches(self, arrays: Mapping[str, PyTree]) -> Iterator[tuple[str, np.ndarray | None]]:
         """Yields the path of each parameter of the base and its new array, one at a time.

@@ -45,5 +45,4 @@ def decode(codes: np.ndarray) -> np.ndarray:
     is_end = codes != np.iinfo(codes.dtype).max
     steps = codes.astype(np.int64)
     steps[is_end] += 1
-    positions: np.ndarray = np.cumsum(steps)[is_end] - 1
-    return positions
+    return np.cumsum(steps)[is_end] - 1

@@ -257,8 +257,7 @@ def _place_positions(positions: np.ndarray, param: jax.Array) -> jax.Array:
     array = jnp.asarray(positions)
     if not is_traced(param):
         return sharding.place_like(param, array)
-    placed: jax.Array = sharding.shard_like(param, lambda x: x, array, shape=array.shape)
-    return placed
+    return sharding.shard_like(param, lambda x: x, array, shape=array.shape)
 
 
 def _scatter_update(_: trees.KeyPath, update: jax.Array, kept: KeptParameter | None) -> jax.Array:
@@ -266,8 +265,7 @@ def _scatter_update(_: trees.KeyPath, update: jax.Array, kept: KeptParameter | N
     if kept is None:
         return update
     grad, map_slices = kept.param, kept.layout.map_slices
-    dense: jax.Array = map_slices(_scatter_slice, grad, update, kept.positions, grad, dense=True)
-    return dense
+    return map_slices(_scatter_slice, grad, update, kept.positions, grad, dense=True)
 
 
 def _scatter_slice(update: jax.Array, positions: jax.Array, grad: jax.Array) -> jax.Array:

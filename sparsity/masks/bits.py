@@ -41,8 +41,7 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
       Array([[128, 128]], dtype=uint8)
     """
     shape = packed_shape(jnp.shape(like))
-    packed: jax.Array = sharding.shard_like(like, _to_bits, mask, shape=shape)
-    return packed
+    return sharding.shard_like(like, _to_bits, mask, shape=shape)
 
 
 def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
@@ -92,8 +91,7 @@ def pack_masks(masks: Tree, params: Params) -> Tree:
     """
     check_masks(params, masks, are_packed=False)
     likes = trees.leaves_by_path(params)
-    packed: Tree = trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
-    return packed
+    return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
 
 
 def unpack_masks(masks: Tree, params: Params) -> Tree:
@@ -116,8 +114,7 @@ def unpack_masks(masks: Tree, params: Params) -> Tree:
     """
     check_masks(params, masks, are_packed=True)
     likes = trees.leaves_by_path(params)
-    unpacked: Tree = trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
-    return unpacked
+    return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
 
 
 def are_packed(masks: Masks, likes: PyTree) -> bool:
@@ -169,8 +166,7 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
             )
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
-            kept: jax.Array = are_kept(mask)
-            return kept
+            return are_kept(mask)
         if may_be_packed and jnp.shape(mask) == packed_shape(shape):
             _check_bits(mask, trees.path_string(path))
             return unpack(mask, likes[path])
@@ -291,10 +287,7 @@ def mask_updates(updates: Tree, masks: Masks, role: str = "updates") -> Tree:
         call `role`.
     """
     check_shapes(updates, masks, role=role)
-    masked: Tree = trees.map_matched(
-        lambda _, x, mask: apply_mask(x, mask), updates, masks, role=role
-    )
-    return masked
+    return trees.map_matched(lambda _, x, mask: apply_mask(x, mask), updates, masks, role=role)
 
 
 def are_ones(masks: Masks) -> jax.Array:

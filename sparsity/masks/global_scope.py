@@ -226,8 +226,7 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
         k = sum(num_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
-        words: exact.Words = jax.device_put(exact.split(k))
-        return words
+        return jax.device_put(exact.split(k))
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
     together = exact.as_words(num_kept(sum(sizes), stacked[0]))

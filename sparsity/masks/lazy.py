@@ -234,8 +234,7 @@ def _call_hook(
     if masked:
         weight, operands = apply_mask(weight, operands[0]), operands[1:]
     grads = operands[0] if operands else None
-    scores: jax.Array = hook(params=weight, sparse_state=None, grads=grads)
-    return scores
+    return hook(params=weight, sparse_state=None, grads=grads)
 
 
 # XLA rounds no result of these, and does not take subnormal numbers for 0, as it does in products.

@@ -75,8 +75,7 @@ def _move_units(
 
     # The results of a branch are stored; otherwise each reader would compute them again.
     kept, lost = lax.cond(is_moving, varying(dropped), varying(unchanged))
-    masks: list[jax.Array] = lax.cond(is_moving, grown, lambda kept, _: kept, kept, lost)
-    return masks
+    return lax.cond(is_moving, grown, lambda kept, _: kept, kept, lost)
 
 
 def _current_mask(drop: Ranked) -> jax.Array:

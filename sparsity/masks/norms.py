@@ -147,8 +147,7 @@ def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     for i, digit in enumerate(digits[1:], 1):
         total = exact.plus(total, exact.shift_left(exact.total(digit), bits * i))
     square = exact.to_float(total).astype(real)
-    norm: jax.Array = jnp.ldexp(jnp.sqrt(jnp.ldexp(square, -_BITS)), exponents)
-    return norm
+    return jnp.ldexp(jnp.sqrt(jnp.ldexp(square, -_BITS)), exponents)
 
 
 def _in_rows(leaf: Ranked) -> tuple[Ranked, range]:

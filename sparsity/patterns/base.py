@@ -285,8 +285,7 @@ def keep_active(
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:
     """Returns float64 for scores of float64, else float32: sums of float16 overflow."""
-    dtype: jnp.dtype = jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    return dtype
+    return jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
 
 
 def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:

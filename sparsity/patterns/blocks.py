@@ -111,8 +111,7 @@ class Channel(SparsityType):
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         scores = scores.astype(pooled_dtype(scores))
-        total: jax.Array = ordered_sum(scores, self._list_other_axes(scores.ndim, batch_axes))
-        return total
+        return ordered_sum(scores, self._list_other_axes(scores.ndim, batch_axes))
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         other_axes = self._list_other_axes(len(shape), batch_axes)

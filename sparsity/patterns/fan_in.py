@@ -94,8 +94,7 @@ class FanIn(SparsityType):
         if padding := -outputs % group:
             rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
-        total: jax.Array = ordered_sum(groups, (batch_axes + 1,))
-        return total
+        return ordered_sum(groups, (batch_axes + 1,))
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)

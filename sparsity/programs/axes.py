@@ -185,10 +185,7 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
         starts = np.cumsum([0, *sizes[:-1]])
         shifted = [x + start for x, start in zip(indices, starts, strict=True)]
         # Inside a scan that runs, the row of its layer is traced.
-        joined: np.ndarray = (jnp if any(map(is_traced, indices)) else np).concatenate(
-            shifted, axis=-1
-        )
-        return joined
+        return (jnp if any(map(is_traced, indices)) else np).concatenate(shifted, axis=-1)
     # Row-major indices of all combinations of kept entries, factor by factor
     index = np.zeros((*layers, 1), int)
     for x, n in zip(indices, sizes, strict=True):

@@ -172,8 +172,7 @@ class Equation:
     @property
     def length(self) -> int:
         """Number of steps of a scan."""
-        steps: int = self.params["length"]
-        return steps
+        return self.params["length"]
 
     def _count_scan_values(self) -> tuple[int, int]:
         """Counts the constants and the carried values of a scan."""

@@ -156,8 +156,7 @@ class Interpreter(Generic[Array]):
 
     def read(self, value: Value) -> Array:
         """Returns a constant of the program, or another value that no equation computes."""
-        constant: Array = value.constant
-        return constant
+        return value.constant
 
     def define(self, value: Value, array: Array) -> Array:
         """Returns the array that later equations read for the output of an equation."""
@@ -218,8 +217,7 @@ class Interpreter(Generic[Array]):
         """Returns the outputs of a conditional whose branches are entered."""
         index, *operands = inputs
         branches = [lambda *x, body=body: self.run(body, x) for body in equation.inner_programs]
-        outputs: list[Array] = switch(index, branches, operands)
-        return outputs
+        return switch(index, branches, operands)
 
     # Shared by all subclasses.
 

@@ -47,8 +47,7 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
             n = int(counts)
             return min(n, max(1, round(n * (1 - Fraction(float(np.float32(fraction)))))))
     if one_n and int(counts) >= 2**31:
-        kept: Words = _num_kept(exact.split(int(counts)), sparsity)
-        return kept
+        return _num_kept(exact.split(int(counts)), sparsity)
     low = jnp.asarray(n).astype(jnp.uint32)
     return num_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
@@ -101,8 +100,7 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
 
 def num_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
     """Returns `num_kept` of a traced number that may be 2**31 and more."""
-    kept: Words = _num_kept(n, sparsity)
-    return kept
+    return _num_kept(n, sparsity)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,11 +93,9 @@ def to_keys(scores: A) -> A:
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")
         # Flipping the highest bit makes 0 the lowest of the signed integers.
         moved = scores.astype(unsigned) ^ xp.array(-low, unsigned)
-        unsigned_keys: A = _read_bits(moved, bits).astype(key)
-        return unsigned_keys
+        return _read_bits(moved, bits).astype(key)
     if not jnp.issubdtype(dtype, jnp.floating):
-        integer_keys: A = scores.astype(key)
-        return integer_keys
+        return scores.astype(key)
     raw: A = _read_bits(scores, bits).astype(key, copy=False)
     if xp is np and raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their keys
         return raw
@@ -109,8 +107,7 @@ def to_keys(scores: A) -> A:
         nan = magnitude > xp.array(top, key)
     else:  # a format without -0, whose bits mean NaN
         nan = raw == xp.array(low, key)
-    keys: A = xp.where(nan, xp.array(low, key), signed)
-    return keys
+    return xp.where(nan, xp.array(low, key), signed)
 
 
 def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
@@ -150,5 +147,4 @@ def mask_by_sorting(keys: A, eligible: A | None, counts: A) -> A:
     above, ties = keys > threshold, keys == threshold
     ties = ties if eligible is None else ties & eligible
     need = counts - xp.sum(above, axis=1, keepdims=True, dtype=np.int32)
-    mask: A = above | (ties & (xp.cumsum(ties, axis=1, dtype=np.int32) <= need))
-    return mask
+    return above | (ties & (xp.cumsum(ties, axis=1, dtype=np.int32) <= need))

@@ -54,8 +54,7 @@ def nm_mask(
     axis = int(axis) % scores.ndim
     m = min(int(m), max(scores.shape[axis], 1))  # a larger group holds no other entries
     fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, min(int(jax.device_get(n)), m))
-    mask: jax.Array = fn(scores, n, keep, m, axis)
-    return mask
+    return fn(scores, n, keep, m, axis)
 
 
 def _check_n(n: chex.Numeric, m: int) -> None:
@@ -108,5 +107,4 @@ def _gather_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
     if shards == 1 or x.shape[axis] % (m * shards) == 0:
         return x
     spec = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
-    gathered: jax.Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
-    return gathered
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))

@@ -340,5 +340,4 @@ class Ranked:
           arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
         """
         values = arrays[: self.recipe.num_arrays]
-        scores: np.ndarray = host.call(self.recipe.fn, *values, *self.scalars)
-        return scores
+        return host.call(self.recipe.fn, *values, *self.scalars)

@@ -87,10 +87,9 @@ def describe_cuts(
 
 def cut_params(cuts: Cuts, params: Tree) -> Tree:
     """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
-    cut: Tree = trees.map_matched(
+    return trees.map_matched(
         lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
     )
-    return cut
 
 
 def cut_masks(cuts: Cuts, small_params: Params) -> Masks:

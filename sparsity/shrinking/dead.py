@@ -209,8 +209,7 @@ def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
     # One channel stays. Layers have lost equally many so far, so that one row tells.
     max_count = dead.shape[1] - 1 - removed[0].sum()
     count = min(candidates.sum(axis=1).min(), max_count)
-    removable: np.ndarray = candidates & (np.cumsum(candidates, axis=1) <= count)
-    return removable
+    return candidates & (np.cumsum(candidates, axis=1) <= count)
 
 
 def _note_evidence(

@@ -250,5 +250,4 @@ def _reshard_like(value: Value, array: jax.Array) -> jax.Array:
     """Shards an array on Explicit axes like the value, where axes divide the new sizes."""
     if value.sharding is None:
         return array
-    placed: jax.Array = reshard(array, value.struct(jnp.shape(array)).sharding)
-    return placed
+    return reshard(array, value.struct(jnp.shape(array)).sharding)

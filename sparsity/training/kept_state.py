@@ -73,8 +73,7 @@ class KeptParameter:
             at = jnp.asarray(values).at[positions]
             return at.get(mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True)
 
-        kept: jax.Array = self.layout.map_slices(take, self.param, values, self.positions)
-        return kept
+        return self.layout.map_slices(take, self.param, values, self.positions)
 
     def scatter(self, update: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
         """Returns the update of the parameter; arguments as in `scatter_updates`."""

@@ -62,10 +62,7 @@ def update_unless(
         new if value in early else jnp.where(skip, old, new)
         for value, old, new in zip(new_values, old_leaves, outputs[count:], strict=True)
     ]
-    result: tuple[PyTree, optax.OptState] = jax.tree.unflatten(
-        jax.tree.structure(out_shape), updates + leaves
-    )
-    return result
+    return jax.tree.unflatten(jax.tree.structure(out_shape), updates + leaves)
 
 
 class _Skipping(Interpreter[jax.Array]):

@@ -79,8 +79,7 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
     """
     nodes = trees.find_nodes(opt_state, SparseState)
     if len(nodes) == 1:
-        state: SparseState = nodes[0][1]
-        return state
+        return nodes[0][1]
     places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in nodes)
     raise ValueError(
         "Exactly one SparseState is needed, but the optimizer state, a "

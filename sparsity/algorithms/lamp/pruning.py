@@ -82,5 +82,4 @@ class LampPruning(BaseUpdater):
     def defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
         if is_overridden(self, "calculate_scores", LampPruning):
             return super().defer_scores(inputs)
-        scores: ScoreTree = jax.tree.map(LampScores, inputs.masked_weights)
-        return scores
+        return jax.tree.map(LampScores, inputs.masked_weights)

@@ -77,8 +77,7 @@ def search_together(arrays: Sequence[jax.Array], k: Words) -> list[jax.Array] | 
     is_local = jax.default_backend() == "cpu" and all(map(_is_local, arrays))
     if not (is_large and is_uniform and is_local):
         return None
-    masks: list[jax.Array] = search(arrays, (k[0].reshape(1), k[1].reshape(1)))[0]
-    return masks
+    return search(arrays, (k[0].reshape(1), k[1].reshape(1)))[0]
 
 
 @jax.jit

@@ -119,8 +119,7 @@ def choose_channels(
         )
         return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
 
-    inside: jax.Array = lax.map(choose_layer, [(x.weights, x.grams) for x in readers])
-    return inside
+    return lax.map(choose_layer, [(x.weights, x.grams) for x in readers])
 
 
 def _make_table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.Array:

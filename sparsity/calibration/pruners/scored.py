@@ -108,8 +108,7 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
         @host.instead(score_on_host)
         def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
             compiled = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
-            scores: jax.Array = sharding.shard_like(param, compiled, param, squares)
-            return scores
+            return sharding.shard_like(param, compiled, param, squares)
 
         return compiled(param, squares)
 

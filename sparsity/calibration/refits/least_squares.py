@@ -98,8 +98,7 @@ def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
     step = max(-(-statistic.count_inputs(dense.shape) // _PROGRAMS), 1)
     max_kept = min(-(-max_kept // step) * step, statistic.count_inputs(dense.shape))
     refit = functools.partial(_refit_by_xla, max_kept, is_shared)
-    refitted: jax.Array = sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
-    return refitted
+    return sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -162,8 +161,7 @@ def _refit_matrix(
         (outputs * lost_weights).sum(axis=-1),
         (dot(difference, gram) * difference).sum(axis=-1),
     )
-    refitted: jax.Array = xp.where((error_after <= error_before)[:, None], corrected, pruned)
-    return refitted
+    return xp.where((error_after <= error_before)[:, None], corrected, pruned)
 
 
 def _solve_shared(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:
@@ -210,8 +208,7 @@ def _solve_by_xla(
         return gains.at[rows].set(solved, mode="drop", unique_indices=True)
 
     count = jnp.sum(~is_solved, dtype=jnp.int32)
-    solved: jax.Array = lax.fori_loop(0, (count + num_at_once - 1) // num_at_once, solve, gains)
-    return solved
+    return lax.fori_loop(0, (count + num_at_once - 1) // num_at_once, solve, gains)
 
 
 def _solve_by_factor(
@@ -282,8 +279,7 @@ def _solve_by_gradients(
     threshold = xp.square(tolerance * _compute_row_norms(gradient))
 
     def is_above_tolerance(residual: jax.Array) -> jax.Array:
-        is_larger: jax.Array = xp.square(_compute_row_norms(residual)) > threshold
-        return is_larger
+        return xp.square(_compute_row_norms(residual)) > threshold
 
     def step(state: _GradientState) -> _GradientState:
         x, r, p, product, is_active = state
@@ -310,8 +306,7 @@ def _solve_by_gradients(
 
 
 def _compute_row_norms(rows: jax.Array) -> jax.Array:
-    norms: jax.Array = host.namespace([rows]).sqrt((rows * rows).sum(axis=-1))
-    return norms
+    return host.namespace([rows]).sqrt((rows * rows).sum(axis=-1))
 
 
 def _repeat_while_active(

@@ -52,10 +52,7 @@ class Frame:
         if value not in self._values_from_params and value in self.program.makers:
             equation = self.program.makers[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
-                layer: jax.Array = equation.bind(
-                    [self.read_from_params(equation.inputs[0], *layers)]
-                )[0]
-                return layer
+                return equation.bind([self.read_from_params(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.read_from_params(x) for x in equation.inputs])
             self._values_from_params.update(zip(equation.outputs, outputs, strict=True))
         result: jax.Array = self._values_from_params.get(value, value.constant)

@@ -127,8 +127,7 @@ def make_output_fn(
         inputs = [trees.split_arrays(x)[0] for x in (params, batch)]
         arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
         devices = {device for x in arrays for device in x.devices()}
-        results: list[jax.Array] = (compute_outputs if len(devices) > 1 else compiled)(*inputs)
-        return results
+        return (compute_outputs if len(devices) > 1 else compiled)(*inputs)
 
     return run
 
@@ -143,8 +142,7 @@ def sum_squares(xs: Sequence[jax.Array]) -> jax.Array:
 @jax.jit
 def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Array:
     """Returns the sum of |x - y|^2 over pairs of arrays."""
-    total: jax.Array = sum_squares([x - y for x, y in zip(xs, ys, strict=True)])
-    return total
+    return sum_squares([x - y for x, y in zip(xs, ys, strict=True)])
 
 
 @jax.jit

@@ -58,8 +58,7 @@ class ReachedWeight:
           ValueError: inputs are not finite; the error names the batch.
         """
         total = _add_up(self._sum_batches(self.calibration.sum_inputs), name)
-        statistic: Statistic = functools.reduce(add, [total[number] for number in sorted(total)])
-        return statistic
+        return functools.reduce(add, [total[number] for number in sorted(total)])
 
     def sum_losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each matrix."""
@@ -68,8 +67,7 @@ class ReachedWeight:
             return rerun_losses
         batches = self._sum_batches(self.calibration.sum_outputs, matrices)
         sums = [total for sums_of_batch in batches for total in sums_of_batch.values()]
-        total: jax.Array = functools.reduce(jnp.add, sums)
-        return total
+        return functools.reduce(jnp.add, sums)
 
     def _rerun_losses(self, matrices: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the losses by programs that the run needs anyway; `None` if there are none."""
@@ -87,8 +85,7 @@ class ReachedWeight:
                 return None
             total += sum(map(rerun, inputs))
         dtype = promote(matrices[0].dtype, jnp.float32)
-        losses: jax.Array = place.put(total.astype(dtype))
-        return losses
+        return place.put(total.astype(dtype))
 
     def _list_operands(self, number: int) -> list[jax.Array]:
         """Returns the other operand of a product with a weight outside of loops, for each batch."""

@@ -87,8 +87,7 @@ class ModelWeights:
 
 def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
     layers = dict(index)
-    layer: jax.Array = array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
-    return layer
+    return array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
 
 
 def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
@@ -96,8 +95,7 @@ def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> j
     if array is None or not index:
         return part
     axes, layers = zip(*sorted(index), strict=True)
-    replaced: jax.Array = _update_layer(array, part, axes, layers)
-    return replaced
+    return _update_layer(array, part, axes, layers)
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)

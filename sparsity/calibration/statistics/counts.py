@@ -54,8 +54,7 @@ class Count:
         """Returns the nearest float32, or a neighbour of the nearest."""
         xp = host.namespace([self.digits])
         low, second, third, high = xp.asarray(_carry_digits(self.digits), np.float32)
-        nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
-        return nearest
+        return ((high * 65536 + third) * 65536 + second) * 65536 + low
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         digits = np.asarray(jax.device_get(self.digits)).astype(np.int64)
@@ -65,8 +64,7 @@ class Count:
         return int(np.asarray(self))
 
     def __eq__(self, other: object) -> bool | np.ndarray:  # type: ignore[override]
-        equal: bool | np.ndarray = np.asarray(self) == np.asarray(other)
-        return equal
+        return np.asarray(self) == np.asarray(other)
 
     def __rtruediv__(self, sums: chex.Array) -> jax.Array:
         return jnp.asarray(sums) / self.as_float()

@@ -68,8 +68,7 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
     sums, rows = xp.asarray(statistic.sums), statistic.to_matrices(param)
     rows = rows.astype(promote(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
-    squares: jax.Array = xp.square(xp.abs(totals)) / broadcast_num_rows(statistic, sums.ndim)
-    return squares
+    return xp.square(xp.abs(totals)) / broadcast_num_rows(statistic, sums.ndim)
 
 
 def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
@@ -88,8 +87,7 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
 def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
     """Returns part / total, 0 where the total is 0."""
     xp = host.namespace([total])
-    share: jax.Array = xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
-    return share
+    return xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
 
 
 def broadcast_num_rows(statistic: Statistic, ndim: int) -> jax.Array:
@@ -97,12 +95,10 @@ def broadcast_num_rows(statistic: Statistic, ndim: int) -> jax.Array:
     rows = statistic.count
     xp = host.namespace(jax.tree.leaves(rows))
     count = rows.as_float() if isinstance(rows, Count) else xp.asarray(rows, np.float32)
-    wide: jax.Array = xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
-    return wide
+    return xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the product of matrices in their own precision."""
     xp, options = host.namespace([a, b]), {"precision": lax.Precision.HIGHEST}
-    product: jax.Array = xp.matmul(a, b, **({} if xp is np else options))
-    return product
+    return xp.matmul(a, b, **({} if xp is np else options))

@@ -141,10 +141,7 @@ def _sum_patches(use: Use, x: jax.Array) -> jax.Array:
     outputs = jax.eval_shape(convolve, weights)
     # Each entry of the kernel gets the sum of the inputs that it meets.
     (sums,) = jax.linear_transpose(convolve, weights)(jnp.ones(outputs.shape, outputs.dtype))
-    ordered: jax.Array = sums.transpose(spec).reshape(
-        use.groups, math.prod(shape) // shape[spec[0]]
-    )
-    return ordered
+    return sums.transpose(spec).reshape(use.groups, math.prod(shape) // shape[spec[0]])
 
 
 def _extract_patches(use: Use, x: jax.Array) -> jax.Array:

@@ -84,8 +84,7 @@ class Statistic:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
-        diagonals: jax.Array = _take_diagonals(self.require_grams())
-        return diagonals
+        return _take_diagonals(self.require_grams())
 
     def require_grams(self) -> jax.Array:
         """Returns the Gram matrices, or raises a ValueError if there are none."""
@@ -139,8 +138,7 @@ class Statistic:
             fn = jax.vmap(fn)
         wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]
         solved = fn(*map(self.to_matrices, wide), square_matrices.astype(dtype))
-        shaped: T = jax.tree.map(lambda x: self.from_matrices(x, params[0].shape), solved)
-        return shaped
+        return jax.tree.map(lambda x: self.from_matrices(x, params[0].shape), solved)
 
     def add_batch_axes(self, site: Site, shape: tuple[int, ...]) -> Statistic:
         """Returns the statistic with all batch axes of the site among its batch axes.

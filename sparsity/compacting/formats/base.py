@@ -280,8 +280,7 @@ class FormatLayout(KeptLayout):
             )
         names = sharding.mesh_axes(placed, len(self.shape))
         entries = [names[axis] for axis in axes] + [()] * (array.ndim - len(axes))
-        result: jax.Array = jax.device_put(array, sharding.with_axes(placed, entries))
-        return result
+        return jax.device_put(array, sharding.with_axes(placed, entries))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -360,8 +359,7 @@ class Kept:
         spec = dict(zip(divided, placed.spec, strict=False))
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
         dense = auto_axes(join_slices, out_sharding=sharding.fit(target, self.shape))
-        array: jax.Array = dense(kept, token)
-        return array
+        return dense(kept, token)
 
     def densify_observed(self, token: Token = 0) -> jax.Array:
         """Returns the dense array for an equation of the model, whose gradient `observer` gets.

@@ -47,5 +47,4 @@ def list_kept(rows: np.ndarray) -> np.ndarray:
     inputs = rows.shape[-1]
     positions = SliceLayout(rows.shape, tuple(range(rows.ndim - 1))).list_positions(rows)
     dtype = np.uint16 if inputs <= np.iinfo(np.uint16).max else np.int32
-    padded: np.ndarray = np.minimum(positions, inputs).astype(dtype)
-    return padded
+    return np.minimum(positions, inputs).astype(dtype)

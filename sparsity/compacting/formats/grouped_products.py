@@ -144,8 +144,7 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
         return fill(values, indices)
     columns = NamedSharding(placed.mesh, PartitionSpec(None, *_split_axes(values)[:1]))
     sharded = auto_axes(fill, out_sharding=fit(columns, (inputs, outputs)))
-    matrix: jax.Array = sharded(values, indices)
-    return matrix
+    return sharded(values, indices)
 
 
 def _multiply_varying(

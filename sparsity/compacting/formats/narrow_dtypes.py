@@ -54,8 +54,7 @@ def read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.A
     from a scan that was differentiated: second derivatives are those of `layers`.
     """
     layers, number = lax.optimization_barrier((layers, number))
-    layer: jax.Array = lax.dynamic_index_in_dim(layers, number, keepdims=False)
-    return layer
+    return lax.dynamic_index_in_dim(layers, number, keepdims=False)
 
 
 @read_layer.defjvp

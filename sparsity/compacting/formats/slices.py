@@ -120,8 +120,7 @@ class WholeSlices(FormatLayout):
             operands = [slices.transpose(kept.axes), for_other]
             return equation.bind(operands if at == 0 else operands[::-1])[0]
 
-        gradient: jax.Array = jax.vjp(multiply, kept.values)[1](for_result)[0]
-        return gradient
+        return jax.vjp(multiply, kept.values)[1](for_result)[0]
 
 
 def _take_slices(

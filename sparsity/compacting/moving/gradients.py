@@ -101,8 +101,7 @@ def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.issubdtype(digits.dtype, jnp.integer):
         return digits
     low, *high = (x.astype(jnp.int32) for x in jnp.moveaxis(digits, -1, 0))
-    positions: jax.Array = sum((each * _BASE for each in high), start=low).astype(dtype)
-    return positions
+    return sum((each * _BASE for each in high), start=low).astype(dtype)
 
 
 def _observe_gradient(mover: Mover) -> Observer:

@@ -130,10 +130,7 @@ class Mover:
         # Before a loop XLA computes, and stores, all that its rounds share, such as the flat
         # indices of entries. XLA takes nothing out of a branch.
         always = jnp.min(part.positions, initial=0) >= 0
-        moved: jax.Array = lax.cond(
-            always, lambda: self._move(part, gradient), lambda: part.positions
-        )
-        return moved
+        return lax.cond(always, lambda: self._move(part, gradient), lambda: part.positions)
 
     def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
         layout = self.part_layout
@@ -167,8 +164,7 @@ class Mover:
         gradients = None if gradient is None else self._tree(gradient)
         inputs = StepInputs(self._tree(param), gradients, self.sites)
         masks = call_mask_hooks(self.updater, state, inputs).masks
-        new: jax.Array = trees.leaves_by_path(masks)[self.path]
-        return new
+        return trees.leaves_by_path(masks)[self.path]
 
     def _move_slice(
         self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
@@ -215,8 +211,7 @@ class Mover:
         inputs = StepInputs(param, grad, self.sites)
         state = SparseState(None, None, None, part.step, None)
         draw = functools.partial(self._draw, part)
-        scores: jax.Array = inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
-        return scores
+        return inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
 
     def move_alike(self, each: list[tuple[SliceArrays, jax.Array | None]]) -> list[jax.Array]:
         """Returns the new positions of parameters of one `program_key`, part by part."""
@@ -295,5 +290,4 @@ def _drop_and_grow(
     """
     flags, lost = keep_active(positions < grow.shape[1], drop, drop_fraction, 1)
     kept = map_rows(functools.partial(scatter, grow.shape[1]), positions, flags)
-    mask: jax.Array = kept | topk_mask(grow, lost, where=kept == 0, batch_axes=1)
-    return mask
+    return kept | topk_mask(grow, lost, where=kept == 0, batch_axes=1)

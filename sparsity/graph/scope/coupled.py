@@ -301,10 +301,7 @@ class Coupled(DataclassBase):
     def _count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels of a group that stay by its sparsity."""
         count_before_limits = num_kept(group.full.size, group.sparsity)
-        count: chex.Numeric = self._limit_count(
-            group, count_before_limits, self._count_least(group)
-        )
-        return count
+        return self._limit_count(group, count_before_limits, self._count_least(group))
 
     def _count_allowed(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels that may stay under `across`, as float32 with fractions."""

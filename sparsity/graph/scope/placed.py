@@ -124,5 +124,4 @@ def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool
             part = add(part[..., positions], (part.ndim,))
         parts.append(part / entries if normalize else part)
     total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
-    importance: jax.Array = xp.abs(total) if order == 1 else xp.sqrt(total)
-    return importance
+    return xp.abs(total) if order == 1 else xp.sqrt(total)

@@ -51,5 +51,4 @@ def _move(leaf: Ranked, x: jax.Array) -> jax.Array:
     # fast as a computed one, and would copy once for each kernel that reads the copy.
     zero = jnp.zeros((), x.dtype)  # 0 times a boolean is an integer
     flat = lax.cond(at_runtime(1) > 0, copy, lambda x: zero * x.reshape(-1), x)
-    rows: jax.Array = flat.reshape([leaf.shape[axis] for axis in leaf.order])
-    return rows
+    return flat.reshape([leaf.shape[axis] for axis in leaf.order])

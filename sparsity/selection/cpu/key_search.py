@@ -348,10 +348,7 @@ def _largest(*values: jax.Array) -> Sequence[jax.Array]:
     """Returns the largest entries along the last axis of each array, all in one kernel."""
     lowest = tuple(np.array(np.iinfo(x.dtype).min, x.dtype) for x in values)
     axis = values[0].ndim - 1
-    largest: Sequence[jax.Array] = lax.reduce(
-        values, lowest, lambda a, b: tuple(map(lax.max, a, b)), (axis,)
-    )
-    return largest
+    return lax.reduce(values, lowest, lambda a, b: tuple(map(lax.max, a, b)), (axis,))
 
 
 def _counts_at(

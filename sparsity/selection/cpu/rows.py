@@ -95,8 +95,7 @@ class Rows:
 
     def count_above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """Counts eligible keys above pivots[segments, pivots]: int32[segments, rows, pivots]."""
-        counts: jax.Array = self._count_above(pivots)
-        return counts
+        return self._count_above(pivots)
 
     @jax.jit
     def _count_above(self, pivots: jax.Array) -> jax.Array:

@@ -181,8 +181,7 @@ def _ends(
         ]
 
     is_cut = functools.reduce(jnp.logical_or, [*map(jnp.any, partials)])
-    cut_ends: list[jax.Array] = lax.cond(is_cut, cut, lambda: ends)
-    return cut_ends
+    return lax.cond(is_cut, cut, lambda: ends)
 
 
 def _permute(x: jax.Array, order: np.ndarray) -> jax.Array:

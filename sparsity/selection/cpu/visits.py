@@ -136,8 +136,7 @@ class Visits:
         numbers = busy, jnp.asarray(leaf_numbers, jnp.int32), jnp.asarray(slice_numbers, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
-        counts: jax.Array = visits(leaves, numbers, pivots, at_least, above)
-        return counts
+        return visits(leaves, numbers, pivots, at_least, above)
 
     def _count_at_once(
         self, leaves: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
@@ -161,8 +160,7 @@ class Visits:
                 return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
             segment = jax.tree.map(read, tables)
-            counts: jax.Array = _switch(leaf_numbers[at], branches, segment)[0]
-            return counts
+            return _switch(leaf_numbers[at], branches, segment)[0]
 
         # The zeros vary over a mesh as the counts do.
         like = pivots[:, None].astype(jnp.int32)
@@ -205,11 +203,9 @@ def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.
 
         # Rows without keys of the bracket have `above` keys above each pivot inside.
         wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
-        few_counts: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), count_rows, wide)
-        return few_counts
+        return lax.fori_loop(0, -(-count // _AT_ONCE), count_rows, wide)
 
-    counts: jax.Array = lax.cond(is_few, count_few, lambda: leaf.count_above(pivots))
-    return counts
+    return lax.cond(is_few, count_few, lambda: leaf.count_above(pivots))
 
 
 def _list_chosen(chosen: jax.Array) -> jax.Array:
@@ -225,16 +221,14 @@ def _switch(
 ) -> jax.Array:
     """Switches in groups: the time to compile a switch grows with the square of its branches."""
     if len(branches) <= _BRANCHES:
-        result: jax.Array = lax.switch(number, branches, *args)
-        return result
+        return lax.switch(number, branches, *args)
 
     def group(members: Sequence[Callable[..., jax.Array]]) -> Callable[..., jax.Array]:
         return lambda args: lax.switch(number % _BRANCHES, members, *args)
 
     starts = range(0, len(branches), _BRANCHES)
     groups = [group(branches[start : start + _BRANCHES]) for start in starts]
-    group_result: jax.Array = lax.switch(number // _BRANCHES, groups, args)
-    return group_result
+    return lax.switch(number // _BRANCHES, groups, args)
 
 
 def _for_each(
@@ -244,8 +238,6 @@ def _for_each(
     todo = _list_chosen(chosen)
 
     def step(i: jax.Array, results: jax.Array) -> jax.Array:
-        updated: jax.Array = lax.dynamic_update_index_in_dim(results, visit(todo[i]), todo[i], 0)
-        return updated
+        return lax.dynamic_update_index_in_dim(results, visit(todo[i]), todo[i], 0)
 
-    results: jax.Array = lax.fori_loop(0, jnp.sum(chosen, dtype=jnp.int32), step, zeros)
-    return results
+    return lax.fori_loop(0, jnp.sum(chosen, dtype=jnp.int32), step, zeros)
