@@ -27,12 +27,7 @@ from sparsity import shrinking as shrinking
 from sparsity import sparsity_distributions as sparsity_distributions
 from sparsity import sparsity_schedules as sparsity_schedules
 from sparsity import sparsity_types as sparsity_types
-from sparsity.activations import (
-    prune_act_struct,
-    prune_act_unstruct,
-    sparsify_linen,
-    sparsify_nnx,
-)
+from sparsity.activations import prune_act_struct, prune_act_unstruct, sparsify_linen, sparsify_nnx
 from sparsity.algorithms import (
     ACDC,
     SET,
@@ -94,11 +89,7 @@ from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
 from sparsity.masks.distributions import ERK, Distribution, Uniform
 from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
-from sparsity.reports import (
-    active_masks,
-    sparsity_table,
-    summarize_sparsity,
-)
+from sparsity.reports import active_masks, sparsity_table, summarize_sparsity
 from sparsity.shrinking import Plan, shrink
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
@@ -108,12 +99,7 @@ from sparsity.sparsity_schedules import (
     Schedule,
 )
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
-from sparsity.training.state import (
-    SparseState,
-    get_sparse_state,
-    set_sparse_state,
-    sharding_like,
-)
+from sparsity.training.state import SparseState, get_sparse_state, set_sparse_state, sharding_like
 from sparsity.version import __version__ as __version__
 
 # Modules of jaxpruner.

@@ -209,7 +209,7 @@ def _warn_of_unreported(reported: Mapping[str, bool]) -> None:
         warn(
             f"The activation_sparsity of {trees.listed(unreported)} is not reported: it runs "
             "in a transformation of flax without intermediates. Give nn.scan or nn.vmap "
-            "variable_axes with 'intermediates': 0.",
+            "variable_axes with 'intermediates': 0."
         )
 
 

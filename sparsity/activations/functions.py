@@ -20,11 +20,7 @@ from sparsity.patterns import NByM, Unstructured, parse_nm
 
 
 def prune_act_unstruct(
-    x: chex.Array,
-    density: chex.Numeric,
-    *,
-    batch_axes: int = 0,
-    straight_through: bool = False,
+    x: chex.Array, density: chex.Numeric, *, batch_axes: int = 0, straight_through: bool = False
 ) -> jax.Array:
     """Keeps the entries of the largest magnitude, with their sign; all others become 0.0.
 

@@ -11,12 +11,7 @@ from typing import ClassVar
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.masks import Global, Overrides, Scope
-from sparsity.masks.distributions import (
-    Distribution,
-    FilterFn,
-    Uniform,
-    uniform,
-)
+from sparsity.masks.distributions import Distribution, FilterFn, Uniform, uniform
 from sparsity.training.base_updater import BaseUpdater
 
 

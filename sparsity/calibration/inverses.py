@@ -181,9 +181,7 @@ def _call_on_blocks(matrices: jax.Array, fn: Callable[[jax.Array], jax.Array]) -
 
 
 def _loop_over_blocks(
-    matrix: jax.Array,
-    step: Callable[[jax.Array, int, jax.Array], jax.Array],
-    reverse: bool = False,
+    matrix: jax.Array, step: Callable[[jax.Array, int, jax.Array], jax.Array], reverse: bool = False
 ) -> jax.Array:
     """Calls a step with the first row of each block, its number of rows, and the matrix."""
     width = min(len(matrix), _BLOCK)

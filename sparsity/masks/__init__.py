@@ -52,11 +52,7 @@ from sparsity.masks.sites import (
     TopkFn,
     leading_axes,
 )
-from sparsity.masks.targets import (
-    check_user_mask,
-    compute_targets,
-    read_overrides,
-)
+from sparsity.masks.targets import check_user_mask, compute_targets, read_overrides
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 

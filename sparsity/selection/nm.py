@@ -13,12 +13,7 @@ from sparsity.selection.keys import key_range, readable, to_keys
 
 
 def nm_mask(
-    scores: chex.Array,
-    n: chex.Numeric,
-    m: int,
-    *,
-    axis: int = -1,
-    keep: chex.Array | None = None,
+    scores: chex.Array, n: chex.Numeric, m: int, *, axis: int = -1, keep: chex.Array | None = None
 ) -> jax.Array:
     """Returns the mask of the n highest of every m consecutive scores along an axis.
 

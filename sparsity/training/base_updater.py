@@ -173,7 +173,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
                 f"{cls.__name__} overrides {' or '.join(hooks)}, so that it is assumed "
                 "to keep the values of pruned weights: update does not set them to 0. State in the "
                 f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
-                "weights at exactly 0.",
+                "weights at exactly 0."
             )
         check_optimizer("inner", inner)
         check_no_state(masks)

@@ -11,13 +11,7 @@ from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import (
-    Sites,
-    are_kept,
-    check_user_mask,
-    place_masks,
-    read_masks,
-)
+from sparsity.masks import Sites, are_kept, check_user_mask, place_masks, read_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
@@ -76,10 +70,7 @@ def take_user_masks(
     first = place_masks(masks, params)
 
     def target_sparsity(
-        path: trees.KeyPath,
-        param: chex.Array,
-        mask: chex.Array | None,
-        target: chex.Numeric | None,
+        path: trees.KeyPath, param: chex.Array, mask: chex.Array | None, target: chex.Numeric | None
     ) -> chex.Numeric | None:
         if mask is None:
             return None

@@ -76,11 +76,7 @@ class StepInputs(NamedTuple):
         return defer_scores(hook, self.weights, self.masks, self.grads)
 
     def call(
-        self,
-        hook: Callable[..., T],
-        *args: PyTree,
-        named: HookArgs | None = None,
-        **kwargs: PyTree,
+        self, hook: Callable[..., T], *args: PyTree, named: HookArgs | None = None, **kwargs: PyTree
     ) -> T:
         """Calls a hook by `call_hook`, with the arguments of the training loop and the sites."""
         with_sites: HookArgs = {"sites": self.sites, **(named or {})}

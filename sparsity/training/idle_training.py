@@ -50,7 +50,7 @@ def _warn_of_dense_masks(
             f"scheduler = {updater.scheduler!r} never updates them: training stays dense. Set a "
             "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
             "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
-            "configuration), or start from masks with wrap_optax(tx, masks=masks).",
+            "configuration), or start from masks with wrap_optax(tx, masks=masks)."
         )
 
 
@@ -63,7 +63,7 @@ def _warn_of_missing_targets(
         warn(
             f"{type(updater).__name__} has scheduler = {updater.scheduler!r}, but no parameter has "
             "a target sparsity: training stays dense. Set sparsity_distribution_fn, for example "
-            "Uniform(0.8), or start from masks with wrap_optax(tx, masks=masks).",
+            "Uniform(0.8), or start from masks with wrap_optax(tx, masks=masks)."
         )
 
 
@@ -77,7 +77,7 @@ def _warn_of_skipped_steps(updater: UpdaterHooks, start: int, end: int | None) -
             f"{type(updater).__name__} skips the gradients of steps that update masks, and "
             f"scheduler = {updater.scheduler!r} updates them in every step from {start} "
             f"{'on' if end is None else f'to {end}'}: no weight is trained then. Set a larger "
-            "update_freq, or skip_gradients=False.",
+            "update_freq, or skip_gradients=False."
         )
 
 

@@ -129,7 +129,7 @@ def check_resettable(
     warn(
         f"{name} may regrow weights, and cannot give them a fresh optimizer state: that of "
         f"{hidden} hides which entry belongs to which parameter. State regrows = False in "
-        f"the class {name} if its masks only shrink, or leave {hidden} out.",
+        f"the class {name} if its masks only shrink, or leave {hidden} out."
     )
 
 

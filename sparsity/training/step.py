@@ -114,11 +114,7 @@ class Step(abc.ABC):
         return state._replace(inner_state=inner_state, algorithm_state=algorithm_state)
 
     def update(
-        self,
-        updates: PyTree,
-        state: PyTree,
-        params: Params | None = None,
-        **extra_args: ExtraArg,
+        self, updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, SparseState]:
         """Returns the updates of a step, computed from gradients, and the next state."""
         inputs = self.read_inputs(updates, state, params, extra_args)

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 
 from sparsity.core import trees
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import (
-    adapt_scope,
-    check_complete,
-)
+from sparsity.masks import adapt_scope, check_complete
 from sparsity.training.hooks import StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater_hooks import UpdaterHooks

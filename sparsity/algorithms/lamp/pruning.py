@@ -72,10 +72,7 @@ class LampPruning(BaseUpdater):
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(
-        self,
-        params: Params,
-        sparse_state: SparseState | None = None,
-        grads: Grads | None = None,
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:
         return jax.tree.map(lambda param: LampScores(param).compute(), params)
 

@@ -95,7 +95,7 @@ class ReaderChannels(Coupled):
                 warn(
                     f"The group {group.channels.name!r} keeps {num_kept} of {size} channels, as "
                     "others matter more. Raise min_channels of Coupled, or leave it out with "
-                    "filter_fn.",
+                    "filter_fn."
                 )
 
 

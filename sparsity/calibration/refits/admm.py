@@ -158,11 +158,7 @@ def _iterate(
 
 
 def _unscale_weights(
-    weights: jax.Array,
-    duals: jax.Array,
-    pruned: jax.Array,
-    mask: jax.Array,
-    statistic: Statistic,
+    weights: jax.Array, duals: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic
 ) -> jax.Array:
     """Returns the weights on the support, in the scale of the parameter."""
     # Z = (W + U) M; the mask is applied last

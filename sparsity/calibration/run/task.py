@@ -226,7 +226,7 @@ def _find_biases(refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]) -> 
         warn(
             f"{method_name(refit)} leaves {trees.listed(missing, len(missing))} as the pruner "
             "does: the model adds no bias of their own to their outputs. A BatchNorm in inference "
-            "mode serves if its running mean or its shift is among the params.",
+            "mode serves if its running mean or its shift is among the params."
         )
     return biases
 

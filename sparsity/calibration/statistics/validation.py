@@ -164,7 +164,7 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
         warn(
             f"{subject} {name!r} met nothing but zeros in the calibration data, which say nothing "
             "about these weights: ties decide which of them stay. Calibrate with data that reach "
-            "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}.",
+            "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}."
         )
 
 
@@ -197,7 +197,7 @@ def check_solvable(
             remedy = f"What the data do not say, damping = {damping} decides."
         warn(
             f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
-            f"matrix is singular. {remedy} More calibration data would say more.",
+            f"matrix is singular. {remedy} More calibration data would say more."
         )
 
 

@@ -156,10 +156,7 @@ def _shares(
 
 
 def _ends(
-    parts: Parts,
-    keys: Sequence[jax.Array],
-    ties: Sequence[jax.Array],
-    shares: Sequence[jax.Array],
+    parts: Parts, keys: Sequence[jax.Array], ties: Sequence[jax.Array], shares: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Returns the flat index before which a segment keeps ties, int32[segments] of each part."""
     ends, cuts, partials = [], [], []
