@@ -94,11 +94,12 @@ def densify_kept_states(state: PyTree, params: Params) -> PyTree:
         node = nodes[0][1]  # a replacement copies the other nodes
         kept_tree = read_kept(params, node.positions)
         for path, kept in trees.leaves_by_path(kept_tree).items():
-            if kept.positions.shape != kept.layout.kept_shape:
+            batch, shape = kept.positions.shape[:-1], kept.layout.shape
+            if shape[: len(batch)] != batch:
                 raise ValueError(
                     f"opt_state has positions of the shape {kept.positions.shape} for "
-                    f"{trees.path_string(path)!r} of shape {kept.layout.shape}: a mesh divides its "
-                    "kept entries. Start a new state."
+                    f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept "
+                    "entries. Start a new state."
                 )
         state = trees.replace_node(state, node, owners.map_owned(densify, kept_tree, node.state))
     return state

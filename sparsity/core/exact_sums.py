@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +14,47 @@ from sparsity.core.trees import PyTree
 
 
 def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
-    """Computes `ordered_sum` from sums of the same integers."""
-    size = math.prod(x.shape[i] for i in axis)
+    """Computes `ordered_sum` from sums of the same integers, in parts that stay in caches."""
+    axes = {i % x.ndim for i in axis}
+    size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]
     if size > 2**29 or not x.size or not x.ndim or x.dtype not in (np.float32, np.float64):
         return NotImplemented
-    largest = np.maximum(x.max(axis, keepdims=True), -x.min(axis, keepdims=True))
+    rows, summed = _join_axes(x, axes)
+    step = max(1, 2 * host.CHUNK * len(rows) // rows.size)
+    largest = np.maximum(rows.max(summed, keepdims=True), -rows.min(summed, keepdims=True))
     # XLA may take numbers for 0 that numpy does not; a NaN is the largest number.
     if not np.all((largest == 0) | ((largest > 2.0**-60) & (largest < np.inf))):
         return NotImplemented
     exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
-    one, num_digits = x.dtype.type(2.0**bits), -(-(60 if x.dtype == np.float64 else 32) // bits)
-    total, remainder = x.dtype.type(0), x * np.ldexp(x.dtype.type(1), bits - exponents)
-    for i in range(1, num_digits + 1):
-        count = remainder.astype(np.int32).sum(axis, dtype=np.int32, keepdims=True)
-        total = total + count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
-        if i < num_digits:
-            remainder -= np.trunc(remainder)
-            remainder *= one
-    return np.ldexp(total, exponents).squeeze(axis)
+    scales, one = np.ldexp(x.dtype.type(1), bits - exponents), x.dtype.type(2.0**bits)
+    num_digits = -(-(60 if x.dtype == np.float64 else 32) // bits)
+    counts: list[list[np.ndarray]] = []
+    for at in (slice(i, i + step) for i in range(0, len(rows), step)):
+        remainder, digits = rows[at] * (scales if 0 in summed else scales[at]), []
+        for i in range(num_digits):
+            digits.append(remainder.astype(np.int32).sum(summed, dtype=np.int32, keepdims=True))
+            if i + 1 < num_digits:
+                remainder -= np.trunc(remainder)
+                remainder *= one
+        counts.append(digits)
+    total = np.zeros(largest.shape, x.dtype)
+    for i, parts in enumerate(zip(*counts, strict=True), 1):
+        count = sum(parts) if 0 in summed else np.concatenate(parts)
+        total += count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
+    return np.ldexp(total, exponents).reshape([x.shape[i] for i in kept])
+
+
+def _join_axes(x: np.ndarray, summed: Collection[int]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Joins adjacent axes that are summed alike; returns the array, and its axes to sum."""
+    shape: list[int] = []
+    are_summed: list[bool] = []
+    for i, size in enumerate(x.shape):
+        if are_summed and are_summed[-1] == (i in summed):
+            shape[-1] *= size
+        elif size > 1 or i == x.ndim - 1:
+            shape.append(size)
+            are_summed.append(i in summed)
+    return x.reshape(shape), tuple(i for i, is_summed in enumerate(are_summed) if is_summed)
 
 
 @host.instead(_ordered_sum_on_host)

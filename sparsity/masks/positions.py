@@ -86,7 +86,7 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     # The first slot of each word that keeps entries names the word; later slots repeat the name.
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
     # Empty words name no slot: their places, all distinct, lie beyond the slots.
-    first = jnp.where(words.bits == 0, k + names, words.starts)
+    first = jnp.where(words.bits == 0, k, words.starts)
     named = scatter(k, first, names)
     word = jax.lax.cummax(named)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
@@ -103,12 +103,14 @@ def scatter(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
 
     Args:
       n: number of entries.
-      positions: int32[k], no position twice; those of n or more are left out.
+      positions: integers [k], none below n twice; those of n or more are left out.
       values: [k], or a scalar.
     """
     zero = jnp.min(positions, initial=0).astype(jnp.result_type(values))
-    places = jnp.broadcast_to(zero, n).at[positions]
-    return places.set(values, mode="drop", unique_indices=True)
+    at = positions.astype(jnp.int32)
+    at = jnp.where(at < n, at, n + jnp.arange(len(at), dtype=jnp.int32))  # no padding comes twice
+    places = jnp.broadcast_to(zero, n).at[at]
+    return places.set(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def map_rows(fn: Callable[..., PyTree], *rows: jax.Array) -> PyTree:

@@ -32,7 +32,7 @@ from sparsity.core.exact import Words
 from sparsity.core.hashing import hash_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import eligible_keys, readable, readable_dtype
+from sparsity.selection.keys import eligible_keys, readable
 
 AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
@@ -191,8 +191,13 @@ class Recipe(NamedTuple):
 
 
 def _compute_on_host(ranked: Ranked) -> PyTree:
-    arrays = ranked.arrays
-    return host.copy(ranked.compute_on_host(arrays)) if ranked.is_on_host else NotImplemented
+    if not ranked.is_on_host:
+        return NotImplemented
+    scores = host.empty(ranked.shape, ranked.dtype)
+    flat, arrays = scores.reshape(-1), [x.reshape(-1) for x in ranked.arrays]
+    for at in host.chunks(ranked.size):
+        flat[at] = ranked.compute_on_host([x[at] for x in arrays])
+    return scores
 
 
 @functools.partial(
@@ -302,7 +307,7 @@ class Ranked:
         values: tuple[np.dtype, ...] = (*index, *(x.dtype for x in read))
         if values not in dtypes:
             structs = [jax.ShapeDtypeStruct((), dtype) for dtype in values]
-            dtypes[values] = readable_dtype(jax.eval_shape(recipe.fn, *structs).dtype)
+            dtypes[values] = jax.eval_shape(lambda *x: readable(recipe.fn(*x)), *structs).dtype
         return dtypes[values]
 
     @property

@@ -301,3 +301,29 @@ def test_assigned_fields_are_checked_as_the_constructor_checks_them():
     pruner.damping = -1.0
     with pytest.raises(ValueError, match="damping"):
         pruner.instant_sparsify(jnp.ones((2, 1)), statistics={})
+
+
+def test_the_inputs_of_a_layer_are_rounded_to_bfloat16_between_equations():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (32, 48), "down": (48, 8), "x": (64, 32)}
+    up, down, x = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes.values())
+    squares = {}
+
+    class Recording(StatisticsPruning):
+        statistics_kind = "squares"
+
+        def solve(self, site, param, statistic, target):
+            squares[param.shape] = np.asarray(statistic.sums_of_squares())
+            return param, jnp.ones(param.shape, jnp.uint8)
+
+    def normalize(h):
+        h = h - h.mean(axis=-1, keepdims=True)
+        return h / jnp.sqrt((h * h).mean(axis=-1, keepdims=True) + 1e-3)
+
+    def run(params, x):
+        return normalize(x @ params["up"]) @ params["down"]
+
+    pruner = Recording(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    sparsity.oneshot(pruner, run, {"up": up, "down": down}, [x])
+    hidden = np.asarray(normalize(x @ up), np.float32)  # each operation is a program of its own
+    np.testing.assert_allclose(squares[48, 8], np.square(hidden).sum(axis=0), rtol=1e-5)

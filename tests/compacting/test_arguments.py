@@ -353,3 +353,15 @@ def test_a_state_of_a_part_of_the_parameters_or_of_none_passes(tx, monkeypatch):
 def test_the_state_of_other_parameters_is_refused():
     with pytest.raises(ValueError, match=r"shape .3, 4. of 'up'"):
         compact(GRAPH, PARAMS, MASKS, optax.adam(0.1).init([PARAMS["up"], PARAMS["down"]]))
+
+
+def test_a_compact_state_of_other_batch_axes_is_refused_by_name():
+    trainer = sparsity.SET(
+        use_compact_state=True, batch_axes=2, sparsity_distribution_fn=sparsity.Uniform(0.5)
+    )
+    state = trainer.wrap_optax(optax.sgd(0.1, 0.9)).init({"a": jnp.ones((2, 2, 4, 4))})
+    params = {"a": jnp.ones(7)}
+    graph = trace(lambda params, x: x * params["a"].sum(), params, jnp.ones(3))
+    message = r"positions of the shape \(2, 2, 8\) for 'a' of shape \(7,\)"
+    with pytest.raises(ValueError, match=message):
+        compact(graph, params, {"a": np.ones(7)}, state)

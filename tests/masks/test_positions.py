@@ -42,5 +42,7 @@ def test_unused_slots_of_a_slice_write_nothing_in_the_next_slice() -> None:
     np.testing.assert_array_equal(locate(mask), [[5, 80, 81], [0, 33, 79], [80, 81, 82]])
     spread = jax.vmap(lambda positions: scatter(80, positions, np.uint8(1)))
     np.testing.assert_array_equal(spread(locate(mask)), mask)
-    for fn, rows in ((locate, mask), (spread, locate(mask))):
+    padded = np.array([[5, 80, 80], [0, 33, 79], [80, 80, 80]], np.uint16)
+    np.testing.assert_array_equal(spread(padded), mask)
+    for fn, rows in ((locate, mask), (spread, padded)):
         assert [x.params["unique_indices"] for x in list_scatters(fn, rows)] == [True]

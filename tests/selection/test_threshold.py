@@ -1,6 +1,7 @@
 """Masks of the k best of several leaves by both searches: ties, hostile scores, passes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -211,3 +212,12 @@ def test_masks_of_leaves_of_one_shape_are_traced_once():
     calls = [x for x in compiled.params["jaxpr"].eqns if x.params.get("name") == "mask_entries"]
     assert len(calls) == 3
     assert len({id(x.params["jaxpr"]) for x in calls}) == 1
+
+
+def test_a_mask_of_ones_is_no_constant_that_xla_counts_as_it_compiles():
+    tree = {name: jax.ShapeDtypeStruct((70, 300), jnp.float32) for name in "ab"}
+    where = {"a": jax.ShapeDtypeStruct((70, 300), jnp.uint8), "b": None}
+    search = jax.jit(lambda tree, where: selection.global_topk_mask(tree, 900, where=where))
+    text = search.lower(tree, where).as_text()
+    one = re.search(r"(%\w+) = stablehlo.optimization_barrier %\w+ : tensor<ui8>", text)[1]
+    assert re.search(rf"broadcast_in_dim {one}, .* -> tensor<70x300xui8>", text)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.run.reached import ReachedWeight
@@ -103,7 +104,7 @@ class Lockstep:
         yield from [stretch] if stretch else []
 
     def _run_stretch(self, frame: Frame, equations: list[Equation]) -> None:
-        """Runs equations in a row as one program."""
+        """Runs equations in a row as one program, with the bits of one program each."""
         made_values = dict.fromkeys(value for equation in equations for value in equation.outputs)
         read_values = dict.fromkeys(value for equation in equations for value in equation.inputs)
         inputs, inside = [value for value in read_values if value not in made_values], {*equations}
@@ -115,7 +116,8 @@ class Lockstep:
             values = dict(zip(inputs, arrays, strict=True))
             for equation in equations:
                 outputs = equation.bind([values[x] for x in equation.inputs])
-                values.update(zip(equation.outputs, outputs, strict=True))
+                # Fused, equations in bfloat16 would not round between each other.
+                values.update(zip(equation.outputs, lax.optimization_barrier(outputs), strict=True))
             return [values[x] for x in needed_values]
 
         compiled = compile_at_call(run)

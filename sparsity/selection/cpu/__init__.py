@@ -48,6 +48,8 @@ def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
         if mask is not None:
             where = mask.astype(jnp.uint8)
         elif is_limited:
-            where = jnp.ones(leaf.shape, jnp.uint8)
+            # Behind the barrier, or XLA would count a mask of ones as it compiles.
+            one = lax.optimization_barrier(jnp.uint8(1))
+            where = jnp.broadcast_to(one, leaf.shape)
         stored.append(Ranked.wrap(leaf.compute(), where, leaf.batch_axes, leaf.last_axes))
     return stored
