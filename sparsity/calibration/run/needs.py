@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.refits.base import BiasRefit
-from sparsity.calibration.statistics.row_sums import StatisticsKind, check_statistics_kind
+from sparsity.calibration.statistics.row_sums import (
+    FIELDS_BY_KIND,
+    StatisticsKind,
+    check_statistics_kind,
+)
 from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
 
@@ -42,10 +46,19 @@ def read_refit_needs(refit: object) -> Needs:
 
 
 def combine_needs(pruner: object, refit: object | None) -> Needs:
-    """Returns the needs of a run; without Gram matrices it takes means, for centred errors."""
+    """Returns the needs of a run, which always takes means, for centred errors.
+
+    Raises:
+      ValueError: no kind of statistics gives the sums of both the pruner and the refit.
+    """
     stated = [read_pruner_needs(pruner), *([] if refit is None else [read_refit_needs(refit)])]
+    fields = {"sums"}.union(*(FIELDS_BY_KIND[needs.statistics_kind] for needs in stated))
+    kinds = [kind for kind, fields_of_kind in FIELDS_BY_KIND.items() if fields <= fields_of_kind]
+    if not kinds:
+        names = " and ".join(method_name(x) for x in (pruner, refit) if x is not None)
+        raise ValueError(f"{names}: no statistics_kind gives {sorted(fields)}, which a run needs.")
     return stated[-1]._replace(
-        statistics_kind="gram" if any(needs.has_grams for needs in stated) else "moments",
+        statistics_kind=kinds[0],
         gram_copies=max(needs.gram_copies for needs in stated),
     )
 

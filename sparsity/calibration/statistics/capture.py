@@ -14,7 +14,7 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.row_sums import (
-    STATISTICS_KINDS,
+    FIELDS_BY_KIND,
     StatisticsKind,
     sum_inputs,
     sum_outputs,
@@ -77,8 +77,8 @@ def calibrate(
       >>> statistic.squares, int(statistic.count)
       (Array([2., 8.], dtype=float32), 2)
     """
-    if kind not in STATISTICS_KINDS:
-        raise ValueError(f"kind must be one of {STATISTICS_KINDS}, got kind = {kind!r}.")
+    if kind not in (kinds := (*FIELDS_BY_KIND,)):
+        raise ValueError(f"kind must be one of {kinds}, got kind = {kind!r}.")
     check_iterable("batches", batches)
     check_function("filter_fn", filter_fn, "(path, parameter)", optional=True)
     check_bool("progress", progress)
@@ -159,9 +159,7 @@ class Calibration:
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
             use, x = self.uses[number], total.pop(number)
-            statistic = dataclasses.replace(
-                self._axes[number], squares=x.squares, sums=x.sums, gram=x.gram, count=x.count
-            )
+            statistic = dataclasses.replace(self._axes[number], **x.list_sums(), count=x.count)
             sums_before = statistics.get(use.path)
             if sums_before is not None and not have_equal_axes(sums_before, statistic):
                 raise ValueError(

@@ -80,6 +80,11 @@ class Statistic:
                 raise ValueError(f"{name} must name each axis once, got {name} = {axes}.")
         check_int("groups", self.groups, 1)
 
+    def list_sums(self) -> dict[str, jax.Array | None]:
+        """Returns the arrays of sums by field: `squares`, `sums` and `gram`, each or `None`."""
+        arrays = (field for field in dataclasses.fields(self) if not field.metadata.get("static"))
+        return {field.name: getattr(self, field.name) for field in arrays if field.name != "count"}
+
     def sums_of_squares(self) -> jax.Array:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
@@ -163,7 +168,6 @@ class Statistic:
             wide = jnp.expand_dims(x, range(end, end + len(new_axes)))
             return jnp.broadcast_to(wide, (*x.shape[:end], *sizes, *x.shape[end:]))
 
-        squares, sums, gram = jax.tree.map(repeat, (self.squares, self.sums, self.gram))
         count = self.count
         if isinstance(count, Count):
             count = Count(repeat(count.digits, 1)) if count.digits.ndim > 1 else count
@@ -171,9 +175,7 @@ class Statistic:
             count = repeat(count)
         return dataclasses.replace(
             self,
-            squares=squares,
-            sums=sums,
-            gram=gram,
+            **jax.tree.map(repeat, self.list_sums()),
             count=count,
             output=tuple(axis for axis in self.output if axis not in new_axes),
             batch=(*self.batch, *new_axes),
@@ -194,10 +196,8 @@ class Statistic:
             axes = [self.contracting.index(axis) for axis in order]
             permutation = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
             squares = squares[..., permutation]
-        squares_only = dataclasses.replace(
-            self, squares=squares, sums=None, gram=None, contracting=order
-        )
-        return squares_only, permutation
+        arrays = {**dict.fromkeys(self.list_sums()), "squares": squares}
+        return dataclasses.replace(self, **arrays, contracting=order), permutation
 
 
 @host.instead(lambda grams: np.real(np.diagonal(grams, axis1=-2, axis2=-1)))

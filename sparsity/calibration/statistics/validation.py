@@ -11,13 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.row_sums import StatisticsKind, check_statistics_kind
+from sparsity.calibration.statistics.row_sums import (
+    FIELDS_BY_KIND,
+    StatisticsKind,
+    check_statistics_kind,
+)
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Tree
 from sparsity.core.warn import warn
 from sparsity.masks import Site, read_masks
+
+_FIELD_NAMES = {"gram": "Gram matrix", "sums": "means of the inputs"}
 
 
 def look_up_statistic(
@@ -59,18 +65,16 @@ def look_up_statistic(
     statistic = statistics[path]
     check_statistic(statistic, shape, name)
     warn_of_zeros(statistic, name)
-    if kind == "gram" and statistic.gram is None:
-        raise ValueError(
-            f"{label} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate "
-            "with kind='gram'."
-        )
-    if kind != "gram" and statistic.squares is None:  # a run of another method's Gram matrices
+    # Solutions by Gram matrices read nothing else, but errors read sums where there are any.
+    required = {"gram"} if kind == "gram" else FIELDS_BY_KIND[kind]
+    if "squares" in required and statistic.squares is None:  # another method's Gram matrices
         statistic = dataclasses.replace(statistic, squares=statistic.sums_of_squares())
-    if kind == "moments" and statistic.sums is None:
-        raise ValueError(
-            f"{label} needs the means of the inputs of {name!r}, and its statistic has none. "
-            "Calibrate with kind='moments'."
-        )
+    for field in sorted(required):
+        if getattr(statistic, field) is None:
+            raise ValueError(
+                f"{label} needs the {_FIELD_NAMES.get(field, field)} of {name!r}, and its "
+                f"statistic has none. Calibrate with kind={kind!r}."
+            )
     return statistic.add_batch_axes(site, shape)
 
 
@@ -92,9 +96,10 @@ def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> 
         )
     lead, inputs = statistic.read_batch_shape(shape), statistic.count_inputs(shape)
     slice_shape = (*lead, inputs)
-    shapes = {"squares": slice_shape, "sums": slice_shape, "gram": (*slice_shape, inputs)}
-    values = {field: x for field in shapes if (x := getattr(statistic, field)) is not None}
-    if not values.keys() - {"sums"}:
+    sums = statistic.list_sums()
+    shapes = dict.fromkeys(sums, slice_shape) | {"gram": (*slice_shape, inputs)}
+    values = {field: x for field, x in sums.items() if x is not None}
+    if values.keys().isdisjoint({"squares", "gram"}):
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     _check_count(statistic.count, name)
     for field, value in values.items():
