@@ -15,7 +15,8 @@ import numpy as np
 from sparsity.core import host, trees
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
-from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
+from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.layout import list_joined_axes
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
 from sparsity.selection import Ranked, Scores
 
@@ -184,37 +185,13 @@ def _list_live(program: Program) -> list[Equation]:
 def _check_joins(hook: Callable[..., PyTree], steps: Iterable[Equation]) -> None:
     """Raises a ValueError that names an operation of a hook that joins entries."""
     for equation in steps:
-        if any(shape[axis] == _LENGTH for shape, axis in _joined_axes(equation)):
+        if any(shape[axis] == _LENGTH for shape, axis in list_joined_axes(equation)):
             name = getattr(hook, "__qualname__", repr(hook))
             raise ValueError(
                 f"{name} is marked @elementwise but uses {equation.name}, which does more than "
                 "compute entry by entry. The mask search calls the hook on parts of "
                 "parameters: remove the mark, so that the hook gets complete trees."
             )
-
-
-def _joined_axes(equation: Equation) -> list[tuple[tuple[int, ...], int]]:
-    """Returns (shape, axis) of the axes along which an equation joins or moves entries."""
-    params, shapes = equation.params, [value.shape for value in equation.inputs]
-    match equation.name:
-        case name if name in REDUCTIONS:
-            return [(shapes[0], axis) for axis in params["axes"]]
-        case "cumsum" | "cumprod" | "cummax" | "cummin" | "cumlogsumexp":
-            return [(shapes[0], params["axis"])]
-        case "rev":
-            return [(shapes[0], axis) for axis in params["dimensions"]]
-        case "sort" | "concatenate":
-            return [(shape, params["dimension"]) for shape in shapes]
-        case "iota":
-            return [(equation.outputs[0].shape, params["dimension"])]
-        case "dot_general":
-            contracted, _ = params["dimension_numbers"]
-            pairs = zip(shapes, contracted, strict=True)
-            return [(shape, axis) for shape, axes in pairs for axis in axes]
-        case "slice":
-            axes, after = range(len(shapes[0])), equation.outputs[0].shape
-            return [(shapes[0], axis) for axis in axes if after[axis] != shapes[0][axis]]
-    return []
 
 
 def _is_entrywise(equation: Equation) -> bool:
