@@ -164,9 +164,7 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params, sites=sites)
 
     def slice_rule(self) -> SliceRule | None:
-        if is_overridden(self, "new_masks", DropAndGrow):  # an override takes complete trees
-            return None
-        return make_slice_rule(self)
+        return make_slice_rule(self, DropAndGrow)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         scores_and_fraction = self.score_move(sparse_state, inputs)
@@ -251,6 +249,10 @@ class SET(DropAndGrow):
       (7, 10)
     """
 
+    def slice_rule(self) -> SliceRule | None:
+        is_random = not is_overridden(self, "get_grow_scores", SET)
+        return make_slice_rule(self, DropAndGrow, draws_slices=is_random)
+
     def get_grow_scores(
         self,
         sparse_state: SparseState,
@@ -313,18 +315,23 @@ class GlobalRigL(RigL):
     scope: Scope = Global()
 
 
-def make_slice_rule(updater: DropAndGrow) -> SliceRule | None:
+def make_slice_rule(
+    updater: DropAndGrow, base: type[DropAndGrow], draws_slices: bool = False
+) -> SliceRule | None:
     """Returns the rule by which slices move; `None` if a hook takes complete trees.
 
     Args:
-      updater: an updater whose `new_masks` is that of the library.
+      updater: the updater.
+      base: class whose `new_masks` the rule follows; an override takes complete trees.
+      draws_slices: whether `get_grow_scores` returns scores of its argument `draw` alone.
     """
-    takes_trees = is_overridden(updater, "update_state") or is_overridden(
-        updater, "get_drop_scores", DropAndGrow
+    takes_trees = (
+        is_overridden(updater, "new_masks", base)
+        or is_overridden(updater, "update_state")
+        or is_overridden(updater, "get_drop_scores", DropAndGrow)
     )
     if takes_trees or not is_layerwise(updater.scope):
         return None
     grow = updater.get_grow_scores
-    is_random = not is_overridden(updater, "get_grow_scores", SET)
-    scores_slices = is_random or may_score_slices(grow)
+    scores_slices = draws_slices or may_score_slices(grow)
     return SliceRule(grow, updater.compute_drop_fraction) if scores_slices else None

@@ -43,7 +43,6 @@ from sparsity.selection.kept_counts import num_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater_hooks import is_overridden
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
 
@@ -147,9 +146,9 @@ class SRigL(RigL):
         return neurons * min(size // neurons, num_kept_int(size, float(target)) // neurons)
 
     def slice_rule(self) -> SliceRule | None:
-        if self.min_salient is not None or is_overridden(self, "new_masks", SRigL):
+        if self.min_salient is not None:
             return None
-        rule = make_slice_rule(self)
+        rule = make_slice_rule(self, SRigL)
         return None if rule is None else rule._replace(move_matrix=move_fan_in)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
