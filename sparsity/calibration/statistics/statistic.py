@@ -22,7 +22,7 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.core import host
 from sparsity.core.checks import check_int, check_kind
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import Path
+from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ class Statistic:
             axes = [self.contracting.index(axis) for axis in order]
             permutation = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
             squares = squares[..., permutation]
-        arrays = {**dict.fromkeys(self.list_sums()), "squares": squares}
+        arrays: PyTree = {**dict.fromkeys(self.list_sums()), "squares": squares}
         return dataclasses.replace(self, **arrays, contracting=order), permutation
 
 
