@@ -328,6 +328,7 @@ def make_slice_rule(
     takes_trees = (
         is_overridden(updater, "new_masks", base)
         or is_overridden(updater, "update_state")
+        or is_overridden(updater, "score_move", DropAndGrow)
         or is_overridden(updater, "get_drop_scores", DropAndGrow)
     )
     if takes_trees or not is_layerwise(updater.scope):

@@ -436,6 +436,32 @@ def test_a_move_leaks_no_tracer():
         model.move(pruner, model.params, model.opt_state, 0, loss)
 
 
+@pytest.mark.parametrize("hook", ["get_drop_scores", "score_move"])
+def test_drop_scores_of_a_subclass_move_compact_masks(hook):
+    class Largest(sparsity.SET):
+        """Drops the largest weights, and grows the smallest of all."""
+
+        @sparsity.elementwise
+        def get_grow_scores(self, sparse_state, params, grads):
+            return jax.tree.map(lambda w: -jnp.abs(w), params)
+
+    def get_drop_scores(self, sparse_state, params, grads):
+        return jax.tree.map(lambda w: -jnp.abs(w), params)
+
+    def score_move(self, sparse_state, inputs):
+        _, grow, fraction = sparsity.SET.score_move(self, sparse_state, inputs)
+        return get_drop_scores(self, sparse_state, inputs.masked_weights, None), grow, fraction
+
+    setattr(Largest, hook, locals()[hook])
+    pruner, masks = make_pruner(Largest), {"w": np.eye(4, dtype=np.uint8)}
+    params, x = {"w": jnp.diag(jnp.array([1.0, 2.0, 3.0, 4.0]))}, jnp.ones((2, 4))
+    graph = trace(lambda params, x: x @ params["w"], params, x)
+    model = compact(graph, params, masks, formats={"w": "values"})
+    moved, values, _ = model.move(pruner, model.params, ADAM.init(model.params), 0)
+    weights = moved.dense(values)["w"]
+    assert np.diag(weights).tolist() == [1, 2, 3, 0]  # by magnitude [0, 2, 3, 4]
+
+
 @pytest.mark.slow
 def test_a_subclass_that_ranks_complete_parameters_gets_them():
     class Normalized(sparsity.RigL):

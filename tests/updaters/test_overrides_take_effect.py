@@ -4,6 +4,7 @@ Each override multiplies its result by a number of its own. A number that no out
 program needs belongs to an override without effect.
 """
 
+import functools
 import re
 
 import jax
@@ -169,7 +170,13 @@ def test_scores_of_a_class_that_moves_masks_may_be_overridden_with_a_hook_that_c
 
 
 @pytest.mark.parametrize(
-    ("cls", "hook"), [(sparsity.RigL, "get_drop_scores"), (sparsity.SET, "get_grow_scores")]
+    ("cls", "hook"),
+    [
+        (sparsity.RigL, "get_drop_scores"),
+        (sparsity.SET, "get_grow_scores"),
+        (sparsity.SET, "score_move"),
+        (functools.partial(sparsity.SRigL, min_salient=None), "score_move"),
+    ],
 )
 def test_a_compact_model_asks_a_hook_that_was_assigned_to_an_updater(cls, hook):
     updater = cls()
