@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, make_token
-from sparsity.compacting.formats.base import Kept, Token
+from sparsity.compacting.formats.base import Kept, KeptProduct, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, is_differentiable
@@ -40,8 +40,8 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool
 
     Equal products, such as those of equal layers, are traced and lowered once.
     """
-    operands = find_operands(equation, inputs)
-    is_shared = operands is not None and operands[1].observer is None
+    product = find_kept_product(equation, inputs)
+    is_shared = product is not None and product.kept.observer is None
     if is_shared:
         equation = _find_equal(equation)
         # A name is a static field of `Kept`, and would make equal layers different arguments.
@@ -141,13 +141,13 @@ class DenseRead:
         self, arrays: Arrays, pending: list[int], dense: list[int], cotangents: Arrays
     ) -> dict[int, jax.Array]:
         """Returns the gradients of the arrays of the pending operand of a product, by number."""
-        operands = find_operands(self.equation, self._inputs(arrays))
+        product = find_kept_product(self.equation, self._inputs(arrays))
         relaid = cotangents
-        if operands and pending and dense:
-            gradient = operands[1].layout.differentiate(self.equation, *operands, *cotangents)
+        if product and pending and dense:
+            gradient = product.kept.layout.differentiate(product, *cotangents)
             if gradient is not None:
                 return {pending[0]: gradient}
-            other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
+            other, *relaid = _lay_rows_last(product, *cotangents)
             arrays = [other if number == dense[0] else x for number, x in enumerate(arrays)]
         return self._differentiate(arrays, pending, relaid, after=cotangents)
 
@@ -176,27 +176,18 @@ class DenseRead:
         return [x for value, x in pairs if is_differentiable(value)]
 
 
-def find_operands(
-    equation: Equation, inputs: Sequence[MaybePending]
-) -> tuple[int, Kept, jax.Array] | None:
-    """Returns the operands of a product of kept values and a dense array.
-
-    Returns:
-      The number of the operand that is kept values, this operand, and the other one; `None` for
-      other equations.
-    """
+def find_kept_product(equation: Equation, inputs: Sequence[MaybePending]) -> KeptProduct | None:
+    """Returns a product of kept values and a dense array, `None` for other equations."""
     if equation.name not in PRODUCTS or len(inputs) != 2:
         return None
     at = 0 if is_pending(inputs[0]) else 1
     kept, other = inputs[at], inputs[1 - at]
     if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
         return None
-    return at, kept, other
+    return KeptProduct(equation, at, kept, other)
 
 
-def _lay_rows_last(
-    equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _lay_rows_last(product: KeptProduct, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the operands of the gradient of kept values, the left one with its rows last.
 
     XLA on CPUs multiplies faster along last axes. Copies of few rows cost less than this saves:
@@ -204,22 +195,17 @@ def _lay_rows_last(
     0.97 at 128. The bits stay.
 
     Args:
-      equation: the product.
-      at: number of the operand that is kept values.
-      kept: this operand.
-      other: the other operand.
-      cotangent: gradient of the product.
+      product: the product.
+      cotangent: its gradient.
     """
+    equation, at, kept, other = product
     # A copy of up to an eighth of the parameter costs less than it saves.
     is_small = 0 < other.size * 8 <= math.prod(kept.shape)
     if equation.name != "dot_general" or not is_small or jax.default_backend() != "cpu":
         return other, cotangent
-    product = read_product(equation)
-    roles, partner, places = (
-        product.operands[at],
-        product.operands[1 - at],
-        product.map_result_axes(at),
-    )
+    axis_roles = read_product(equation)
+    roles, partner = axis_roles.operands[at], axis_roles.operands[1 - at]
+    places = axis_roles.map_result_axes(at)
     # The gradient lies like the parameter: the operand of its first axis is the left one.
     first = min((*roles.contracted, *roles.free), key=lambda axis: kept.axes[axis])
     if first in roles.contracted:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, kept_in
-from sparsity.compacting.dense_read import Arrays, find_operands, read_dense
+from sparsity.compacting.dense_read import Arrays, find_kept_product, read_dense
 from sparsity.compacting.formats.base import Kept
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.core.trees import PyTree
@@ -88,12 +88,11 @@ class Densifier(Interpreter[MaybePending]):
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
             numbers = range(len(equation.outputs))
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
-        if operands := find_operands(equation, inputs):
-            _, kept, _ = operands
-            product = kept.layout.multiply(equation, *operands)
-            if product is not None:
+        if product := find_kept_product(equation, inputs):
+            result = product.kept.layout.multiply(product)
+            if result is not None:
                 self._record(equation, inputs, False)
-                return [product]
+                return [result]
         if not has_data or equation.name in PRODUCTS or is_lookup(equation):
             return self._read(equation, inputs)
         self._record(equation, inputs, True)

@@ -141,6 +141,19 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
     return decorate
 
 
+def jit_or_numpy(fn: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that is its own second body: numpy on one CPU, `jax.jit` elsewhere.
+
+    Example:
+      >>> @jit_or_numpy
+      ... def positive(x):
+      ...     return namespace([x]).where(x > 0, x, 0)
+      >>> positive(jnp.array([1.0, -1.0]))
+      Array([1., 0.], dtype=float32)
+    """
+    return instead(fn)(jax.jit(fn))
+
+
 def call(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Calls a `HostFunction` on arrays of numpy, for a result of such arrays."""
     host_fn = find_body(fn)

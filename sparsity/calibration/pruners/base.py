@@ -137,7 +137,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
           grads: tree of gradients of `instant_sparsify`, for overrides; `solve` needs none.
           **extra_args: other arguments of `instant_sparsify`, for overrides.
         """
-        solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
+        weights: dict[KeyPath, jax.Array] = {}
+        masks: dict[KeyPath, jax.Array] = {}
         for key_path, problem in problems.items():
             site, param, statistic, target = problem
             if target is None:
@@ -146,17 +147,14 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
                     "sparsity, so that solve cannot prune it. Override solve_tree, too."
                 )
             if not param.size:
-                solved[key_path] = param, jnp.ones(param.shape, jnp.uint8)
+                weights[key_path], masks[key_path] = param, jnp.ones(param.shape, jnp.uint8)
                 continue
             solution = self.solve(site, param, statistic, target)
             check_solution(solution, f"{type(self).__name__}.solve", site.name, param)
-            weights_of_param, mask = (sharding.place_like(param, x) for x in solution)
-            solved[key_path] = weights_of_param, mask
-        weights = trees.map_matched(
-            lambda key_path, param: solved.get(key_path, (param,))[0], params
-        )
-        return weights, trees.map_matched(
-            lambda key_path, _: solved.get(key_path, (0, None))[1], params
+            weights[key_path], masks[key_path] = (sharding.place_like(param, x) for x in solution)
+        return (
+            trees.map_matched(weights.get, params),
+            trees.map_matched(lambda key_path, _: masks.get(key_path), params),
         )
 
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:

@@ -106,11 +106,11 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
             return score_by(functools.partial(host.call, score, self), param, squares)
 
         @host.instead(score_on_host)
-        def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
-            compiled = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
-            return sharding.shard_like(param, compiled, param, squares)
+        def score_entries(param: jax.Array, squares: jax.Array) -> jax.Array:
+            program = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
+            return sharding.shard_like(param, program, param, squares)
 
-        return compiled(param, squares)
+        return score_entries(param, squares)
 
     def create_masks(
         self,

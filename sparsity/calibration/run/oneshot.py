@@ -279,31 +279,23 @@ class _Run:
         The model runs for all of them at once, and only if the folder lacks one.
         """
         paths = [path for path in self._task.sites if path not in self._layers]
-        params = self.weights.make_tree()
+        prune_layer = self._make_layer_pruner(fn, self.weights.make_tree(), paths)
+        for path in paths:
+            self._finish(path, (), functools.partial(prune_layer, path))
+
+    def _make_layer_pruner(
+        self, fn: ModelFn, params: Params, paths: Sequence[Path]
+    ) -> Callable[[Path], PrunedLayer]:
+        """Returns a function that prunes a parameter; its first call runs the model for all.
+
+        Gram matrices of the inputs also give the losses. With moments, one more run gives these.
+        """
         if self._task.needs.has_grams:
-            self._finish_with_grams(fn, params, paths)
-        else:
-            self._finish_without_grams(fn, params, paths)
-
-    def _finish_with_grams(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> None:
-        """Finishes parameters by Gram matrices of their inputs, which also give the losses."""
-        calibrate_once = functools.cache(functools.partial(self._calibrate, fn, params, paths))
-
-        def prune_layer(path: Path) -> PrunedLayer:
-            return self._task.prune_layer(self.weights, path, (), calibrate_once().get(path))
-
-        for path in paths:
-            self._finish(path, (), functools.partial(prune_layer, path))
-
-    def _finish_without_grams(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> None:
-        """Finishes parameters by moments of their inputs; one more run gives the losses of all."""
-        prune_once = functools.cache(functools.partial(self._prune_by_moments, fn, params, paths))
-
-        def prune_layer(path: Path) -> PrunedLayer:
-            return prune_once()[path]
-
-        for path in paths:
-            self._finish(path, (), functools.partial(prune_layer, path))
+            calibrate_all = functools.cache(lambda: self._calibrate(fn, params, paths))
+            task, weights = self._task, self.weights
+            return lambda path: task.prune_layer(weights, path, (), calibrate_all().get(path))
+        prune_all = functools.cache(lambda: self._prune_by_moments(fn, params, paths))
+        return lambda path: prune_all()[path]
 
     def _prune_by_moments(
         self, fn: ModelFn, params: Params, paths: Sequence[Path]

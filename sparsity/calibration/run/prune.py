@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import chex
@@ -167,13 +166,13 @@ def refit_layer(
     select = _make_select(pruner, site, statistic, target)
     solution = refit(dense, *pruned_layer, statistic, select)
     check_solution(solution, label, site.name, dense)
-    choose_better = functools.partial(sharding.shard_like, (dense, dense), _choose_better_jitted)
-    weights, mask = host.instead(_choose_better)(choose_better)(
-        dense, solution, pruned_layer, statistic
+    weights, mask = sharding.shard_like(
+        (dense, dense), _choose_better, dense, solution, pruned_layer, statistic
     )
     return sharding.place_like(dense, weights), sharding.place_like(dense, mask)
 
 
+@host.jit_or_numpy
 def _choose_better(
     dense: jax.Array,
     solution: tuple[jax.Array, jax.Array],
@@ -198,9 +197,6 @@ def _choose_better(
         for a, b in zip(solution, pruned_layer, strict=True)
     )
     return weights, mask
-
-
-_choose_better_jitted = jax.jit(_choose_better)
 
 
 def _make_select(

@@ -271,7 +271,8 @@ class _LostShares(NamedTuple):
     centred: jax.Array
 
 
-def _compute_shares(layer: PrunedLayer) -> _LostShares:
+@host.jit_or_numpy
+def _compute_lost_shares(layer: PrunedLayer) -> _LostShares:
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
     if layer.output_squares is None:
@@ -291,9 +292,6 @@ def _compute_shares(layer: PrunedLayer) -> _LostShares:
         unrefitted=ratio(unrefitted, total),
         centred=centred,
     )
-
-
-_compute_lost_shares = host.instead(_compute_shares)(jax.jit(_compute_shares))
 
 
 def find_max_rows(statistic: Statistic) -> int:

@@ -166,30 +166,16 @@ class FormatLayout(KeptLayout):
         """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
         return None
 
-    def multiply(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array
-    ) -> jax.Array | None:
-        """Returns a product of kept values, `None` if the product needs a dense array.
-
-        Args:
-          equation: the product, of two operands.
-          at: number of the operand that is kept values.
-          kept: this operand.
-          other: the other operand.
-        """
+    def multiply(self, product: KeptProduct) -> jax.Array | None:
+        """Returns a product of kept values, `None` if the product needs a dense array."""
         return None
 
-    def differentiate(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
-    ) -> jax.Array | None:
+    def differentiate(self, product: KeptProduct, cotangent: jax.Array) -> jax.Array | None:
         """Returns the gradient of the kept values; `None` if a dense gradient is needed.
 
         Args:
-          equation: the product, see `multiply`.
-          at: number of the operand that is kept values.
-          kept: this operand.
-          other: the other operand.
-          cotangent: gradient of the product.
+          product: the product.
+          cotangent: its gradient.
         """
         return None
 
@@ -398,6 +384,22 @@ class Kept:
 jax.tree_util.register_dataclass(
     Kept, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
 )
+
+
+class KeptProduct(NamedTuple):
+    """A product of kept values and a dense array.
+
+    Attributes:
+      equation: the product, of two operands.
+      kept_index: number of the operand that is kept values.
+      kept: this operand.
+      other: the other operand.
+    """
+
+    equation: Equation
+    kept_index: int
+    kept: Kept
+    other: jax.Array
 
 
 def is_kept(node: object) -> TypeGuard[Kept]:

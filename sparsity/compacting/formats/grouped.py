@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.formats import grouped_products
-from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter, Token
+from sparsity.compacting.formats.base import FormatLayout, Kept, KeptProduct, MaskedParameter, Token
 from sparsity.compacting.formats.find_groups import find_groups
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
@@ -101,17 +101,16 @@ class Grouped(FormatLayout):
         positions = kept.positions + token
         return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
 
-    def multiply(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array
-    ) -> jax.Array | None:
-        product, num_inputs = read_product(equation), len(self.inputs)
+    def multiply(self, product: KeptProduct) -> jax.Array | None:
+        equation, at, kept, other = product
+        roles, num_inputs = read_product(equation), len(self.inputs)
         if not kept.is_plain:
             return None
-        if product.kind == "convolution" and at == 1 and _is_pointwise(equation, product):
+        if roles.kind == "convolution" and at == 1 and _is_pointwise(equation, roles):
             other = _stride(equation, other)
-        elif product.kind != "dot" or equation.params.get("out_sharding") is not None:
+        elif roles.kind != "dot" or equation.params.get("out_sharding") is not None:
             return None
-        contraction = _read_contraction(product, at, kept)
+        contraction = _read_contraction(roles, at, kept)
         if not _sums_all_inputs(contraction, kept, num_inputs):
             return None
         return _contract(equation, contraction, kept, num_inputs, other)

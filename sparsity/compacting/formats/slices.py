@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter
+from sparsity.compacting.formats.base import FormatLayout, KeptProduct, MaskedParameter
 from sparsity.compacting.formats.find_groups import list_kept
 from sparsity.core.sharding import explicit_sharding
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.programs.products import read_product
-from sparsity.programs.program import Equation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,22 +89,21 @@ class WholeSlices(FormatLayout):
         dense = slices.set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
         return dense.reshape(-1)
 
-    def differentiate(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
-    ) -> jax.Array | None:
+    def differentiate(self, product: KeptProduct, cotangent: jax.Array) -> jax.Array | None:
         """Returns the gradient of the kept slices; see `FormatLayout`.
 
         Returns:
           `None` for a product of ragged rows, of groups of features, along an axis of space, or of
           arrays on Explicit axes.
         """
+        equation, at, kept, other = product
         if any(explicit_sharding(jax.typeof(x)) for x in (other, cotangent)):
             return None
-        product = read_product(equation)
-        if product.groups > 1 or product.refusal or equation.params.get("out_sharding") is not None:
+        roles = read_product(equation)
+        if roles.groups > 1 or roles.refusal or equation.params.get("out_sharding") is not None:
             return None
-        partners, batch = product.map_paired_axes(at), product.operands[at].batch
-        results = {axis: place for place, axis in product.map_result_axes(at).items()}
+        partners, batch = roles.map_paired_axes(at), roles.operands[at].batch
+        results = {axis: place for place, axis in roles.map_result_axes(at).items()}
         axis, *stack = (kept.axes.index(i) for i in (kept.depth + self.axis, *range(kept.depth)))
         if not {*stack} <= {*batch} or not (axis in partners or axis in results):
             return None
