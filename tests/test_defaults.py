@@ -138,14 +138,15 @@ def list_dataclasses():
     """Returns the dataclasses of the package."""
     names = [module.name for module in pkgutil.walk_packages(sparsity.__path__, "sparsity.")]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
-    return [
+    kinds = (
         kind
         for module in modules
         for kind in vars(module).values()
         if inspect.isclass(kind)
         and kind.__module__ == module.__name__
         and dataclasses.is_dataclass(kind)
-    ]
+    )
+    return list(dict.fromkeys(kinds))  # a class may have an alias, as `Axis` has
 
 
 def test_dataclasses_are_frozen_but_updaters_and_parts_of_programs():

@@ -34,7 +34,7 @@ from sparsity.masks import BatchAxes, PatternChoice, TopkFn, TreeScope
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
-from sparsity.programs.axes import Axis
+from sparsity.programs.axes import Variable
 from sparsity.selection import compute_array, num_kept
 
 ChannelCounts: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
@@ -130,7 +130,7 @@ class Coupled(DataclassBase):
         groups = self._place_groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
-    def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
+    def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Variable, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
