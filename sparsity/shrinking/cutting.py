@@ -60,15 +60,15 @@ class CutParameter:
         return array
 
 
-Cuts: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
+CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
 
 
-def describe_cuts(
+def list_cut_parameters(
     graph: Graph,
     params: Params,
     kept: Mapping[Path, Mapping[AxisNumber, np.ndarray]],
     masks: Mapping[Path, jax.Array],
-) -> Cuts:
+) -> CutParameters:
     """Returns the cut of each parameter, by its path in a tree of params.
 
     Args:
@@ -86,14 +86,14 @@ def describe_cuts(
     }
 
 
-def cut_params(cuts: Cuts, params: Tree) -> Tree:
+def cut_params(cuts: CutParameters, params: Tree) -> Tree:
     """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
     return trees.map_matched(
         lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
     )
 
 
-def cut_masks(cuts: Cuts, small_params: Params) -> Masks:
+def cut_masks(cuts: CutParameters, small_params: Params) -> Masks:
     """Cuts the masks: uint8, placed like the smaller parameters.
 
     The mask of a parameter without masked entries is `None`.
@@ -112,7 +112,7 @@ def cut_masks(cuts: Cuts, small_params: Params) -> Masks:
         return trees.map_matched(cut, trees.only_arrays(small_params))
 
 
-def cut_state(cuts: Cuts, params: Params, small_params: Params, state: PyTree) -> PyTree:
+def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: PyTree) -> PyTree:
     """Cuts the leaves of an optimizer's state that belong to cut parameters.
 
     Raises:
@@ -143,7 +143,7 @@ def cut_state(cuts: Cuts, params: Params, small_params: Params, state: PyTree) -
 
 
 def compare_small_updates(
-    tx: optax.GradientTransformation, params: Params, cuts: Cuts, state: PyTree
+    tx: optax.GradientTransformation, params: Params, cuts: CutParameters, state: PyTree
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
 

@@ -73,7 +73,7 @@ def shrink(
     check_arguments(masks, opt_state, tx)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
-    cuts = cutting.describe_cuts(graph, params, plan.kept, by_path)
+    cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)

@@ -28,7 +28,7 @@ AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisNumber, np.ndarray]]  # {path:
 
 
 @runtime_checkable
-class Cut(Protocol):
+class PlanLike(Protocol):
     """The indices that stay along all axes that lose some, such as a `sparsity.Plan`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cut(Protocol):
 def list_kept_indices(
     parameters: ParameterAxes, kept_indices: KeptIndices
 ) -> dict[Path, dict[AxisNumber, np.ndarray]]:
-    """Returns `Cut.kept` from the kept entries of each variable that loses some."""
+    """Returns `PlanLike.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[AxisNumber, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
@@ -56,7 +56,7 @@ def list_kept_indices(
     return kept
 
 
-def solve_kept_indices(parameters: ParameterAxes, cut: Cut) -> dict[Variable, np.ndarray]:
+def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variable, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -116,7 +116,7 @@ def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
 
 
 def solve_sizes(
-    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: PlanLike | None = None
 ) -> AxisSizes:
     """Returns the sizes of all variables that lose entries.
 

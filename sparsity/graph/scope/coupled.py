@@ -18,7 +18,7 @@ from sparsity.core.checks import DataclassBase, check_bool, check_int, check_num
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
-from sparsity.graph.channels.cuts import Cut, solve_sizes
+from sparsity.graph.channels.cuts import PlanLike, solve_sizes
 from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope.placed import (
@@ -91,7 +91,7 @@ class Coupled(DataclassBase):
     across: bool | Literal["nbytes"] = False
     round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
     min_channels: int | None = None
-    plan: Cut | None = None
+    plan: PlanLike | None = None
 
     takes_signed_scores: ClassVar[bool] = True
 
@@ -109,7 +109,7 @@ class Coupled(DataclassBase):
             check_int("min_channels", self.min_channels, 1)
         if not callable(self.round_to):
             check_int("round_to", self.round_to, 1)
-        if self.plan is not None and not isinstance(self.plan, Cut):
+        if self.plan is not None and not isinstance(self.plan, PlanLike):
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
