@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, make_token
-from sparsity.compacting.formats.base import Kept, Token
+from sparsity.compacting.formats.base import KeptArray, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, is_differentiable
@@ -44,8 +44,10 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool
     is_shared = operands is not None and operands[1].observer is None
     if is_shared:
         equation = _find_equal(equation)
-        # A name is a static field of `Kept`, and would make equal layers different arguments.
-        inputs = [dataclasses.replace(x, name="") if isinstance(x, Kept) else x for x in inputs]
+        # A name is a static field of `KeptArray`, and would make equal layers different arguments.
+        inputs = [
+            dataclasses.replace(x, name="") if isinstance(x, KeptArray) else x for x in inputs
+        ]
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, in_turn)
     return _bind_compiled(read, arrays) if is_shared else read.bind(arrays)
@@ -92,7 +94,7 @@ class DenseRead:
 
     def _forward(self, *arrays: jax.Array) -> Arrays:
         """Returns the outputs; dense parameters wait for the inputs that are dense already."""
-        dense = [x for x in self._inputs(arrays) if not isinstance(x, Kept | Deferred)]
+        dense = [x for x in self._inputs(arrays) if not isinstance(x, KeptArray | Deferred)]
         return self._bind_dense(arrays, dense)
 
     def _bind_dense(self, arrays: Sequence[jax.Array], after: Arrays) -> Arrays:
@@ -178,7 +180,7 @@ class DenseRead:
 
 def find_operands(
     equation: Equation, inputs: Sequence[MaybePending]
-) -> tuple[int, Kept, jax.Array] | None:
+) -> tuple[int, KeptArray, jax.Array] | None:
     """Returns the operands of a product of kept values and a dense array.
 
     Returns:
@@ -189,13 +191,13 @@ def find_operands(
         return None
     at = 0 if is_pending(inputs[0]) else 1
     kept, other = inputs[at], inputs[1 - at]
-    if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
+    if not isinstance(kept, KeptArray) or isinstance(other, KeptArray | Deferred):
         return None
     return at, kept, other
 
 
 def _lay_rows_last(
-    equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
+    equation: Equation, at: int, kept: KeptArray, other: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the operands of the gradient of kept values, the left one with its rows last.
 
@@ -247,12 +249,12 @@ def _is_widened(equation: Equation, inputs: Sequence[MaybePending]) -> bool:
         and all(x.dtype == jnp.bfloat16 for x in (*equation.inputs, *equation.outputs))
         and equation.params["preferred_element_type"] in (None, jnp.bfloat16)
         and not any(isinstance(x, Deferred) for x in inputs)
-        and all(_widens_exactly(x) for x in inputs if isinstance(x, Kept))
+        and all(_widens_exactly(x) for x in inputs if isinstance(x, KeptArray))
         and jax.default_backend() == "cpu"
     )
 
 
-def _widens_exactly(kept: Kept) -> bool:
+def _widens_exactly(kept: KeptArray) -> bool:
     """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
     dtype = kept.layout.frozen_dtype
     is_exact = kept.frozen is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
@@ -272,7 +274,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: To
 
     wide = [
         densify(x.with_values(widen(x.read_values())), token)
-        if isinstance(x, Kept)
+        if isinstance(x, KeptArray)
         else widen(densify(x))
         for x in inputs
     ]

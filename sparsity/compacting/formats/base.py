@@ -1,7 +1,7 @@
 """Formats of kept values: what a format must say, and a parameter that has one.
 
 A format is a subclass of `FormatLayout` in `sparsity.compacting.formats`. A `FormatLayout` holds
-shapes, and a `Kept` the arrays.
+shapes, and a `KeptArray` the arrays.
 """
 
 from __future__ import annotations
@@ -135,20 +135,20 @@ class FormatLayout(KeptLayout):
         frozen: jax.Array | None = None,
         name: str = "params",
         observer: Observer | None = None,
-    ) -> Kept:
+    ) -> KeptArray:
         """Returns kept values with their positions."""
         axes = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return Kept(values, positions, frozen, observer, self, axes, name)
+        return KeptArray(values, positions, frozen, observer, self, axes, name)
 
     # Programs
 
-    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
-          token: see `Kept.densify`.
-          keep_bits: see `Kept.densify`; `Values` reads the flag.
+          token: see `KeptArray.densify`.
+          keep_bits: see `KeptArray.densify`; `Values` reads the flag.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
         if kept.frozen is None or self.frozen_dtype is None:
@@ -162,12 +162,12 @@ class FormatLayout(KeptLayout):
         outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
         return self.scatter_slice(kept.values, kept.positions + start, outside)
 
-    def find_dense(self, kept: Kept) -> jax.Array | None:
+    def find_dense(self, kept: KeptArray) -> jax.Array | None:
         """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
         return None
 
     def multiply(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array
+        self, equation: Equation, at: int, kept: KeptArray, other: jax.Array
     ) -> jax.Array | None:
         """Returns a product of kept values, `None` if the product needs a dense array.
 
@@ -180,7 +180,7 @@ class FormatLayout(KeptLayout):
         return None
 
     def differentiate(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
+        self, equation: Equation, at: int, kept: KeptArray, other: jax.Array, cotangent: jax.Array
     ) -> jax.Array | None:
         """Returns the gradient of the kept values; `None` if a dense gradient is needed.
 
@@ -284,7 +284,7 @@ class FormatLayout(KeptLayout):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
+class KeptArray:
     """A masked array as the values that the mask keeps: a parameter, or layers of one.
 
     Attributes:
@@ -396,10 +396,10 @@ class Kept:
 
 
 jax.tree_util.register_dataclass(
-    Kept, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
+    KeptArray, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
 )
 
 
-def is_kept(node: object) -> TypeGuard[Kept]:
+def is_kept(node: object) -> TypeGuard[KeptArray]:
     """Returns whether a node of a tree is kept values: an `is_leaf` of `jax.tree`."""
-    return isinstance(node, Kept)
+    return isinstance(node, KeptArray)

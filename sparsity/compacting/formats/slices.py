@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter
+from sparsity.compacting.formats.base import FormatLayout, KeptArray, MaskedParameter
 from sparsity.compacting.formats.find_groups import list_kept
 from sparsity.core.sharding import explicit_sharding
 from sparsity.masks.slice_layout import SliceLayout
@@ -91,7 +91,7 @@ class WholeSlices(FormatLayout):
         return dense.reshape(-1)
 
     def differentiate(
-        self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
+        self, equation: Equation, at: int, kept: KeptArray, other: jax.Array, cotangent: jax.Array
     ) -> jax.Array | None:
         """Returns the gradient of the kept slices; see `FormatLayout`.
 
