@@ -93,8 +93,9 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
-KeptArray KeptParameter LampScores Model ModelInTraining Move Mover Observer Program
-Ranked Rows Scores SharedEntry Small StoredModel StoredMove Use Value Visits _Trainer
+KeptArray KeptParameter LampScores Model ModelInTraining Mover Observer PositionChange
+Program Ranked Rows Scores SharedEntry SlotMap Small StoredModel Use Value Visits
+_Trainer
 """
 
 

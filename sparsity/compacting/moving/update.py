@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.moving.carry import StoredMove, carry_state
+from sparsity.compacting.moving.carry import PositionChange, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.make_movers import make_movers
 from sparsity.compacting.moving.mover import move_all
@@ -123,12 +123,12 @@ def _move_masks(
             ),
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
-    moves = {
-        path: StoredMove(layout, positions[path], new[path])
+    changes = {
+        path: PositionChange(layout, positions[path], new[path])
         for path, layout in model.layouts
         if path in movers
     }
-    new, params, opt_state = carry_state(moves, params, opt_state, fresh, model.in_turn)
+    new, params, opt_state = carry_state(changes, params, opt_state, fresh, model.in_turn)
     return _replace_leaves(model.indices, new), params, opt_state
 
 
