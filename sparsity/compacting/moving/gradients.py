@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.moving.mover import MaskUpdate, SliceArrays, move_all
+from sparsity.compacting.moving.mask_update import MaskUpdate, SliceArrays, move_all
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.core.trees import Path

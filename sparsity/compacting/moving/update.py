@@ -14,8 +14,8 @@ import optax
 
 from sparsity.compacting.moving.carry import PositionChange, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
-from sparsity.compacting.moving.make_movers import make_mask_updates
-from sparsity.compacting.moving.mover import move_all
+from sparsity.compacting.moving.make_mask_updates import make_mask_updates
+from sparsity.compacting.moving.mask_update import move_all
 from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.comparisons.updates import read_state
 from sparsity.core import trees

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import chex
 
 from sparsity.compacting.formats.base import FormatLayout
-from sparsity.compacting.moving.mover import MaskUpdate
+from sparsity.compacting.moving.mask_update import MaskUpdate
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, keeps_targets, moves_per_slice
