@@ -103,7 +103,7 @@ def _find_replicated(
     for key_path, leaf in trees.leaves_by_path(params).items():
         old_sharding = getattr(leaf, "sharding", None)
         if isinstance(old_sharding, NamedSharding) and leaf.shape != small[key_path].shape:
-            for axis, count in enumerate(sharding.num_devices(old_sharding, leaf.ndim)):
+            for axis, count in enumerate(sharding.count_devices(old_sharding, leaf.ndim)):
                 if small[key_path].shape[axis] % count:
                     replicated[parameters[key_path].path, axis] = count
     return replicated

@@ -213,7 +213,7 @@ def find_sharding(array: PyTree) -> NamedSharding | None:
 def count_parts(array: PyTree) -> tuple[int, ...]:
     """Returns the number of parts that a mesh makes of an array along each axis."""
     placed, ndim = find_sharding(array), jnp.ndim(array)
-    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
+    return (1,) * ndim if placed is None else tuple(sharding.count_devices(placed, ndim))
 
 
 def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:

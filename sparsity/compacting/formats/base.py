@@ -266,7 +266,7 @@ class FormatLayout(KeptLayout):
         placed = getattr(like, "sharding", None)
         if not isinstance(placed, NamedSharding):
             return jnp.asarray(array)
-        counts = sharding.num_devices(placed, len(self.shape))
+        counts = sharding.count_devices(placed, len(self.shape))
         axes = [*self.stack, *(self.order[len(self.stack) + i] for i in self.divisible_axes)]
         sizes = dict(zip(axes, self.kept_shape, strict=False))
         # Size 1 stands for axes that values do not have: a mesh may not divide these.
