@@ -22,19 +22,19 @@ class Deferred:
 
     Attributes:
       equation: an entrywise equation, or one of layout.
-      number: number of the output.
+      output_index: index of the output.
       inputs: arrays; some are kept values, or deferred.
     """
 
     equation: Equation
-    number: int
+    output_index: int
     inputs: tuple[MaybePending, ...]
 
 
 # Kept values and deferred outputs are pending: no dense array holds them yet.
 MaybePending: TypeAlias = jax.Array | KeptArray | Deferred
 
-jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
+jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "output_index"])
 
 
 def is_pending(array: MaybePending) -> bool:
@@ -48,7 +48,7 @@ def densify(array: MaybePending, token: Token = 0) -> jax.Array:
         return array.densify_observed(token)
     if isinstance(array, Deferred):
         inputs = [densify(each, token) for each in array.inputs]
-        return array.equation.bind(inputs)[array.number]
+        return array.equation.bind(inputs)[array.output_index]
     return array
 
 

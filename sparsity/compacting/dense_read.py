@@ -129,7 +129,7 @@ class DenseRead:
         Of a product, the gradient of the pending operand comes first: the other gradient waits.
         """
         cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
-        pending, dense = _number_floats(inputs)
+        pending, dense = _split_float_leaves(inputs)
         if self.equation.name in PRODUCTS and sum(map(is_pending, inputs)) == 1:
             gradients = self._differentiate_pending(arrays, pending, dense, cotangents)
             # The second dense array is not made before the gradient by the first is computed.
@@ -137,12 +137,12 @@ class DenseRead:
             gradients |= self._differentiate(arrays, dense, cotangents, after)
         else:
             gradients = self._differentiate(arrays, pending + dense, cotangents, after=cotangents)
-        return tuple(gradients.get(number) for number in range(len(arrays)))
+        return tuple(gradients.get(index) for index in range(len(arrays)))
 
     def _differentiate_pending(
         self, arrays: Arrays, pending: list[int], dense: list[int], cotangents: Arrays
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of the arrays of the pending operand of a product, by number."""
+        """Returns the gradients of the arrays of the pending operand of a product, by index."""
         operands = find_operands(self.equation, self._inputs(arrays))
         relaid = cotangents
         if operands and pending and dense:
@@ -150,23 +150,23 @@ class DenseRead:
             if gradient is not None:
                 return {pending[0]: gradient}
             other, *relaid = _lay_rows_last(self.equation, *operands, *cotangents)
-            arrays = [other if number == dense[0] else x for number, x in enumerate(arrays)]
+            arrays = [other if index == dense[0] else x for index, x in enumerate(arrays)]
         return self._differentiate(arrays, pending, relaid, after=cotangents)
 
     def _differentiate(
-        self, arrays: Arrays, numbers: list[int], cotangents: Arrays, after: Arrays
+        self, arrays: Arrays, indices: list[int], cotangents: Arrays, after: Arrays
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of the arrays of these numbers, by number; see `_bind_dense`."""
+        """Returns the gradients of the arrays at these indices, by index; see `_bind_dense`."""
 
         def bind_replaced(*chosen: jax.Array) -> Arrays:
-            replaced = dict(zip(numbers, chosen, strict=True))
-            each = [replaced.get(number, array) for number, array in enumerate(arrays)]
+            replaced = dict(zip(indices, chosen, strict=True))
+            each = [replaced.get(index, array) for index, array in enumerate(arrays)]
             return self._floats(self._bind_dense(each, after))
 
-        if not numbers:
+        if not indices:
             return {}
-        pull_back = jax.vjp(bind_replaced, *(arrays[number] for number in numbers))[1]
-        return dict(zip(numbers, pull_back(cotangents), strict=True))
+        pull_back = jax.vjp(bind_replaced, *(arrays[index] for index in indices))[1]
+        return dict(zip(indices, pull_back(cotangents), strict=True))
 
     def _inputs(self, arrays: Sequence[jax.Array]) -> list[MaybePending]:
         """Returns the inputs of the equation, whose leaves are the arrays."""
@@ -184,7 +184,7 @@ def find_operands(
     """Returns the operands of a product of kept values and a dense array.
 
     Returns:
-      The number of the operand that is kept values, this operand, and the other one; `None` for
+      The index of the operand that is kept values, this operand, and the other one; `None` for
       other equations.
     """
     if equation.name not in PRODUCTS or len(inputs) != 2:
@@ -207,7 +207,7 @@ def _lay_rows_last(
 
     Args:
       equation: the product.
-      at: number of the operand that is kept values.
+      at: index of the operand that is kept values.
       kept: this operand.
       other: the other operand.
       cotangent: gradient of the product.
@@ -282,12 +282,12 @@ def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: To
     return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
-def _number_floats(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of the leaves that are floats: of pending arrays, and of dense ones."""
-    pending, dense, number = list[int](), list[int](), 0
+def _split_float_leaves(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
+    """Returns the indices of the leaves that are floats: of pending arrays, and of dense ones."""
+    pending, dense, index = list[int](), list[int](), 0
     for each in inputs:
         for array in jax.tree.leaves(each):
             if jnp.issubdtype(array.dtype, jnp.inexact):
-                (pending if is_pending(each) else dense).append(number)
-            number += 1
+                (pending if is_pending(each) else dense).append(index)
+            index += 1
     return pending, dense

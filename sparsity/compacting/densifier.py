@@ -86,8 +86,8 @@ class Densifier(Interpreter[MaybePending]):
         dense = zip(equation.inputs, inputs, strict=True)
         has_data = any(self._is_data(value) for value, x in dense if not is_pending(x))
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
-            numbers = range(len(equation.outputs))
-            return [Deferred(equation, number, tuple(inputs)) for number in numbers]
+            indices = range(len(equation.outputs))
+            return [Deferred(equation, index, tuple(inputs)) for index in indices]
         if operands := find_operands(equation, inputs):
             _, kept, _ = operands
             product = kept.layout.multiply(equation, *operands)

@@ -173,7 +173,7 @@ class FormatLayout(KeptLayout):
 
         Args:
           equation: the product, of two operands.
-          at: number of the operand that is kept values.
+          at: index of the operand that is kept values.
           kept: this operand.
           other: the other operand.
         """
@@ -186,7 +186,7 @@ class FormatLayout(KeptLayout):
 
         Args:
           equation: the product, see `multiply`.
-          at: number of the operand that is kept values.
+          at: index of the operand that is kept values.
           kept: this operand.
           other: the other operand.
           cotangent: gradient of the product.

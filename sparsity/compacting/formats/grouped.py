@@ -190,7 +190,7 @@ class Contraction(NamedTuple):
 def _read_contraction(product: Product, at: int, kept: KeptArray) -> Contraction:
     """Returns a dot, or a convolution that multiplies each place by one matrix."""
     roles, other = product.operands[at], product.operands[1 - at]
-    space = [axis for number, axis in product.ordered if number == 2]  # of the result
+    space = [axis for index, axis in product.ordered if index == 2]  # of the result
     places = {place: (True, kept.axes[axis]) for place, axis in product.map_result_axes(at).items()}
     places |= {place: (False, axis) for place, axis in zip(space, other.window, strict=True)}
     return Contraction(
