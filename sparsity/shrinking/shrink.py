@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.comparisons.updates import check_arguments
+from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, Tree
@@ -70,7 +70,7 @@ def shrink(
       (5, 2)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_arguments(masks, opt_state, tx)
+    check_masks_and_state(masks, opt_state, tx)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
