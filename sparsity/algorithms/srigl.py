@@ -39,7 +39,7 @@ from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.masks.positions import scatter
 from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array, num_kept, topk_mask
-from sparsity.selection.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import count_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
@@ -103,7 +103,7 @@ class SRigL(RigL):
             site.check_size(leaves[path].shape)
             shape = leaves[path].shape[site.batch_axes :] or (1,)
             if not is_traced(target) and (
-                0 < num_kept_int(math.prod(shape), float(target)) < shape[-1]
+                0 < count_kept_int(math.prod(shape), float(target)) < shape[-1]
             ):
                 raise ValueError(
                     f"{type(self).__name__} keeps a weight of every neuron at least, but a "
@@ -143,7 +143,7 @@ class SRigL(RigL):
             return None
         size = math.prod(shape[site.batch_axes :])
         neurons = (shape[site.batch_axes :] or (1,))[-1]
-        return neurons * min(size // neurons, num_kept_int(size, float(target)) // neurons)
+        return neurons * min(size // neurons, count_kept_int(size, float(target)) // neurons)
 
     def slice_rule(self) -> SliceRule | None:
         if self.min_salient is not None:
@@ -259,7 +259,7 @@ def move_fan_in(
       uint8[inputs, neurons].
     """
     inputs, neurons = grow_scores.shape
-    fan_in = min(inputs, num_kept_int(inputs * neurons, sparsity) // neurons)
+    fan_in = min(inputs, count_kept_int(inputs * neurons, sparsity) // neurons)
     is_active = positions < inputs * neurons
     k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
     kept = topk_mask(drop_scores, k, where=is_active)

@@ -40,7 +40,7 @@ from sparsity.compacting.stored_model import (
 )
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
-from sparsity.comparisons.updates import check_arguments
+from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
@@ -446,7 +446,7 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_arguments(masks, opt_state, tx)
+    check_masks_and_state(masks, opt_state, tx)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.compacting.formats.base import Kept, Token, is_kept
+from sparsity.compacting.formats.base import KeptArray, Token, is_kept
 from sparsity.programs.program import Equation
 
 
@@ -22,37 +22,37 @@ class Deferred:
 
     Attributes:
       equation: an entrywise equation, or one of layout.
-      number: number of the output.
+      output_index: index of the output.
       inputs: arrays; some are kept values, or deferred.
     """
 
     equation: Equation
-    number: int
+    output_index: int
     inputs: tuple[MaybePending, ...]
 
 
 # Kept values and deferred outputs are pending: no dense array holds them yet.
-MaybePending: TypeAlias = jax.Array | Kept | Deferred
+MaybePending: TypeAlias = jax.Array | KeptArray | Deferred
 
-jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
+jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "output_index"])
 
 
 def is_pending(array: MaybePending) -> bool:
     """Returns whether an array is kept values, or deferred."""
-    return isinstance(array, Kept | Deferred)
+    return isinstance(array, KeptArray | Deferred)
 
 
 def densify(array: MaybePending, token: Token = 0) -> jax.Array:
-    """Returns an array as a dense one, for an equation of the model; `token` as in `Kept`."""
-    if isinstance(array, Kept):
+    """Returns an array as a dense one, for an equation of the model; `token` as in `KeptArray`."""
+    if isinstance(array, KeptArray):
         return array.densify_observed(token)
     if isinstance(array, Deferred):
         inputs = [densify(each, token) for each in array.inputs]
-        return array.equation.bind(inputs)[array.number]
+        return array.equation.bind(inputs)[array.output_index]
     return array
 
 
-def kept_in(arrays: Sequence[MaybePending]) -> list[Kept]:
+def kept_in(arrays: Sequence[MaybePending]) -> list[KeptArray]:
     """Returns the kept values from which arrays are computed."""
     return list(filter(is_kept, jax.tree.leaves(list(arrays), is_leaf=is_kept)))
 

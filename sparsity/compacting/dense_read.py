@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, make_token
-from sparsity.compacting.formats.base import Kept, KeptProduct, Token
+from sparsity.compacting.formats.base import KeptArray, KeptProduct, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, is_differentiable
@@ -44,8 +44,10 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool
     is_shared = product is not None and product.kept.observer is None
     if is_shared:
         equation = _find_equal(equation)
-        # A name is a static field of `Kept`, and would make equal layers different arguments.
-        inputs = [dataclasses.replace(x, name="") if isinstance(x, Kept) else x for x in inputs]
+        # A name is a static field of `KeptArray`, and would make equal layers different arguments.
+        inputs = [
+            dataclasses.replace(x, name="") if isinstance(x, KeptArray) else x for x in inputs
+        ]
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, in_turn)
     return _bind_compiled(read, arrays) if is_shared else read.bind(arrays)
@@ -92,7 +94,7 @@ class DenseRead:
 
     def _forward(self, *arrays: jax.Array) -> Arrays:
         """Returns the outputs; dense parameters wait for the inputs that are dense already."""
-        dense = [x for x in self._inputs(arrays) if not isinstance(x, Kept | Deferred)]
+        dense = [x for x in self._inputs(arrays) if not isinstance(x, KeptArray | Deferred)]
         return self._bind_dense(arrays, dense)
 
     def _bind_dense(self, arrays: Sequence[jax.Array], after: Arrays) -> Arrays:
@@ -127,7 +129,7 @@ class DenseRead:
         Of a product, the gradient of the pending operand comes first: the other gradient waits.
         """
         cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
-        pending, dense = _number_floats(inputs)
+        pending, dense = _split_float_leaves(inputs)
         if self.equation.name in PRODUCTS and sum(map(is_pending, inputs)) == 1:
             gradients = self._differentiate_pending(arrays, pending, dense, cotangents)
             # The second dense array is not made before the gradient by the first is computed.
@@ -135,12 +137,12 @@ class DenseRead:
             gradients |= self._differentiate(arrays, dense, cotangents, after)
         else:
             gradients = self._differentiate(arrays, pending + dense, cotangents, after=cotangents)
-        return tuple(gradients.get(number) for number in range(len(arrays)))
+        return tuple(gradients.get(index) for index in range(len(arrays)))
 
     def _differentiate_pending(
         self, arrays: Arrays, pending: list[int], dense: list[int], cotangents: Arrays
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of the arrays of the pending operand of a product, by number."""
+        """Returns the gradients of the arrays of the pending operand of a product, by index."""
         product = find_kept_product(self.equation, self._inputs(arrays))
         relaid = cotangents
         if product and pending and dense:
@@ -148,23 +150,23 @@ class DenseRead:
             if gradient is not None:
                 return {pending[0]: gradient}
             other, *relaid = _lay_rows_last(product, *cotangents)
-            arrays = [other if number == dense[0] else x for number, x in enumerate(arrays)]
+            arrays = [other if index == dense[0] else x for index, x in enumerate(arrays)]
         return self._differentiate(arrays, pending, relaid, after=cotangents)
 
     def _differentiate(
-        self, arrays: Arrays, numbers: list[int], cotangents: Arrays, after: Arrays
+        self, arrays: Arrays, indices: list[int], cotangents: Arrays, after: Arrays
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of the arrays of these numbers, by number; see `_bind_dense`."""
+        """Returns the gradients of the arrays at these indices, by index; see `_bind_dense`."""
 
         def bind_replaced(*chosen: jax.Array) -> Arrays:
-            replaced = dict(zip(numbers, chosen, strict=True))
-            each = [replaced.get(number, array) for number, array in enumerate(arrays)]
+            replaced = dict(zip(indices, chosen, strict=True))
+            each = [replaced.get(index, array) for index, array in enumerate(arrays)]
             return self._floats(self._bind_dense(each, after))
 
-        if not numbers:
+        if not indices:
             return {}
-        pull_back = jax.vjp(bind_replaced, *(arrays[number] for number in numbers))[1]
-        return dict(zip(numbers, pull_back(cotangents), strict=True))
+        pull_back = jax.vjp(bind_replaced, *(arrays[index] for index in indices))[1]
+        return dict(zip(indices, pull_back(cotangents), strict=True))
 
     def _inputs(self, arrays: Sequence[jax.Array]) -> list[MaybePending]:
         """Returns the inputs of the equation, whose leaves are the arrays."""
@@ -182,7 +184,7 @@ def find_kept_product(equation: Equation, inputs: Sequence[MaybePending]) -> Kep
         return None
     at = 0 if is_pending(inputs[0]) else 1
     kept, other = inputs[at], inputs[1 - at]
-    if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
+    if not isinstance(kept, KeptArray) or isinstance(other, KeptArray | Deferred):
         return None
     return KeptProduct(equation, at, kept, other)
 
@@ -233,12 +235,12 @@ def _is_widened(equation: Equation, inputs: Sequence[MaybePending]) -> bool:
         and all(x.dtype == jnp.bfloat16 for x in (*equation.inputs, *equation.outputs))
         and equation.params["preferred_element_type"] in (None, jnp.bfloat16)
         and not any(isinstance(x, Deferred) for x in inputs)
-        and all(_widens_exactly(x) for x in inputs if isinstance(x, Kept))
+        and all(_widens_exactly(x) for x in inputs if isinstance(x, KeptArray))
         and jax.default_backend() == "cpu"
     )
 
 
-def _widens_exactly(kept: Kept) -> bool:
+def _widens_exactly(kept: KeptArray) -> bool:
     """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
     dtype = kept.layout.frozen_dtype
     is_exact = kept.frozen is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
@@ -258,7 +260,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: To
 
     wide = [
         densify(x.with_values(widen(x.read_values())), token)
-        if isinstance(x, Kept)
+        if isinstance(x, KeptArray)
         else widen(densify(x))
         for x in inputs
     ]
@@ -266,12 +268,12 @@ def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: To
     return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
-def _number_floats(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of the leaves that are floats: of pending arrays, and of dense ones."""
-    pending, dense, number = list[int](), list[int](), 0
+def _split_float_leaves(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
+    """Returns the indices of the leaves that are floats: of pending arrays, and of dense ones."""
+    pending, dense, index = list[int](), list[int](), 0
     for each in inputs:
         for array in jax.tree.leaves(each):
             if jnp.issubdtype(array.dtype, jnp.inexact):
-                (pending if is_pending(each) else dense).append(number)
-            number += 1
+                (pending if is_pending(each) else dense).append(index)
+            index += 1
     return pending, dense

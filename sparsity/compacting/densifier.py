@@ -18,7 +18,7 @@ from jax import lax
 
 from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, kept_in
 from sparsity.compacting.dense_read import Arrays, find_kept_product, read_dense
-from sparsity.compacting.formats.base import Kept
+from sparsity.compacting.formats.base import KeptArray
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, is_copy
@@ -86,8 +86,8 @@ class Densifier(Interpreter[MaybePending]):
         dense = zip(equation.inputs, inputs, strict=True)
         has_data = any(self._is_data(value) for value, x in dense if not is_pending(x))
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
-            numbers = range(len(equation.outputs))
-            return [Deferred(equation, number, tuple(inputs)) for number in numbers]
+            indices = range(len(equation.outputs))
+            return [Deferred(equation, index, tuple(inputs)) for index in indices]
         if product := find_kept_product(equation, inputs):
             result = product.kept.layout.multiply(product)
             if result is not None:
@@ -104,7 +104,7 @@ class Densifier(Interpreter[MaybePending]):
     def read_layer(
         self, array: MaybePending, stack: MaybePending, step_inputs: PyTree
     ) -> MaybePending:
-        if isinstance(array, Kept) and isinstance(stack, Kept):
+        if isinstance(array, KeptArray) and isinstance(stack, KeptArray):
             return array.layer(stack, step_inputs)
         return array
 
@@ -113,7 +113,7 @@ class Densifier(Interpreter[MaybePending]):
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
         # A layer of a scan outside is no stack that this scan can cut: its values are read first.
-        stacks = [x.with_values(x.read_values()) if isinstance(x, Kept) else x for x in stacks]
+        stacks = [x.with_values(x.read_values()) if isinstance(x, KeptArray) else x for x in stacks]
         dense = [self._densify(equation, x) for x in carry]
         return super().scan(equation, [*constants, *dense, *stacks])
 
@@ -140,7 +140,7 @@ class Densifier(Interpreter[MaybePending]):
 def _is_stack(array: MaybePending) -> bool:
     """Returns whether a scan can take the layers of an array."""
     return not is_pending(array) or (
-        isinstance(array, Kept) and array.depth > 0 and array.axes[0] == 0
+        isinstance(array, KeptArray) and array.depth > 0 and array.axes[0] == 0
     )
 
 
@@ -164,11 +164,11 @@ def _check_casts(equation: Equation, inputs: Sequence[MaybePending]) -> None:
                 )
 
 
-def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | None:
+def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
-    kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
-    if not isinstance(kept, Kept) or params.get("sharding"):
+    kept = inputs[0] if isinstance(inputs[0], KeptArray) else inputs[-1]
+    if not isinstance(kept, KeptArray) or params.get("sharding"):
         return None
     # Frozen entries are cast once, from their own dtype; two casts of the values may round twice.
     is_uncast = kept.layout.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
@@ -191,10 +191,10 @@ def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | No
     return None
 
 
-def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | None:
+def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray | None:
     """Returns a transpose, or layers of a stack, as kept values; `None` for other equations."""
     kept, params = inputs[0], equation.params
-    if not isinstance(kept, Kept):
+    if not isinstance(kept, KeptArray):
         return None
     if equation.name == "transpose":
         axes = tuple(kept.axes[axis] for axis in params["permutation"])
@@ -219,7 +219,7 @@ def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> Kept | Non
     return None
 
 
-def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
+def _slice_stack(kept: KeptArray, start: Arrays, sizes: tuple[int, ...]) -> KeptArray:
     """Returns some layers of a stack, from numbers that may be traced."""
 
     def take(array: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sparsity.compacting.deferred import MaybePending, kept_in
 from sparsity.compacting.densifier import Densifier, Record
-from sparsity.compacting.formats.base import FormatLayout, Kept, is_kept
+from sparsity.compacting.formats.base import FormatLayout, KeptArray, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row, StoredBytes
 from sparsity.core import sharding, trees
@@ -96,7 +96,7 @@ def run_stored(
 def wrap_values(
     model: StoredModel, params: Params, observers: Mapping[Path, Observer] = _NO_OBSERVERS
 ) -> PyTree:
-    """Returns the parameters with `Kept` for masked ones.
+    """Returns the parameters with `KeptArray` for masked ones.
 
     Raises:
       ValueError: a parameter is missing, or has another shape than its kept values; or a dense
@@ -202,7 +202,7 @@ def _retrace(
     leaves = jax.tree.leaves(wrapped, is_leaf=is_kept)
     leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 
-    def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
+    def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | KeptArray) -> jax.ShapeDtypeStruct:
         dense = sharding.resize_struct(struct, leaf.shape)
         if is_kept(leaf) and leaf.layout.is_quantized:  # the model casts the parameter
             return sharding.with_dtype(dense, leaf.layout.frozen_dtype)

@@ -30,7 +30,7 @@ _MOST_UPDATES = 64
 _SIGNS = 0, 0, 1, -1
 
 
-def check_arguments(
+def check_masks_and_state(
     masks: Masks, opt_state: optax.OptState | None, tx: optax.GradientTransformation | None
 ) -> None:
     """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""

@@ -259,7 +259,7 @@ def fit(sharding: Sharding, shape: Sequence[int | None]) -> Sharding:
         return sharding
     old_axes, fitted_axes = mesh_axes(sharding, len(shape)), []
     for size, names in zip(shape, old_axes, strict=False):
-        while names and (size is None or size % _count_devices(sharding, names)):
+        while names and (size is None or size % _count_devices_along(sharding, names)):
             names = names[:-1]
         fitted_axes.append(names)
     if fitted_axes == old_axes and len(sharding.spec) >= len(shape):
@@ -278,9 +278,9 @@ def with_axes(sharding: NamedSharding, axes: Sequence[tuple[str, ...]]) -> Named
     return sharding.update(spec=PartitionSpec(*specs))
 
 
-def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:
+def count_devices(sharding: NamedSharding, ndim: int) -> list[int]:
     """Returns for each axis of an array the number of devices that share it."""
-    return [_count_devices(sharding, names) for names in mesh_axes(sharding, ndim)]
+    return [_count_devices_along(sharding, names) for names in mesh_axes(sharding, ndim)]
 
 
 def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
@@ -289,5 +289,5 @@ def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
 
 
-def _count_devices(sharding: NamedSharding, names: tuple[str, ...]) -> int:
+def _count_devices_along(sharding: NamedSharding, names: tuple[str, ...]) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names)

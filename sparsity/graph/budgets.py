@@ -24,7 +24,7 @@ from sparsity.masks.affordable import CoupledBudget
 from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import read_final_sparsity
-from sparsity.programs.axes import Axis
+from sparsity.programs.axes import Variable
 from sparsity.selection.kept_counts import lowest_sparsity
 
 
@@ -132,7 +132,9 @@ class Budget(CoupledBudget):
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
-        count_small: Callable[[Mapping[Axis, Fraction]], Fraction | int] = costs.count_small_macs
+        count_small: Callable[[Mapping[Variable, Fraction]], Fraction | int] = (
+            costs.count_small_macs
+        )
         if self.quantity == "nbytes":
             count_small = functools.partial(costs.count_small_bytes, paths=paths)
         # A fractional number of channels may cost more than the integer below.

@@ -14,7 +14,7 @@ from sparsity.graph.channels.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model
-from sparsity.programs.axes import Axis, count_entries
+from sparsity.programs.axes import Axis, Variable, count_entries
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
 
@@ -56,7 +56,9 @@ class Costs:
 
         return _sum_products(self._model.program, count)
 
-    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> Quantity[N]:
+    def count_small_macs(
+        self, sizes: Mapping[Variable, N], path: Path | None = None
+    ) -> Quantity[N]:
         """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
 
         def count(equation: Equation) -> Quantity[N]:
@@ -71,7 +73,7 @@ class Costs:
             for use in self._list_largest_uses(path)
         )
 
-    def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N | int:
+    def count_small_bytes(self, sizes: Mapping[Variable, N], paths: Container[Path]) -> N | int:
         """Counts bytes of some parameters at smaller sizes of some axes."""
         return sum(
             _multiply_sizes(axes, sizes) * parameter.dtype.itemsize
@@ -113,7 +115,7 @@ def _sum_products(program: Program, count: Callable[[Equation], Quantity[N]]) ->
     return total
 
 
-def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, N]) -> N | int:
+def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Variable, N]) -> N | int:
     """Returns the product of the sizes of axes, at smaller sizes of some variables."""
     return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 

@@ -26,7 +26,7 @@ from sparsity.masks.scopes import keeps_targets, keeps_total
 from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
-from sparsity.selection.kept_counts import lowest_sparsity, num_kept_int
+from sparsity.selection.kept_counts import count_kept_int, lowest_sparsity
 
 FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
 Candidates: TypeAlias = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
@@ -171,7 +171,9 @@ class Uniform:
             }
             if keeps_total(scope) and len(shares := {*ranked.values()}) == 1:
                 # Parameters of one share count as one parameter.
-                total = num_kept_int(sum(math.prod(arrays[path].shape) for path in ranked), *shares)
+                total = count_kept_int(
+                    sum(math.prod(arrays[path].shape) for path in ranked), *shares
+                )
                 return total + sum(n for path, n in kept.items() if path not in ranked)
             return sum(kept.values())
 

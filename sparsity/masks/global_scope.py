@@ -24,7 +24,7 @@ from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_s
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import LazyScores, Ranked, Scores, num_kept, topk_masks
-from sparsity.selection.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import count_kept_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
-        k = sum(num_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
+        k = sum(count_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
         return jax.device_put(exact.split(k))
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])

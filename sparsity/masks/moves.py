@@ -15,7 +15,7 @@ from sparsity.core.exact import Words, varying_zero
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.selection import Ranked
-from sparsity.selection.kept_counts import Removed, num_kept_words
+from sparsity.selection.kept_counts import Removed, count_kept_words
 from sparsity.selection.topk import select_best
 
 
@@ -56,7 +56,7 @@ def _move_units(
 
     def dropped() -> tuple[list[jax.Array], Words]:
         kept, active = select_best(drop, Removed(fraction), across_leaves=across_leaves)
-        return kept, exact.minus(active, num_kept_words(active, fraction))
+        return kept, exact.minus(active, count_kept_words(active, fraction))
 
     def unchanged() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if across_leaves else sum(leaf.num_slices for leaf in drop), jnp.uint32)

@@ -26,7 +26,7 @@ from sparsity.core.checks import (
     check_real_array,
 )
 from sparsity.core.exact_sums import count
-from sparsity.selection.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import count_kept_int
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
@@ -162,8 +162,8 @@ class SparsityType(DataclassBase):
             leading = batch_axes + self.group_axes
             units = pool_units(self, scores, batch_axes)
             if topk_fn is None:
-                num_kept = selection.num_kept(math.prod(units.shape[leading:]), sparsity)
-                mask = selection.topk_mask(units, num_kept, batch_axes=leading)
+                k = selection.num_kept(math.prod(units.shape[leading:]), sparsity)
+                mask = selection.topk_mask(units, k, batch_axes=leading)
             else:
                 choose = topk_fn
                 for _ in range(leading):
@@ -277,10 +277,8 @@ def keep_active(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the units that stay active, and the number dropped in each slice."""
     num_active = count(active.astype(bool), range(batch_axes, active.ndim))
-    num_kept = jnp.asarray(selection.num_kept(num_active, drop_fraction))
-    return selection.topk_mask(
-        scores, num_kept, where=active, batch_axes=batch_axes
-    ), num_active - num_kept
+    k = jnp.asarray(selection.num_kept(num_active, drop_fraction))
+    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), num_active - k
 
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:
@@ -313,4 +311,4 @@ class Unstructured(SparsityType):
     def count_kept(
         self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
     ) -> int | None:
-        return num_kept_int(math.prod(shape[batch_axes:]), sparsity)
+        return count_kept_int(math.prod(shape[batch_axes:]), sparsity)

@@ -21,7 +21,7 @@ from sparsity.patterns.base import (
     pooled_dtype,
 )
 from sparsity.patterns.nm import check_axis
-from sparsity.selection.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import count_kept_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Block(SparsityType):
         if any(size % block for size, block in zip(grid.sizes, grid.block, strict=True)):
             return None  # blocks at the edges are smaller
         size, block = math.prod(shape[batch_axes:]), math.prod(grid.block)
-        return num_kept_int(size // block, sparsity) * block
+        return count_kept_int(size // block, sparsity) * block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Channel(SparsityType):
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         channels = shape[absolute_axis(self.axis, batch_axes, len(shape))]
         size = math.prod(shape[batch_axes:])
-        return num_kept_int(channels, sparsity) * (size // max(channels, 1))
+        return count_kept_int(channels, sparsity) * (size // max(channels, 1))
 
     def _list_other_axes(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
         axis = absolute_axis(self.axis, batch_axes, ndim)

@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.core.checks import as_float, check_fraction, check_int, check_values
 from sparsity.core.sharding import evaluate_now
 from sparsity.patterns.base import SparsityType
-from sparsity.selection.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import count_kept_int
 
 ROUNDING = 1e-6  # of sparsities that patterns compute
 
@@ -92,7 +92,7 @@ def entry_counter(
             slices * size * (1 - Fraction(read_final_sparsity(pattern, x, name) or 0))
         )
     units, largest = _count_units(pattern, shape, batch_axes)
-    return lambda sparsity: slices * min(size, num_kept_int(units, sparsity) * largest)
+    return lambda sparsity: slices * min(size, count_kept_int(units, sparsity) * largest)
 
 
 def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from sparsity.patterns.base import (
     pooled_dtype,
 )
 from sparsity.patterns.nm import check_axis
-from sparsity.selection.kept_counts import num_kept_int
+from sparsity.selection.kept_counts import count_kept_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class FanIn(SparsityType):
 
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         _, _, outputs, inputs = self._split_axes(shape, batch_axes)
-        return outputs * num_kept_int(math.prod(inputs), sparsity)
+        return outputs * count_kept_int(math.prod(inputs), sparsity)
 
     def _limit_group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""

@@ -83,18 +83,21 @@ class Axis:
         if self is not other:
             self._same = other
 
-    def split_variable(self, kind: JoinKind, sizes: Iterable[int]) -> list[Axis]:
+    def split_variable(self, kind: JoinKind, sizes: Iterable[int]) -> list[Variable]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, parts, None
         return parts
 
 
+Variable: TypeAlias = Axis  # an axis whose root has no parts
+AxisNumber: TypeAlias = int  # the place of an axis among those of an array
+
 # {variable: indices that stay}, with a row for each layer of a scan if layers keep different ones.
-KeptIndices: TypeAlias = Mapping[Axis, np.ndarray]
+KeptIndices: TypeAlias = Mapping[Variable, np.ndarray]
 
 
-def list_variables(axis: Axis) -> list[Axis]:
+def list_variables(axis: Axis) -> list[Variable]:
     """Returns the variables that make up an axis, in order."""
     root = axis.root
     if root.kind is None:
@@ -136,7 +139,7 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
 
 
 def label_entries(
-    axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
+    axis: Axis, variable: Variable, sizes: Mapping[Variable, int] = types.MappingProxyType({})
 ) -> np.ndarray | None:
     """Returns int[size]: for each entry of an axis the entry of a variable, -1 if there is none.
 
@@ -193,7 +196,7 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
     return index
 
 
-def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
+def count_entries(axis: Axis, sizes: Mapping[Variable, N]) -> N | int:
     """Counts the entries of an axis, at smaller sizes of some variables."""
     root = axis.root
     if not root.parts:
@@ -211,7 +214,7 @@ def _list_parts(kind: JoinKind, axis: Axis) -> list[Axis]:
     return [root] if root.size != (kind == "product") else []
 
 
-def _bind_variable(variable: Axis, axis: Axis, reason: Reason) -> None:
+def _bind_variable(variable: Variable, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
     if axis.kind and any(x is variable for x in list_variables(axis)):
         pin(axis, reason.with_detail("an axis that is a part of itself"))

@@ -47,12 +47,12 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
             n = int(counts)
             return min(n, max(1, round(n * (1 - Fraction(float(np.float32(fraction)))))))
     if one_n and int(counts) >= 2**31:
-        return _num_kept(exact.split(int(counts)), sparsity)
+        return _count_kept(exact.split(int(counts)), sparsity)
     low = jnp.asarray(n).astype(jnp.uint32)
-    return num_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
+    return count_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
-def num_kept_int(n: int, sparsity: float) -> int:
+def count_kept_int(n: int, sparsity: float) -> int:
     """Returns `num_kept` of Python numbers."""
     kept = num_kept(n, sparsity)
     assert isinstance(kept, int)
@@ -79,7 +79,7 @@ def lowest_sparsity(fits: Callable[[float], bool]) -> float:
 
 
 @jax.jit
-def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
+def _count_kept(n: Words, sparsity: chex.Numeric) -> Words:
     sparsity = jnp.asarray(sparsity, jnp.float32)
     sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0)
     bits = lax.bitcast_convert_type(sparsity, jnp.uint32)
@@ -98,9 +98,9 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     return exact.choose(exact.at_least(kept, one), kept, one)
 
 
-def num_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
+def count_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
     """Returns `num_kept` of a traced number that may be 2**31 and more."""
-    return _num_kept(n, sparsity)
+    return _count_kept(n, sparsity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,5 +117,5 @@ class Removed:
 def limit_kept(n: Words, k: Words | Removed) -> Words:
     """Returns the number of units to keep of n: k, but at most n."""
     if isinstance(k, Removed):
-        return num_kept_words(n, k.fraction)
+        return count_kept_words(n, k.fraction)
     return exact.choose(exact.at_least(k, n), n, k)

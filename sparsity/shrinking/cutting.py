@@ -20,6 +20,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.programs.axes import AxisNumber
 from sparsity.shrinking.dead import mark_kept
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
@@ -42,7 +43,7 @@ class CutParameter:
 
     name: str
     shape: tuple[int, ...]
-    axes: Mapping[int, np.ndarray]
+    axes: Mapping[AxisNumber, np.ndarray]
     mask: jax.Array | None = None
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -59,15 +60,15 @@ class CutParameter:
         return array
 
 
-Cuts: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
+CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
 
 
-def describe_cuts(
+def list_cut_parameters(
     graph: Graph,
     params: Params,
-    kept: Mapping[Path, Mapping[int, np.ndarray]],
+    kept: Mapping[Path, Mapping[AxisNumber, np.ndarray]],
     masks: Mapping[Path, jax.Array],
-) -> Cuts:
+) -> CutParameters:
     """Returns the cut of each parameter, by its path in a tree of params.
 
     Args:
@@ -85,14 +86,14 @@ def describe_cuts(
     }
 
 
-def cut_params(cuts: Cuts, params: Tree) -> Tree:
+def cut_params(cuts: CutParameters, params: Tree) -> Tree:
     """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
     return trees.map_matched(
         lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
     )
 
 
-def cut_masks(cuts: Cuts, small_params: Params) -> Masks:
+def cut_masks(cuts: CutParameters, small_params: Params) -> Masks:
     """Cuts the masks: uint8, placed like the smaller parameters.
 
     The mask of a parameter without masked entries is `None`.
@@ -111,7 +112,7 @@ def cut_masks(cuts: Cuts, small_params: Params) -> Masks:
         return trees.map_matched(cut, trees.only_arrays(small_params))
 
 
-def cut_state(cuts: Cuts, params: Params, small_params: Params, state: PyTree) -> PyTree:
+def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: PyTree) -> PyTree:
     """Cuts the leaves of an optimizer's state that belong to cut parameters.
 
     Raises:
@@ -142,7 +143,7 @@ def cut_state(cuts: Cuts, params: Params, small_params: Params, state: PyTree) -
 
 
 def compare_small_updates(
-    tx: optax.GradientTransformation, params: Params, cuts: Cuts, state: PyTree
+    tx: optax.GradientTransformation, params: Params, cuts: CutParameters, state: PyTree
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
 
@@ -241,7 +242,7 @@ def _check_outside_cuts(path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> N
 
 def _find_average_axes(
     owner: CutParameter, shape: tuple[int, ...]
-) -> Mapping[int, np.ndarray] | None:
+) -> Mapping[AxisNumber, np.ndarray] | None:
     """Returns the cut axes of a factored moment, which averages its parameter over one axis.
 
     Returns `None` if that axis loses entries, or if shapes do not determine the axis.
@@ -258,7 +259,7 @@ def _find_average_axes(
     return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
 
 
-def _cut_array(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
+def _cut_array(array: jax.Array, axes: Mapping[AxisNumber, np.ndarray]) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
@@ -274,7 +275,7 @@ def _cut_array(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
 
 
 def _take_all_on_host(
-    array: PyTree, axes: Mapping[int, np.ndarray], target: Sharding | None = None
+    array: PyTree, axes: Mapping[AxisNumber, np.ndarray], target: Sharding | None = None
 ) -> PyTree:
     return NotImplemented if target is not None else _take_along_axes(array, axes)  # of a mesh
 
@@ -282,14 +283,14 @@ def _take_all_on_host(
 @host.instead(_take_all_on_host)
 @functools.partial(jax.jit, static_argnames="target")
 def _take_all(
-    array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None = None
+    array: jax.Array, axes: Mapping[AxisNumber, jax.Array], target: Sharding | None = None
 ) -> jax.Array:
     array = _take_bits(array, axes)
     return array if target is None else jax.lax.with_sharding_constraint(array, target)
 
 
 @jax.custom_jvp
-def _take_bits(array: jax.Array, axes: Mapping[int, jax.Array]) -> jax.Array:
+def _take_bits(array: jax.Array, axes: Mapping[AxisNumber, jax.Array]) -> jax.Array:
     """Takes entries as integers: XLA adds zeros of other devices, and -0.0 + 0.0 is 0.0."""
     if jnp.iscomplexobj(array):
         return jax.lax.complex(_take_bits(array.real, axes), _take_bits(array.imag, axes))
@@ -302,12 +303,12 @@ def _take_bits(array: jax.Array, axes: Mapping[int, jax.Array]) -> jax.Array:
 
 @_take_bits.defjvp
 def _take_tangents(
-    primals: tuple[jax.Array, Mapping[int, jax.Array]], tangents: tuple[jax.Array, PyTree]
+    primals: tuple[jax.Array, Mapping[AxisNumber, jax.Array]], tangents: tuple[jax.Array, PyTree]
 ) -> tuple[jax.Array, jax.Array]:
     return _take_bits(*primals), _take_along_axes(tangents[0], primals[1])
 
 
-def _take_along_axes(array: PyTree, axes: Mapping[int, PyTree]) -> PyTree:
+def _take_along_axes(array: PyTree, axes: Mapping[AxisNumber, PyTree]) -> PyTree:
     for axis, index in axes.items():
         array = take(array, index, axis)
     return array

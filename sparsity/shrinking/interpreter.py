@@ -18,7 +18,7 @@ from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.removal.shared_entries import SharedEntry
-from sparsity.programs.axes import Axis, KeptIndices, count_entries, find_kept_indices
+from sparsity.programs.axes import KeptIndices, Variable, count_entries, find_kept_indices
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
@@ -43,7 +43,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         self._shared_entries = removal.shared_entries if kept_indices else {}
         self._keeps_rules = True  # of calls, for derivatives
         # The row of `kept_indices` for the layer of a step.
-        self._layer_indices: dict[Axis, jax.Array] = {}
+        self._layer_indices: dict[Variable, jax.Array] = {}
         self._needed_values = {
             x for entry in self._shared_entries.values() for x in entry.list_values()
         }
@@ -160,7 +160,7 @@ class CutInterpreter(Interpreter[jax.Array]):
         )
         return step
 
-    def _list_layered_variables(self, scan: Equation) -> list[Axis]:
+    def _list_layered_variables(self, scan: Equation) -> list[Variable]:
         """Returns the variables whose kept entries differ between layers of a scan."""
         lengths = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
         return [v for v, length in lengths.items() if length == scan.length]

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.comparisons.updates import check_arguments
+from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, Tree
@@ -70,10 +70,10 @@ def shrink(
       (5, 2)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_arguments(masks, opt_state, tx)
+    check_masks_and_state(masks, opt_state, tx)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
-    cuts = cutting.describe_cuts(graph, params, plan.kept, by_path)
+    cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
@@ -103,7 +103,7 @@ def _find_replicated(
     for key_path, leaf in trees.leaves_by_path(params).items():
         old_sharding = getattr(leaf, "sharding", None)
         if isinstance(old_sharding, NamedSharding) and leaf.shape != small[key_path].shape:
-            for axis, count in enumerate(sharding.num_devices(old_sharding, leaf.ndim)):
+            for axis, count in enumerate(sharding.count_devices(old_sharding, leaf.ndim)):
                 if small[key_path].shape[axis] % count:
                     replicated[parameters[key_path].path, axis] = count
     return replicated

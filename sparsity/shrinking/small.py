@@ -17,7 +17,7 @@ from sparsity.core.pictures import draw_bars, pick_pair
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph, Parameter
 from sparsity.graph.channels.cuts import solve_kept_indices
-from sparsity.programs.axes import Axis
+from sparsity.programs.axes import Variable
 from sparsity.reports import time_in_turn
 from sparsity.shrinking.plan import Plan
 from sparsity.training.base_updater import BaseUpdater
@@ -228,7 +228,7 @@ class Small(Generic[Tree]):
         return notes
 
     @functools.cached_property
-    def _sizes(self) -> dict[Axis, int]:
+    def _sizes(self) -> dict[Variable, int]:
         """Sizes of the variables that lose entries."""
         kept_indices = solve_kept_indices(self.before.removal.list_parameter_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in kept_indices.items()}

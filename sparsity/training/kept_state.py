@@ -35,7 +35,7 @@ from sparsity.masks.slice_layout import KeptLayout
 Positions: TypeAlias = PyTree  # int32[*batch, k]
 Layouts: TypeAlias = PyTree  # `KeptLayout`
 KeptTree: TypeAlias = PyTree  # `KeptParameter`
-Moves: TypeAlias = PyTree  # `Move`
+SlotMaps: TypeAlias = PyTree  # `SlotMap`
 
 
 class KeptState(NamedTuple):
@@ -89,7 +89,7 @@ class KeptParameter:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Move:
+class SlotMap:
     """Maps each slot of a parameter under its new mask to the slot under the old one.
 
     Not a pytree, so that trees hold it as a leaf.
@@ -171,37 +171,37 @@ def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks, count: chex.N
     return trees.map_matched(scatter_update, updates, kept, masks, role="updates")
 
 
-def find_moves(kept: KeptTree, old_masks: Masks) -> Moves:
-    """Returns a `Move` for each masked parameter.
+def find_slot_maps(kept: KeptTree, old_masks: Masks) -> SlotMaps:
+    """Returns a `SlotMap` for each masked parameter.
 
     Args:
       kept: tree of `KeptParameter`, under the new masks.
       old_masks: tree of the masks before the update, not packed.
     """
 
-    def move(_: trees.KeyPath, each: KeptParameter, mask: PyTree) -> Move:
+    def map_slots(_: trees.KeyPath, each: KeptParameter, mask: PyTree) -> SlotMap:
         fn, param = slots_of_positions, each.param
-        return Move(each, *each.layout.map_slices(fn, param, mask, each.positions))
+        return SlotMap(each, *each.layout.map_slices(fn, param, mask, each.positions))
 
-    return trees.map_matched(move, kept, old_masks)
+    return trees.map_matched(map_slots, kept, old_masks)
 
 
-def carry(state: PyTree, fresh: PyTree, moves: Moves) -> PyTree:
+def carry(state: PyTree, fresh: PyTree, slot_maps: SlotMaps) -> PyTree:
     """Moves the optimizer state of entries that stay to their new slots; others start afresh.
 
     Args:
       state: state of the inner optimizer, of kept entries.
       fresh: the same from `init`, for the new masks.
-      moves: result of `find_moves`.
+      slot_maps: result of `find_slot_maps`.
     """
 
-    def moved(move: Move | None, old: PyTree, new: PyTree) -> PyTree:
-        if move is None or jnp.shape(old) != move.kept.layout.kept_shape:
+    def moved(slot_map: SlotMap | None, old: PyTree, new: PyTree) -> PyTree:
+        if slot_map is None or jnp.shape(old) != slot_map.kept.layout.kept_shape:
             return old
-        param, map_slices = move.kept.param, move.kept.layout.map_slices
-        return map_slices(carry_values, param, move.slots, move.stays, old, new)
+        param, map_slices = slot_map.kept.param, slot_map.kept.layout.map_slices
+        return map_slices(carry_values, param, slot_map.slots, slot_map.stays, old, new)
 
-    return owners.map_owned(moved, moves, state, fresh)
+    return owners.map_owned(moved, slot_maps, state, fresh)
 
 
 def find_sharding(array: PyTree) -> NamedSharding | None:
@@ -213,7 +213,7 @@ def find_sharding(array: PyTree) -> NamedSharding | None:
 def count_parts(array: PyTree) -> tuple[int, ...]:
     """Returns the number of parts that a mesh makes of an array along each axis."""
     placed, ndim = find_sharding(array), jnp.ndim(array)
-    return (1,) * ndim if placed is None else tuple(sharding.num_devices(placed, ndim))
+    return (1,) * ndim if placed is None else tuple(sharding.count_devices(placed, ndim))
 
 
 def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:

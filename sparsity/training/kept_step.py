@@ -36,7 +36,7 @@ from sparsity.training.kept_state import (
     carry,
     check_sharding,
     find_kept,
-    find_moves,
+    find_slot_maps,
     gather,
     read_kept,
     scatter_updates,
@@ -100,11 +100,11 @@ class KeptStep(Step):
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
         kept = find_kept(params, new.masks, self._find_stored_layouts(new, inputs))
-        moves = find_moves(kept, unpack_masks(old_bits, params))
+        slot_maps = find_slot_maps(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
-        grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
+        grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
         fresh = self.inner.init(without_grown(values, grown, are_packed=False))
-        inner_state = carry(new.inner_state.state, fresh, moves)
+        inner_state = carry(new.inner_state.state, fresh, slot_maps)
         return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
 
     def transform(

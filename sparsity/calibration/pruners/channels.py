@@ -55,7 +55,7 @@ class ReaderChannels(Coupled):
 
     def scored_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that add to the importance of groups with a sparsity."""
-        groups = self._place_groups(params, sparsities)
+        groups = self.place_groups(params, sparsities)
         return {key_path for group in groups for key_path, _, _ in group.scored}
 
     def choose_masks(
@@ -75,16 +75,16 @@ class ReaderChannels(Coupled):
           sparsities: tree of sparsities, `None` for leaves without one.
           extra: more arrays for `choose`.
         """
-        groups = self._place_groups(tree, sparsities)
-        numbers = [*map(self._count_by_sparsity, groups)]
-        return self._make_masks(
+        groups = self.place_groups(tree, sparsities)
+        numbers = [*map(self.count_by_sparsity, groups)]
+        return self.make_masks(
             groups, lambda leaves, arrays: choose(groups, leaves, *arrays), [tree], (numbers, extra)
         )
 
     def _warn_of_few(self, masks: Masks, sparsities: Sparsities) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""
         by_path = trees.leaves_by_path(masks)
-        for group in self._place_groups(masks, sparsities):
+        for group in self.place_groups(masks, sparsities):
             (key_path, axis, positions), layers = group.members[0], group.channels.layers
             if is_traced(by_path[key_path]):
                 continue

@@ -142,5 +142,5 @@ def _prune_by_sweep(
         swept = sweep(weights.T, factor, size, n, sparsity, group)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = squares.solve(prune_matrix, weights, square_matrices=factors)
+    pruned, mask = squares.map_matrices(prune_matrix, weights, square_matrices=factors)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

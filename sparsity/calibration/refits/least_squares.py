@@ -117,7 +117,7 @@ def _refit_by_xla(
     def refit_matrix(*arrays: jax.Array) -> jax.Array:
         return _refit_matrix(solve, dense.dtype, *arrays)
 
-    return statistic.solve(refit_matrix, dense, pruned, mask).astype(dense.dtype)
+    return statistic.map_matrices(refit_matrix, dense, pruned, mask).astype(dense.dtype)
 
 
 def _read_supports(masks: jax.Array) -> tuple[int, bool]:

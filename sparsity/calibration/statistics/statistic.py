@@ -126,7 +126,7 @@ class Statistic:
         moved = matrices.reshape([shape[axis] for axis in axes])
         return moved.transpose(np.argsort(axes))
 
-    def solve(
+    def map_matrices(
         self, fn: Callable[..., T], *params: jax.Array, square_matrices: jax.Array | None = None
     ) -> T:
         """Returns parameters that `fn` computes from the matrices of real ones and their Grams.
@@ -142,8 +142,8 @@ class Statistic:
         for _ in square_matrices.shape[:-2]:
             fn = jax.vmap(fn)
         wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]
-        solved = fn(*map(self.to_matrices, wide), square_matrices.astype(dtype))
-        return jax.tree.map(lambda x: self.from_matrices(x, params[0].shape), solved)
+        results = fn(*map(self.to_matrices, wide), square_matrices.astype(dtype))
+        return jax.tree.map(lambda x: self.from_matrices(x, params[0].shape), results)
 
     def add_batch_axes(self, site: Site, shape: tuple[int, ...]) -> Statistic:
         """Returns the statistic with all batch axes of the site among its batch axes.

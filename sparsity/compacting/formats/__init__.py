@@ -1,6 +1,6 @@
 """Formats of kept values: one class each, and their table.
 
-- `base.py` says what a format defines, and holds `Kept`, the arrays of a parameter.
+- `base.py` says what a format defines, and holds `KeptArray`, the arrays of a parameter.
 - `values.py`, `grouped.py`, `slices.py` and `dense.py` hold a format each.
 - `grouped_products.py` multiplies groups, and `find_groups.py` finds groups in a mask.
 - `narrow_dtypes.py` stores and reads numbers of less than 32 bits.

@@ -1,7 +1,7 @@
 """Formats of kept values: what a format must say, and a parameter that has one.
 
 A format is a subclass of `FormatLayout` in `sparsity.compacting.formats`. A `FormatLayout` holds
-shapes, and a `Kept` the arrays.
+shapes, and a `KeptArray` the arrays.
 """
 
 from __future__ import annotations
@@ -135,20 +135,20 @@ class FormatLayout(KeptLayout):
         frozen: jax.Array | None = None,
         name: str = "params",
         observer: Observer | None = None,
-    ) -> Kept:
+    ) -> KeptArray:
         """Returns kept values with their positions."""
         axes = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return Kept(values, positions, frozen, observer, self, axes, name)
+        return KeptArray(values, positions, frozen, observer, self, axes, name)
 
     # Programs
 
-    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
-          token: see `Kept.densify`.
-          keep_bits: see `Kept.densify`; `Values` reads the flag.
+          token: see `KeptArray.densify`.
+          keep_bits: see `KeptArray.densify`; `Values` reads the flag.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
         if kept.frozen is None or self.frozen_dtype is None:
@@ -162,7 +162,7 @@ class FormatLayout(KeptLayout):
         outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
         return self.scatter_slice(kept.values, kept.positions + start, outside)
 
-    def find_dense(self, kept: Kept) -> jax.Array | None:
+    def find_dense(self, kept: KeptArray) -> jax.Array | None:
         """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
         return None
 
@@ -252,7 +252,7 @@ class FormatLayout(KeptLayout):
         placed = getattr(like, "sharding", None)
         if not isinstance(placed, NamedSharding):
             return jnp.asarray(array)
-        counts = sharding.num_devices(placed, len(self.shape))
+        counts = sharding.count_devices(placed, len(self.shape))
         axes = [*self.stack, *(self.order[len(self.stack) + i] for i in self.divisible_axes)]
         sizes = dict(zip(axes, self.kept_shape, strict=False))
         # Size 1 stands for axes that values do not have: a mesh may not divide these.
@@ -270,7 +270,7 @@ class FormatLayout(KeptLayout):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
+class KeptArray:
     """A masked array as the values that the mask keeps: a parameter, or layers of one.
 
     Attributes:
@@ -382,7 +382,7 @@ class Kept:
 
 
 jax.tree_util.register_dataclass(
-    Kept, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
+    KeptArray, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
 )
 
 
@@ -391,17 +391,17 @@ class KeptProduct(NamedTuple):
 
     Attributes:
       equation: the product, of two operands.
-      kept_index: number of the operand that is kept values.
+      kept_index: index of the operand that is kept values.
       kept: this operand.
       other: the other operand.
     """
 
     equation: Equation
     kept_index: int
-    kept: Kept
+    kept: KeptArray
     other: jax.Array
 
 
-def is_kept(node: object) -> TypeGuard[Kept]:
+def is_kept(node: object) -> TypeGuard[KeptArray]:
     """Returns whether a node of a tree is kept values: an `is_leaf` of `jax.tree`."""
-    return isinstance(node, Kept)
+    return isinstance(node, KeptArray)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter
+from sparsity.compacting.formats.base import FormatLayout, KeptArray, MaskedParameter
 from sparsity.masks.slice_layout import SliceLayout
 
 
@@ -29,7 +29,7 @@ class Dense(FormatLayout):
     def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
 
-    def find_dense(self, kept: Kept) -> jax.Array | None:
+    def find_dense(self, kept: KeptArray) -> jax.Array | None:
         if not kept.is_plain:
             return None
         # XLA removes a selection of equal arrays, which takes no pass over the parameter; its

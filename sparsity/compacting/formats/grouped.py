@@ -13,7 +13,13 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.formats import grouped_products
-from sparsity.compacting.formats.base import FormatLayout, Kept, KeptProduct, MaskedParameter, Token
+from sparsity.compacting.formats.base import (
+    FormatLayout,
+    KeptArray,
+    KeptProduct,
+    MaskedParameter,
+    Token,
+)
 from sparsity.compacting.formats.find_groups import find_groups
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
@@ -96,7 +102,7 @@ class Grouped(FormatLayout):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
         return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
@@ -171,7 +177,7 @@ def _to_matrices(array: AnyArray, stack: tuple[int, ...], inputs: tuple[int, ...
 class Contraction(NamedTuple):
     """A product as a dot of the kept values with the other operand.
 
-    Axes of the parameter are those of `Kept.sizes`.
+    Axes of the parameter are those of `KeptArray.sizes`.
 
     Attributes:
       summed: {axis of the parameter: axis of the other operand} that are summed over.
@@ -186,10 +192,10 @@ class Contraction(NamedTuple):
     result: tuple[tuple[bool, int], ...]
 
 
-def _read_contraction(product: Product, at: int, kept: Kept) -> Contraction:
+def _read_contraction(product: Product, at: int, kept: KeptArray) -> Contraction:
     """Returns a dot, or a convolution that multiplies each place by one matrix."""
     roles, other = product.operands[at], product.operands[1 - at]
-    space = [axis for number, axis in product.ordered if number == 2]  # of the result
+    space = [axis for index, axis in product.ordered if index == 2]  # of the result
     places = {place: (True, kept.axes[axis]) for place, axis in product.map_result_axes(at).items()}
     places |= {place: (False, axis) for place, axis in zip(space, other.window, strict=True)}
     return Contraction(
@@ -221,7 +227,7 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
     return lax.slice(image, [0] * image.ndim, image.shape, steps)
 
 
-def _sums_all_inputs(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
+def _sums_all_inputs(contraction: Contraction, kept: KeptArray, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed, inputs = {*contraction.summed}, {*range(kept.depth, kept.depth + num_inputs)}
     sums_inputs = summed <= inputs and all(kept.sizes[i] == 1 for i in inputs - summed)
@@ -229,7 +235,7 @@ def _sums_all_inputs(contraction: Contraction, kept: Kept, num_inputs: int) -> b
 
 
 def _contract(
-    equation: Equation, contraction: Contraction, kept: Kept, num_inputs: int, other: jax.Array
+    equation: Equation, contraction: Contraction, kept: KeptArray, num_inputs: int, other: jax.Array
 ) -> jax.Array:
     """Brings the other operand to [*stack, rows, inputs], and the result to its own axes."""
     summed, stacked, free, result = contraction

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.formats.base import FormatLayout, Kept, MaskedParameter, Token
+from sparsity.compacting.formats.base import FormatLayout, KeptArray, MaskedParameter, Token
 from sparsity.compacting.formats.narrow_dtypes import unsigned_like
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType
@@ -32,7 +32,7 @@ class Values(FormatLayout):
         k = positions.shape[-1]
         return cls(mask.shape, stack, slice_kept_shape=(k,), padding=padding), positions
 
-    def densify_slice(self, kept: Kept, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
         has_bits = jnp.issubdtype(kept.values.dtype, jnp.floating)  # complex numbers have none
         has_bits = has_bits and kept.values.dtype == self.frozen_dtype
         if not keep_bits or kept.frozen is None or not has_bits:

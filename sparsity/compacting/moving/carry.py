@@ -20,7 +20,7 @@ from sparsity.masks.positions import carry_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StoredMove:
+class PositionChange:
     """Old and new positions of a parameter; takes values, and moments like them, to the new ones.
 
     Attributes:
@@ -74,7 +74,7 @@ class StoredMove:
 
 
 def carry_state(
-    moves: Mapping[Path, StoredMove],
+    changes: Mapping[Path, PositionChange],
     params: Params,
     state: PyTree,
     fresh: PyTree | None,
@@ -83,7 +83,7 @@ def carry_state(
     """Moves parameters and the state of their optimizer to new positions.
 
     Args:
-      moves: a move for each masked parameter that moves.
+      changes: the change of positions of each masked parameter that moves.
       params: tree of parameters; new entries start at 0.
       state: state of the optimizer.
       fresh: state of new entries, `None` for 0.
@@ -92,27 +92,29 @@ def carry_state(
     Returns:
       The new positions by path, the parameters, and the state.
     """
-    move_tree = trees.map_matched(lambda path, _: moves.get(trees.path_names(path)), params)
-    kept, starts = ({move: list[PyTree]() for move in moves.values()} for _ in range(2))
+    change_tree = trees.map_matched(lambda path, _: changes.get(trees.path_names(path)), params)
+    kept, starts = ({change: list[PyTree]() for change in changes.values()} for _ in range(2))
 
-    def collect(move: StoredMove | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
-        is_kept = move is not None and jnp.shape(leaf) == move.layout.kept_shape
-        if move is not None and is_kept:
-            kept[move].append(leaf)
-            starts[move].append(start)
+    def collect(
+        change: PositionChange | None, leaf: jax.Array, start: jax.Array | None = None
+    ) -> bool:
+        is_kept = change is not None and jnp.shape(leaf) == change.layout.kept_shape
+        if change is not None and is_kept:
+            kept[change].append(leaf)
+            starts[change].append(start)
         return is_kept
 
-    kept_params = owners.map_owned(collect, move_tree, params)
+    kept_params = owners.map_owned(collect, change_tree, params)
     fresh_states = () if fresh is None else (fresh,)
-    kept_state = owners.map_owned(collect, move_tree, state, *fresh_states)
+    kept_state = owners.map_owned(collect, change_tree, state, *fresh_states)
     positions, moved, values = {}, {}, list[jax.Array]()
-    for path, move in moves.items():
-        token = make_token([*values, *kept[move]]) if in_turn else 0
-        positions[path], values = move.carry(kept[move], starts[move], token)
-        moved[move] = iter(values)
+    for path, change in changes.items():
+        token = make_token([*values, *kept[change]]) if in_turn else 0
+        positions[path], values = change.carry(kept[change], starts[change], token)
+        moved[change] = iter(values)
 
-    def replace(move: StoredMove | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
-        return next(moved[move]) if move is not None and is_kept else leaf
+    def replace(change: PositionChange | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
+        return next(moved[change]) if change is not None and is_kept else leaf
 
-    params = owners.map_owned(replace, move_tree, params, kept_params)
-    return positions, params, owners.map_owned(replace, move_tree, state, kept_state)
+    params = owners.map_owned(replace, change_tree, params, kept_params)
+    return positions, params, owners.map_owned(replace, change_tree, state, kept_state)

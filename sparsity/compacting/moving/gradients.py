@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.moving.mover import Mover, SliceArrays, move_all
+from sparsity.compacting.moving.mask_update import MaskUpdate, SliceArrays, move_all
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.core.trees import Path
@@ -29,18 +29,18 @@ _BASE = 2**16
 
 
 def move_by_gradient(
-    movers: Mapping[Path, Mover],
+    mask_updates: Mapping[Path, MaskUpdate],
     slices: Mapping[Path, SliceArrays],
     loss: Callable[[Mapping[Path, Observer]], jax.Array],
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of all parameters, ranked by gradients; see `read_positions`.
 
     Args:
-      movers: mask updates by path.
+      mask_updates: mask updates by path.
       slices: slices by path.
       loss: the loss of the model whose parameters have these observers.
     """
-    observers = {path: _observe_gradient(mover) for path, mover in movers.items()}
+    observers = {path: _observe_gradient(mask_update) for path, mask_update in mask_updates.items()}
 
     def run(results: list[jax.Array]) -> jax.Array:
         pairs = zip(observers.items(), results, strict=True)
@@ -52,18 +52,20 @@ def move_by_gradient(
     at_once = {
         path
         for path, value in zip(observers, program.inputs, strict=True)
-        if movers[path].rule is not None and _count_reads(program, value) == 1
+        if mask_updates[path].rule is not None and _count_reads(program, value) == 1
     }
     mapped = _zero_from(traced.consts)
-    for path, mover in movers.items():
+    for path, mask_update in mask_updates.items():
         if path in at_once:
             each = slices[path]
-            observers[path] = _observe_positions(mover, each._replace(step=each.step + mapped))
+            observers[path] = _observe_positions(
+                mask_update, each._replace(step=each.step + mapped)
+            )
         else:
-            arrays = jnp.broadcast_to(mapped, mover.layout.batch_shape)
+            arrays = jnp.broadcast_to(mapped, mask_update.layout.batch_shape)
             observers[path] = dataclasses.replace(observers[path], arrays=arrays)
     moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
-    by_dense_gradient = {path: movers[path] for path in movers if path not in at_once}
+    by_dense_gradient = {path: mask_updates[path] for path in mask_updates if path not in at_once}
     return moved | move_all(by_dense_gradient, slices, moved)
 
 
@@ -82,13 +84,13 @@ def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
     return zero
 
 
-def _observe_positions(mover: Mover, slices: SliceArrays) -> Observer:
+def _observe_positions(mask_update: MaskUpdate, slices: SliceArrays) -> Observer:
     """Returns the observer that finds new positions, which leave as float32 numbers."""
-    layout = mover.part_layout
+    layout = mask_update.part_layout
     is_small = math.prod(layout.shape) + math.prod(layout.kept_shape) < _EXACT
 
     def find(part: SliceArrays, gradient: jax.Array) -> jax.Array:
-        new = mover.move(part, gradient)
+        new = mask_update.move(part, gradient)
         digits = [new] if is_small else [new % _BASE, new // _BASE]
         return jnp.stack(digits, axis=-1).astype(jnp.float32)
 
@@ -104,9 +106,9 @@ def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
     return sum((each * _BASE for each in high), start=low).astype(dtype)
 
 
-def _observe_gradient(mover: Mover) -> Observer:
+def _observe_gradient(mask_update: MaskUpdate) -> Observer:
     """Returns the observer that returns dense gradients, axes in the order of the layout."""
-    layout = mover.layout
+    layout = mask_update.layout
     shape = *layout.batch_shape, *layout.slice_shape
     return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.moving.carry import StoredMove, carry_state
+from sparsity.compacting.moving.carry import PositionChange, carry_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
-from sparsity.compacting.moving.make_movers import make_movers
-from sparsity.compacting.moving.mover import move_all
+from sparsity.compacting.moving.make_mask_updates import make_mask_updates
+from sparsity.compacting.moving.mask_update import move_all
 from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.comparisons.updates import read_state
 from sparsity.core import trees
@@ -63,7 +63,7 @@ def move_masks(
 
     Raises:
       ValueError: the state needs `tx`, or is that of another optimizer; or masks cannot move, see
-        `make_movers`.
+        `make_mask_updates`.
     """
     leaves, treedef = jax.tree.flatten(loss)
     arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
@@ -96,7 +96,7 @@ def _move_masks(
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
-    movers = make_movers(pruner, model.graph.model.example[0], dict(model.layouts))
+    mask_updates = make_mask_updates(pruner, model.graph.model.example[0], dict(model.layouts))
     values, positions = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
@@ -104,31 +104,33 @@ def _move_masks(
         def apply(params: Params, *args: PyTree) -> PyTree:
             return run_stored(model, jax.lax.stop_gradient(params), *args)
 
-        masked = {path: values[path] for path in movers}
+        masked = {path: values[path] for path in mask_updates}
         direct = differentiate_directly(
             lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
         )
     slices = {
-        path: mover.make_slices(values[path], positions[path], training.count, direct.get(path))
-        for path, mover in movers.items()
+        path: mask_update.make_slices(
+            values[path], positions[path], training.count, direct.get(path)
+        )
+        for path, mask_update in mask_updates.items()
     }
     if loss is None:
-        new = move_all(movers, slices)
+        new = move_all(mask_updates, slices)
     else:
         new = move_by_gradient(
-            movers,
+            mask_updates,
             slices,
             lambda observers: loss(
                 functools.partial(run_stored, model, observers=observers), params
             ),
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
-    moves = {
-        path: StoredMove(layout, positions[path], new[path])
+    changes = {
+        path: PositionChange(layout, positions[path], new[path])
         for path, layout in model.layouts
-        if path in movers
+        if path in mask_updates
     }
-    new, params, opt_state = carry_state(moves, params, opt_state, fresh, model.in_turn)
+    new, params, opt_state = carry_state(changes, params, opt_state, fresh, model.in_turn)
     return _replace_leaves(model.indices, new), params, opt_state
 
 

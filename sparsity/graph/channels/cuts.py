@@ -14,19 +14,21 @@ from sparsity.graph.channels.groups import ParameterAxes
 from sparsity.graph.traced_model import Parameter
 from sparsity.programs.axes import (
     Axis,
+    AxisNumber,
     KeptIndices,
+    Variable,
     count_entries,
     find_kept_indices,
     label_entries,
     list_variables,
 )
 
-AxisSizes: TypeAlias = dict[Axis, int]
-AxisArrays: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # {path: {axis: array}}
+AxisSizes: TypeAlias = dict[Variable, int]
+AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisNumber, np.ndarray]]  # {path: {axis: array}}
 
 
 @runtime_checkable
-class Cut(Protocol):
+class PlanLike(Protocol):
     """The indices that stay along all axes that lose some, such as a `sparsity.Plan`.
 
     Attributes:
@@ -43,9 +45,9 @@ class Cut(Protocol):
 
 def list_kept_indices(
     parameters: ParameterAxes, kept_indices: KeptIndices
-) -> dict[Path, dict[int, np.ndarray]]:
-    """Returns `Cut.kept` from the kept entries of each variable that loses some."""
-    kept: dict[Path, dict[int, np.ndarray]] = {}
+) -> dict[Path, dict[AxisNumber, np.ndarray]]:
+    """Returns `PlanLike.kept` from the kept entries of each variable that loses some."""
+    kept: dict[Path, dict[AxisNumber, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             index = find_kept_indices(axis, kept_indices)
@@ -54,7 +56,7 @@ def list_kept_indices(
     return kept
 
 
-def solve_kept_indices(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
+def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variable, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -62,7 +64,7 @@ def solve_kept_indices(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.nda
         keeps only some of the indices that belong together.
     """
     by_path = {parameter.path: (parameter, axes) for parameter, axes in parameters}
-    kept: dict[Axis, np.ndarray] = {}
+    kept: dict[Variable, np.ndarray] = {}
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
@@ -77,7 +79,7 @@ def solve_kept_indices(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.nda
     return kept
 
 
-def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Axis, np.ndarray]:
+def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Variable, np.ndarray]:
     """Returns the entries of each variable of an axis that appear at some indices of the axis.
 
     Args:
@@ -85,7 +87,7 @@ def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Axis, np.ndarray]:
       index: [indices], or [layers, indices]; a variable has entries for each layer, too. Layers
         that keep different numbers of its entries leave it out.
     """
-    kept: dict[Axis, np.ndarray] = {}
+    kept: dict[Variable, np.ndarray] = {}
     for variable in list_variables(axis):
         labels = label_entries(axis, variable)
         if labels is None or variable.size == 1:
@@ -114,7 +116,7 @@ def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
 
 
 def solve_sizes(
-    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: PlanLike | None = None
 ) -> AxisSizes:
     """Returns the sizes of all variables that lose entries.
 
@@ -174,7 +176,7 @@ class _SizeEquation(NamedTuple):
         """True if the axis has lost no entries."""
         return self.parameter.shape[self.number] == self.size
 
-    def list_unknowns(self, sizes: AxisSizes) -> list[Axis]:
+    def list_unknowns(self, sizes: AxisSizes) -> list[Variable]:
         """Returns the variables that may lose entries and whose sizes are not solved yet."""
         variables = dict.fromkeys(list_variables(self.axis))
         return [v for v in variables if v.pin is None and v not in sizes]
@@ -201,7 +203,7 @@ def _solve_equations(equations: Sequence[_SizeEquation]) -> AxisSizes:
     return sizes
 
 
-def _solve_size(axis: Axis, variable: Axis, sizes: AxisSizes, size: int) -> int:
+def _solve_size(axis: Axis, variable: Variable, sizes: AxisSizes, size: int) -> int:
     """Returns the size of a variable at which an axis has this size, or the nearest one."""
     candidates = range(1, variable.size)
     return 1 + bisect.bisect_left(

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph.traced_model import Parameter
-from sparsity.programs.axes import Axis, Reason, label_entries, list_variables
+from sparsity.programs.axes import Axis, AxisNumber, Reason, Variable, label_entries, list_variables
 
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
@@ -37,7 +37,7 @@ class ChannelGroup:
     size: int
     members: tuple[tuple[Path, int], ...]
     positions: tuple[np.ndarray, ...]
-    variable: Axis = dataclasses.field(repr=False)
+    variable: Variable = dataclasses.field(repr=False)
     layers: int = 0
 
 
@@ -70,10 +70,10 @@ class Channels(NamedTuple):
 
 def find_channels(
     parameters: ParameterAxes,
-    unproven: Mapping[Axis, Reason],
-    output_axes: Mapping[Path, set[int]],
-    window_axes: Mapping[Path, set[int]],
-    num_layers: Mapping[Axis, int],
+    unproven: Mapping[Variable, Reason],
+    output_axes: Mapping[Path, set[AxisNumber]],
+    window_axes: Mapping[Path, set[AxisNumber]],
+    num_layers: Mapping[Variable, int],
 ) -> Channels:
     """Returns the groups that can be removed, and the refused axes.
 
@@ -114,7 +114,7 @@ def find_channels(
 
 
 def find_positions(
-    axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
+    axis: Axis, variable: Variable, sizes: Mapping[Variable, int] = types.MappingProxyType({})
 ) -> np.ndarray:
     """Returns int[size, n]: where each entry of a variable lies along an axis, at these sizes."""
     entries = label_entries(axis, variable, sizes)
@@ -125,7 +125,7 @@ def find_positions(
 
 
 def resize_groups(
-    groups: list[ChannelGroup], parameters: ParameterAxes, sizes: Mapping[Axis, int]
+    groups: list[ChannelGroup], parameters: ParameterAxes, sizes: Mapping[Variable, int]
 ) -> list[ChannelGroup]:
     """Returns the groups of channels in a smaller model, at these sizes of some axes.
 
@@ -153,8 +153,8 @@ def resize_groups(
 
 
 def _find_refusals(
-    parameters: ParameterAxes, unproven: Mapping[Axis, Reason]
-) -> dict[Axis, Reason]:
+    parameters: ParameterAxes, unproven: Mapping[Variable, Reason]
+) -> dict[Variable, Reason]:
     """Returns the variables that cannot lose entries, and why."""
     refusals = dict(unproven)
     for parameter, axes in parameters:
@@ -172,9 +172,11 @@ def _find_refusals(
     return refusals
 
 
-def _find_members(parameters: ParameterAxes) -> dict[Axis, list[tuple[Parameter, int, Axis]]]:
+def _find_members(
+    parameters: ParameterAxes,
+) -> dict[Variable, list[tuple[Parameter, AxisNumber, Axis]]]:
     """Returns {variable: the axes of parameters along which its entries lie}."""
-    members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
+    members: dict[Variable, list[tuple[Parameter, AxisNumber, Axis]]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             for variable in dict.fromkeys(list_variables(axis)):

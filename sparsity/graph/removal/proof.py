@@ -22,14 +22,15 @@ from sparsity.graph.removal.shared_entries import (
     find_shared_entry,
 )
 from sparsity.programs import entrywise
-from sparsity.programs.axes import Axis, Reason, list_variables
+from sparsity.programs.axes import AxisNumber, Reason, Variable, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
 
-RemovedEntry: TypeAlias = tuple[int, Axis]  # an axis, and the variable that loses entries
+# An axis, and the variable that loses entries.
+RemovedEntry: TypeAlias = tuple[AxisNumber, Variable]
 
 
 class Constants:
@@ -102,17 +103,17 @@ class Proof(Flow[Constants]):
     ):
         super().__init__()
         self._coupling = coupling
-        self._free: dict[Value, list[list[Axis]]] = {}
+        self._free: dict[Value, list[list[Variable]]] = {}
         self._program = program  # or the body, or the rule, that is followed
         self._available: dict[Equation, AvailableValues] = {}
-        self.refused: dict[Axis, Reason] = {}
+        self.refused: dict[Variable, Reason] = {}
         self.shared_entries: dict[Equation, SharedEntry] = {}
         for value, masked_entries in masked.items():
             entries = [entry for entry in self._list_free_entries(value) if entry in masked_entries]
             self.facts[value] = Constants(dict.fromkeys(entries, 0.0))
         self.run(program)
 
-    def _list_free_variables(self, value: Value) -> list[list[Axis]]:
+    def _list_free_variables(self, value: Value) -> list[list[Variable]]:
         """Returns for each axis the variables that the first pass did not pin."""
         if value not in self._free:
             axes = self._coupling.axes(value)
@@ -216,7 +217,7 @@ class Proof(Flow[Constants]):
             Constants() if is_empty else _reduce_constants(equation.name, reduced)
         )
 
-    def _note_shared_entry(self, reduction: Equation, axis: int, variable: Axis) -> bool:
+    def _note_shared_entry(self, reduction: Equation, axis: AxisNumber, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
@@ -226,7 +227,7 @@ class Proof(Flow[Constants]):
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False
 
-        def find_constant(value: Value, axis: int) -> float | None:
+        def find_constant(value: Value, axis: AxisNumber) -> float | None:
             fact = self.fact(value)
             return fact.everywhere if axis < 0 else fact[axis, variable]
 
@@ -263,7 +264,7 @@ class Proof(Flow[Constants]):
             self.facts[output] = _join_fill(constants, rule.fill(equation))
 
     def _meet_inputs(
-        self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Axis
+        self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Variable
     ) -> float | None:
         """Returns the constant of all inputs at removed entries of a variable, if there is one."""
         constants = [
@@ -281,7 +282,7 @@ class Proof(Flow[Constants]):
         product, values = read_product(equation), equation.inputs
 
         def find_factors(
-            operand: int, axis: int, variable: Axis
+            operand: int, axis: AxisNumber, variable: Variable
         ) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
             constants = [self.fact(values[number]) for number in (operand, 1 - operand)]

@@ -15,11 +15,11 @@ from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.proof import Proof
 from sparsity.graph.removal.shared_entries import SharedEntry
 from sparsity.graph.traced_model import Model, Parameter
-from sparsity.programs.axes import Axis, Reason, list_variables
+from sparsity.programs.axes import Axis, AxisNumber, Reason, Variable, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 
-_ProofResult: TypeAlias = tuple[dict[Axis, Reason], dict[Equation, SharedEntry]]
+_ProofResult: TypeAlias = tuple[dict[Variable, Reason], dict[Equation, SharedEntry]]
 
 
 class Removal:
@@ -35,7 +35,7 @@ class Removal:
         # Results of proofs, without the facts from which they follow.
         self._proofs: dict[frozenset[tuple[object, ...]], _ProofResult] = {}
 
-    def list_members(self) -> set[tuple[Path, int]]:
+    def list_members(self) -> set[tuple[Path, AxisNumber]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
         return {member for group in self.channels.groups for member in group.members}
 
@@ -49,8 +49,8 @@ class Removal:
         return Coupling(self._model)
 
     def find_unproven(
-        self, masked: Mapping[Path, Collection[tuple[int, Axis]]]
-    ) -> dict[Axis, Reason]:
+        self, masked: Mapping[Path, Collection[tuple[AxisNumber, Variable]]]
+    ) -> dict[Variable, Reason]:
         """Returns the variables whose removal differs from masking, and why.
 
         Each variable is proven by itself: its masked entries prove nothing about another variable.
@@ -65,7 +65,9 @@ class Removal:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
         return self._prove(self._maskable_entries)[1]
 
-    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> _ProofResult:
+    def _prove(
+        self, masked: Mapping[Path, Collection[tuple[AxisNumber, Variable]]]
+    ) -> _ProofResult:
         """Returns `refused` and `shared_entries` of a proof; removed entries are 0."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
@@ -87,7 +89,7 @@ class Removal:
         }
 
     @functools.cached_property
-    def _maskable_entries(self) -> dict[Path, set[tuple[int, Axis]]]:
+    def _maskable_entries(self) -> dict[Path, set[tuple[AxisNumber, Variable]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {
             parameter.path: {(i, v) for i, axis in enumerate(axes) for v in list_variables(axis)}
@@ -99,8 +101,8 @@ class Removal:
     @functools.cached_property
     def channels(self) -> Channels:
         """The channels that can be removed, and the axes that have none."""
-        output_axes: dict[Path, set[int]] = {}
-        window_axes: dict[Path, set[int]] = {}
+        output_axes: dict[Path, set[AxisNumber]] = {}
+        window_axes: dict[Path, set[AxisNumber]] = {}
         for use in self._uses:
             if use.primitive in PRODUCTS:
                 output_axes.setdefault(use.path, set()).update(use.output)
@@ -113,13 +115,13 @@ class Removal:
         )
 
 
-def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Axis, int]:
+def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Variable, int]:
     """Returns {variable: number of layers} where layers of a scan may keep different entries.
 
     A scan runs one program on layer after layer of stacked arrays. Channels that live within a
     layer, as hidden units do, may differ between layers; channels of the carry may not.
     """
-    layers: dict[Axis, int] = {}
+    layers: dict[Variable, int] = {}
     for scan in program.flat_equations():
         if scan.name != "scan":
             continue
@@ -136,7 +138,9 @@ def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Axis, 
     return layers
 
 
-def _is_within_layers(program: Program, coupling: Coupling, variable: Axis, steps: Axis) -> bool:
+def _is_within_layers(
+    program: Program, coupling: Coupling, variable: Variable, steps: Axis
+) -> bool:
     """Returns whether all arrays with a variable are stacks of layers, or lie within the layers.
 
     Args:

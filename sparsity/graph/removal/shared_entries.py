@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from sparsity.programs import entrywise
+from sparsity.programs.axes import AxisNumber
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
@@ -37,7 +38,7 @@ class SharedEntry:
     """
 
     value: Value
-    axis: int
+    axis: AxisNumber
     constant: float | None = None
     maker: Equation | None = None
     inputs: Sequence[SharedEntry] = ()
@@ -51,7 +52,7 @@ class SharedEntry:
 
 def find_shared_entry(
     value: Value,
-    axis: int,
+    axis: AxisNumber,
     available: AvailableValues,
     find_constant: Callable[[Value, int], float | None],
     may_be_nan: Callable[[Value], bool],
@@ -66,15 +67,15 @@ def find_shared_entry(
         for the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
     """
-    results: dict[tuple[Value, int], SharedEntry | None] = {}
+    results: dict[tuple[Value, AxisNumber], SharedEntry | None] = {}
 
-    def find(value: Value, axis: int) -> SharedEntry | None:
+    def find(value: Value, axis: AxisNumber) -> SharedEntry | None:
         key = value, axis
         if key not in results:
             results[key] = compute(value, axis) if len(results) < _MAX_EQUATIONS else None
         return results[key]
 
-    def compute(value: Value, axis: int) -> SharedEntry | None:
+    def compute(value: Value, axis: AxisNumber) -> SharedEntry | None:
         constant = find_constant(value, axis)
         if constant is not None:
             return None if math.isnan(constant) else SharedEntry(value, axis, constant)

@@ -18,7 +18,7 @@ from sparsity.core.checks import DataclassBase, check_bool, check_int, check_num
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
-from sparsity.graph.channels.cuts import Cut, solve_sizes
+from sparsity.graph.channels.cuts import PlanLike, solve_sizes
 from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope.placed import (
@@ -34,7 +34,7 @@ from sparsity.masks import BatchAxes, PatternChoice, TopkFn, TreeScope
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
-from sparsity.programs.axes import Axis
+from sparsity.programs.axes import Variable
 from sparsity.selection import compute_array, num_kept
 
 ChannelCounts: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
@@ -91,7 +91,7 @@ class Coupled(DataclassBase):
     across: bool | Literal["nbytes"] = False
     round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
     min_channels: int | None = None
-    plan: Cut | None = None
+    plan: PlanLike | None = None
 
     takes_signed_scores: ClassVar[bool] = True
 
@@ -109,7 +109,7 @@ class Coupled(DataclassBase):
             check_int("min_channels", self.min_channels, 1)
         if not callable(self.round_to):
             check_int("round_to", self.round_to, 1)
-        if self.plan is not None and not isinstance(self.plan, Cut):
+        if self.plan is not None and not isinstance(self.plan, PlanLike):
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
@@ -127,21 +127,21 @@ class Coupled(DataclassBase):
 
     def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the parameters that get masks: all members of groups with a sparsity."""
-        groups = self._place_groups(params, sparsities)
+        groups = self.place_groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
-    def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
+    def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Variable, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
         """
-        groups = self._place_groups(params, sparsities)
+        groups = self.place_groups(params, sparsities)
         numbers = zip(groups, self._count_kept(groups), strict=True)
         return {group.full.variable: Fraction(float(n)) for group, n in numbers}
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
-        groups = self._place_groups(scores, sparsities)
+        groups = self.place_groups(scores, sparsities)
         cost = self._count_cost(groups, scores) if self.across else None
 
         def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
@@ -151,7 +151,7 @@ class Coupled(DataclassBase):
             return mask_best(groups, importance, numbers)
 
         limits = self._count_kept(groups), [*map(self._count_least, groups)]
-        return self._make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
+        return self.make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -161,7 +161,7 @@ class Coupled(DataclassBase):
         sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
         groups = [
             group
-            for group in self._place_groups(drop, sparsities)
+            for group in self.place_groups(drop, sparsities)
             if all(path in present for path, _, _ in group.members)
         ]
 
@@ -174,7 +174,7 @@ class Coupled(DataclassBase):
             growing = [rank_channels(x) for x in self._sum_importance(groups, grow)]
             return move_units(ranked, growing, fraction)
 
-        return self._make_masks(groups, move, [masks, drop, grow], drop_fraction)
+        return self.make_masks(groups, move, [masks, drop, grow], drop_fraction)
 
     # Hooks of subclasses.
 
@@ -200,7 +200,7 @@ class Coupled(DataclassBase):
 
     # Groups as they lie in a tree.
 
-    def _place_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
+    def place_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.parameters.match(tree)
@@ -234,7 +234,7 @@ class Coupled(DataclassBase):
         shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
-    def _make_masks(
+    def make_masks(
         self,
         groups: Sequence[PlacedGroup],
         choose: Callable[..., list[jax.Array]],
@@ -262,15 +262,15 @@ class Coupled(DataclassBase):
         # Lists, because jax sorts the keys of a dict, and paths have no order.
         leaves = [[compute_array(table[path]) for path in paths] for table in tables]
 
-        def make_masks(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
+        def spread_chosen(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
             by_path = [dict(zip(paths, arrays, strict=True)) for arrays in leaves]
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
         place = host.find_place(leaves, extra) if is_on_host else None
         if place is not None:
-            masks = place.put(make_masks(*host.to_numpy((leaves, extra))))
+            masks = place.put(spread_chosen(*host.to_numpy((leaves, extra))))
         elif paths:
-            masks = sharding.shard_like(leaves[0], make_masks, leaves, extra)
+            masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
             masks = map(sharding.place_like, leaves[0], masks)
         else:
             masks = []
@@ -295,10 +295,10 @@ class Coupled(DataclassBase):
 
     def _count_kept(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
         """Counts the channels that stay of each group, or may stay under `across`."""
-        count = self._count_allowed if self.across else self._count_by_sparsity
+        count = self._count_allowed if self.across else self.count_by_sparsity
         return [count(group) for group in groups]
 
-    def _count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
+    def count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels of a group that stay by its sparsity."""
         count_before_limits = num_kept(group.full.size, group.sparsity)
         return self._limit_count(group, count_before_limits, self._count_least(group))

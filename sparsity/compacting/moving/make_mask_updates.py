@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import chex
 
 from sparsity.compacting.formats.base import FormatLayout
-from sparsity.compacting.moving.mover import Mover
+from sparsity.compacting.moving.mask_update import MaskUpdate
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, keeps_targets, moves_per_slice
@@ -16,9 +16,9 @@ from sparsity.training.hooks import SliceRule
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
-def make_movers(
+def make_mask_updates(
     updater: UpdaterHooks, example: PyTree, layouts: Mapping[Path, FormatLayout]
-) -> dict[Path, Mover]:
+) -> dict[Path, MaskUpdate]:
     """Returns the mask updates of all masked parameters but those that keep all entries.
 
     Args:
@@ -33,7 +33,7 @@ def make_movers(
     _check_updater(updater)
     sites = updater.sites(example)
     targets = trees.leaves_by_path(updater.compute_targets(example, sites))
-    rule, movers = updater.slice_rule(), {}
+    rule, mask_updates = updater.slice_rule(), {}
     for path in trees.leaves_by_path(example):
         names = trees.path_names(path)
         if names in layouts:
@@ -42,8 +42,10 @@ def make_movers(
             _check_site(updater, sites[path], layout, target)
             if layout.num_kept and not layout.is_full:  # or nothing to drop, or to grow
                 each = rule if rule is not None and _can_follow(rule, layout, sites[path]) else None
-                movers[names] = Mover(updater, example, sites, target, path, layout, each)
-    return movers
+                mask_updates[names] = MaskUpdate(
+                    updater, example, sites, target, path, layout, each
+                )
+    return mask_updates
 
 
 def _can_follow(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:

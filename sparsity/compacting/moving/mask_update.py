@@ -50,7 +50,7 @@ class SliceArrays(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Mover:
+class MaskUpdate:
     """Mask update of one parameter.
 
     Attributes:
@@ -247,27 +247,27 @@ class Mover:
 
 
 def move_all(
-    movers: Mapping[Path, Mover],
+    mask_updates: Mapping[Path, MaskUpdate],
     slices: Mapping[Path, SliceArrays],
     gradients: Mapping[Path, jax.Array] = MappingProxyType({}),
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of parameters, slice by slice, by one program for equal shapes.
 
     Args:
-      movers: mask updates by path.
+      mask_updates: mask updates by path.
       slices: slices by path.
       gradients: dense gradients, where a loss gives them; axes in the order of the layout.
     """
     kinds: dict[Hashable, list[Path]] = {}
-    for path, mover in movers.items():
+    for path, mask_update in mask_updates.items():
         arrays = slices[path], gradients.get(path)
-        kind = mover.program_key(), jax.tree.structure(arrays)
-        kinds.setdefault(path if mover.rule is None else kind, []).append(path)
+        kind = mask_update.program_key(), jax.tree.structure(arrays)
+        kinds.setdefault(path if mask_update.rule is None else kind, []).append(path)
     new: dict[Path, jax.Array] = {}
     for paths in kinds.values():
         each = [(slices[path], gradients.get(path)) for path in paths]
         likes = [slices[path].positions for path in paths]
-        moved = sharding.shard_like(likes, movers[paths[0]].move_alike, each)
+        moved = sharding.shard_like(likes, mask_updates[paths[0]].move_alike, each)
         new |= zip(paths, moved, strict=True)
     return new
 
