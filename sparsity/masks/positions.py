@@ -97,9 +97,7 @@ def scatter(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
     """Returns zeros [n] with values at some positions.
 
     The zeros wait for the positions: XLA on CPUs begins a program with its buffers of zeros, and
-    would hold those of all parameters at once. Without the promise that no position comes twice,
-    XLA on GPUs under `--xla_gpu_deterministic_ops` flattens the positions of all slices under
-    `vmap`, and writes those of n or more into the next slice.
+    would hold those of all parameters at once.
 
     Args:
       n: number of entries.
@@ -107,10 +105,27 @@ def scatter(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
       values: [k], or a scalar.
     """
     zero = jnp.min(positions, initial=0).astype(jnp.result_type(values))
-    at = positions.astype(jnp.int32)
-    at = jnp.where(at < n, at, n + jnp.arange(len(at), dtype=jnp.int32))  # no padding comes twice
-    places = jnp.broadcast_to(zero, n).at[at]
+    places = jnp.broadcast_to(zero, n).at[number_padding(positions, n)]
     return places.set(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+
+def number_padding(positions: jax.Array, n: int) -> jax.Array:
+    """Returns positions, int32[..., k], in whose rows no padding comes twice.
+
+    So a scatter may promise that its positions are unique. Without this promise XLA on GPUs under
+    `--xla_gpu_deterministic_ops` flattens the positions of all slices under `vmap`, and writes
+    those of n or more into the next slice.
+
+    Args:
+      positions: integers [..., k]; those of n or more are padding.
+      n: number of entries.
+
+    Example:
+      >>> number_padding(jnp.array([1, 4, 4]), 4)
+      Array([1, 5, 6], dtype=int32)
+    """
+    at = positions.astype(jnp.int32)
+    return jnp.where(at < n, at, n + jnp.arange(at.shape[-1], dtype=jnp.int32))
 
 
 def map_rows(fn: Callable[..., PyTree], *rows: jax.Array) -> PyTree:

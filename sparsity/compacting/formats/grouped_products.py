@@ -27,6 +27,7 @@ from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
 from sparsity.core.sharding import explicit_sharding, fit, mesh_axes, vary_alike
 from sparsity.core.trees import PyTree, is_array
+from sparsity.masks.positions import number_padding
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -130,9 +131,8 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
     def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
         # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
         # buffers of zeros, and with copies of values that are written twice.
-        at = _widen(indices)
+        at = number_padding(indices, inputs)
         zero = jnp.min(at, initial=0)
-        at = jnp.where(at < inputs, at, inputs + jnp.arange(at.shape[1]))  # no padding comes twice
         empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
         places = empty.at[at, jnp.arange(groups)[:, None]]
         waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)

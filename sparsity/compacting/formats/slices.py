@@ -19,6 +19,7 @@ import numpy as np
 from sparsity.compacting.formats.base import FormatLayout, KeptProduct, MaskedParameter
 from sparsity.compacting.formats.find_groups import list_kept
 from sparsity.core.sharding import explicit_sharding
+from sparsity.masks.positions import number_padding
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.programs.products import read_product
 
@@ -83,8 +84,7 @@ class WholeSlices(FormatLayout):
         return np.where(at < slices.shape[axis], values, np.zeros((), slices.dtype))
 
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
-        at, size = positions.astype(jnp.int32), self.slice_shape[self.axis]
-        at = jnp.where(at < size, at, size + jnp.arange(len(at)))  # no padding comes twice
+        at = number_padding(positions, self.slice_shape[self.axis])
         slices = flat.reshape(self.slice_shape).at[(*[slice(None)] * self.axis, at)]
         dense = slices.set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
         return dense.reshape(-1)
