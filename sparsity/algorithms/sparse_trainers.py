@@ -138,7 +138,7 @@ class DropAndGrow(SparseTraining):
         "calculate_scores": "get_drop_scores or get_grow_scores",
         "create_masks": "new_masks, or get_initial_masks for the first masks",
     }
-    config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
+    config_keys: ClassVar[Mapping[str, str]] = {"drop_fraction": "drop_fraction_fn"}
     schedule_type: ClassVar[str] = "periodic"
 
     def check_fields(self) -> None:

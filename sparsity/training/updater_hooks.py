@@ -89,8 +89,8 @@ class UpdaterHooks(DataclassBase):
         False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
-      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
-        these keys to fields.
+      config_keys: class attribute: maps keys of configurations beyond the fields to the fields that
+        `read_config` makes of them.
     """
 
     scheduler: Schedule = NoUpdateSchedule()
@@ -113,7 +113,7 @@ class UpdaterHooks(DataclassBase):
     needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
-    config_keys: ClassVar[tuple[str, ...]] = ()
+    config_keys: ClassVar[Mapping[str, str]] = {}
     unused_hooks: ClassVar[Mapping[str, str]] = {}
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
