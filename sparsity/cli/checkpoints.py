@@ -34,14 +34,13 @@ class CheckpointFormat:
       is_format_at: returns whether what exists at a path has the format.
       read: returns the tree of a checkpoint, with a `StoredArray` for each array and `None` for
         other values; may raise any exception that a damaged checkpoint leads to.
-      write: `write(source, target, changed)` writes a copy with other values for some arrays;
-        `None` for a format that can only be inspected.
+      write: `write(source, target, changed)` writes a copy with other values for some arrays.
       find_foreign_files: returns the files of a folder that are not part of the checkpoint.
     """
 
     is_format_at: Callable[[Path], bool]
     read: Callable[[Path], PyTree]
-    write: Callable[[Path, Path, Changes], None] | None = None
+    write: Callable[[Path, Path, Changes], None]
     find_foreign_files: Callable[[Path], list[str]] = lambda path: []
 
 
@@ -129,7 +128,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
     if exists:
         _check_replaced(source, target)
     if source.exists():
-        _find_writer(source)
+        _find_format(source)
 
 
 def write(source: Path, target: Path, changed: Changes, *, overwrite: bool) -> None:
@@ -141,7 +140,7 @@ def write(source: Path, target: Path, changed: Changes, *, overwrite: bool) -> N
     with writing(target), temporary_folder(target) as folder:
         new, old = folder / f"new{target.suffix}", folder / "old"
         with reading(source):
-            _find_writer(source)(source, new, changed)
+            _find_format(source).write(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there
         try:
             if target.is_dir():  # no folder takes the place of one that is not empty
@@ -175,13 +174,3 @@ def _find_format(path: Path) -> CheckpointFormat:
         if file_format.is_format_at(path):
             return file_format
     raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
-
-
-def _find_writer(source: Path) -> Callable[[Path, Path, Changes], None]:
-    write_copy = _find_format(source).write
-    if write_copy is None:
-        raise ValueError(
-            f"{source} has a format that can be inspected and not written. Save the checkpoint in "
-            "another format first."
-        )
-    return write_copy
