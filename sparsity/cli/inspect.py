@@ -73,6 +73,7 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
         if compressor:
             compressed += len(compressor.compress(piece.view(np.uint8)))
     bits = np.concatenate(packed)
+    mask = np.unpackbits(bits, count=array.size).view(bool).reshape(array.shape)
     nonzeros = int(np.bitwise_count(bits).sum())
     return {
         "shape": list(array.shape),
@@ -80,7 +81,7 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
         "size": array.size,
         "nonzeros": nonzeros,
         "sparsity": _compute_sparsity(nonzeros, array.size),
-        "patterns": find_patterns(bits, array.shape),
+        "patterns": find_patterns(mask),
         "bytes": {
             "dense": array.nbytes,
             "bitmask": bits.size + nonzeros * array.dtype.itemsize,
