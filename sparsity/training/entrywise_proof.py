@@ -276,6 +276,5 @@ def _is_same(one: PyTree, other: PyTree) -> bool:
         return False
     if jnp.issubdtype(jnp.result_type(one), jax.dtypes.prng_key):
         one, other = jax.random.key_data(one), jax.random.key_data(other)
-    one, other = np.asarray(one), np.asarray(other)
-    is_nan = one.dtype.kind in "fc" and np.isnan(one) & np.isnan(other)
-    return bool(np.all((one == other) | is_nan))
+    one = np.asarray(one)
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")

@@ -58,10 +58,10 @@ def restart_regrown(
       The new state and the packed mask of the weights that have grown.
     """
 
-    def grow(_: trees.KeyPath, bits: PyTree, old: PyTree) -> PyTree:
-        return bits & ~old
-
-    grown = trees.map_matched(grow, pack_masks(new.masks, params), old_bits, role="new masks")
+    new_bits = pack_masks(new.masks, params)
+    grown = trees.map_matched(
+        lambda _, bits, old: bits & ~old, new_bits, old_bits, role="new masks"
+    )
     regrown = unpack_masks(grown, params)
     # All later code, the new masks included, reads the packed mask of grown weights. The compiler
     # then sees the last read of the old masks, and writes the new masks in their place. Otherwise

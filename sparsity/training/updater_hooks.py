@@ -387,14 +387,13 @@ def is_overridden(
     return getattr(hook, "__func__", hook) is not getattr(base, name)
 
 
-def takes_stored_scores(updater: UpdaterHooks) -> bool:
-    """Returns whether an updater overrides `create_masks`, which then gets no lazy scores."""
-    return is_overridden(updater, "create_masks")
-
-
 def choose_draw(updater: UpdaterHooks, weights: PyTree) -> Draw:
-    """Returns the function that draws the random scores that an updater's `create_masks` gets."""
-    return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
+    """Returns the function that draws the random scores that an updater's `create_masks` gets.
+
+    An override of `create_masks` gets stored scores.
+    """
+    is_stored = is_overridden(updater, "create_masks")
+    return generate_random_scores if is_stored else make_draw(weights)
 
 
 def score_weights(
@@ -409,7 +408,7 @@ def score_weights(
         scores and hooks get no `draw`.
     """
     hook, grads = updater.calculate_scores, inputs.grads
-    if not takes_stored_scores(updater):
+    if not is_overridden(updater, "create_masks"):  # which takes stored scores
         if sparse_state is None:
             scores = masks_lib.host_scores(hook, inputs.weights, grads)
         else:
