@@ -73,8 +73,7 @@ class SparseTraining(BaseUpdater):
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
         scores = choose_draw(self, params)(params, self.rng_seed)
-        inputs = self.make_inputs(params, sites=sites)
-        targets = target_sparsities
+        inputs, targets = self.make_inputs(params, sites=sites), target_sparsities
         return inputs.create_masks(self.create_masks, scores, targets, targets)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from sparsity.cli import msgpack, npz, orbax, safetensors
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
-from sparsity.core.checks import unique_keys
 from sparsity.core.files import reading, temporary_folder, writing
 from sparsity.core.names import explain_syntax, matches
 from sparsity.core.trees import PyTree
@@ -73,16 +72,6 @@ def read(path: Path) -> PyTree:
     file_format = _find_format(path)
     with reading(path):
         return file_format.read(path)
-
-
-def arrays_by_name(tree: PyTree) -> dict[str, StoredArray]:
-    """Returns the arrays of a tree by their paths, joined by '/'.
-
-    Raises:
-      ValueError: the paths of two arrays are the same text.
-    """
-    leaves = trees.leaves_by_path(tree)
-    return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
 def filter_leaves(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:

@@ -28,7 +28,7 @@ def find_patterns(mask: np.ndarray) -> list[str]:
       >>> find_patterns(np.array([[1, 0, 1, 0], [0, 0, 1, 1]], bool))
       ['nm_2,4,-1']
     """
-    ones = np.count_nonzero(mask)
+    ones = int(np.count_nonzero(mask))
     if ones in (0, mask.size):
         return []
     patterns = _find_units(mask)

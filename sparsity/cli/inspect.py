@@ -14,6 +14,7 @@ from sparsity.cli.detect import find_patterns
 from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import extras, trees
+from sparsity.finetuning.entries import arrays_by_name
 
 ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
 EXAMPLES = """\
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a row for each array of a checkpoint, and their sum."""
-    arrays = checkpoints.arrays_by_name(checkpoints.read(arguments.path))
+    arrays = arrays_by_name(checkpoints.read(arguments.path))
     selected = checkpoints.filter_leaves(arrays, arguments.filter)
     zstd = _load_zstd()
     reports = {name: describe_array(array, zstd) for name, array in selected.items()}

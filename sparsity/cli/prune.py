@@ -20,6 +20,7 @@ from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath
+from sparsity.finetuning.entries import arrays_by_name
 from sparsity.patterns import SparsityType
 from sparsity.patterns.base import REMEDY
 from sparsity.training.base_updater import ALGORITHM_REGISTRY
@@ -104,7 +105,7 @@ def _prune(
     }
     updater = api.create_updater_from_config(config)
     tree = checkpoints.read(arguments.source)
-    selected = checkpoints.filter_leaves(checkpoints.arrays_by_name(tree), arguments.filter)
+    selected = checkpoints.filter_leaves(arrays_by_name(tree), arguments.filter)
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )

@@ -201,11 +201,7 @@ class UpdaterHooks(DataclassBase):
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
         masked = masks_lib.adapt_scope(self.scope).masked_paths(params, target_sparsities)
-
-        def start(path: trees.KeyPath, param: jax.Array) -> jax.Array | None:
-            return ones_like(param) if path in masked else None
-
-        return trees.map_matched(start, params)
+        return trees.map_matched(lambda path, x: ones_like(x) if path in masked else None, params)
 
     def create_masks(
         self,
