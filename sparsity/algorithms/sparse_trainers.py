@@ -197,7 +197,6 @@ class DropAndGrow(SparseTraining):
                 "drop_fraction and drop_fraction_fn exclude each other: give one of them."
             )
         fraction = fields.pop("drop_fraction", 0.3)
-        check_fraction("drop_fraction", fraction)
         end = find_last_update(fields["scheduler"]) or None  # a cosine takes a step at least
         return {"drop_fraction_fn": DropFraction(fraction, end)} | fields
 

@@ -55,13 +55,13 @@ class StrategyEntry(NamedTuple):
 
     epoch: int
     is_global: bool
-    rules: Rule | dict[str | tuple[str, ...], Rule]
+    rules: Rule | dict[str | trees.Path, Rule]
 
-    def find_rule(self, names: tuple[str, ...], param: PyTree, batch_axes: int) -> Rule | None:
+    def find_rule(self, path: trees.Path, param: PyTree, batch_axes: int) -> Rule | None:
         """Returns the rule of a weight, or `None` if the weight stays unchanged."""
         if isinstance(self.rules, Rule):
             return self.rules if param.ndim - batch_axes > 1 else None
-        prefixes = (names[:end] for end in range(len(names), 0, -1))
+        prefixes = (path[:end] for end in range(len(path), 0, -1))
         keys = (key for prefix in prefixes for key in _list_keys(prefix))
         return next((self.rules[key] for key in keys if key in self.rules), None)
 
@@ -71,7 +71,7 @@ class StrategyEntry(NamedTuple):
             return
         paths = trees.leaves_by_names(weights)
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
-        owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
+        owners: dict[trees.Path, str | trees.Path] = {}
         for key in self.rules:
             matching = [prefix for prefix in prefixes if key in _list_keys(prefix)]
             place = f"{key!r} in the strategy of epoch {self.epoch}"
@@ -97,9 +97,9 @@ class Stage(NamedTuple):
     sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
-def _list_keys(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
+def _list_keys(path: trees.Path) -> tuple[str | trees.Path, ...]:
     """Returns the keys that name a layer."""
-    return names, "/".join(names), "-".join(names)
+    return path, "/".join(path), "-".join(path)
 
 
 def parse(strategy: object) -> dict[int, StrategyEntry]:

@@ -194,7 +194,7 @@ class EpochStrategy(BaseUpdater):
     def sites(self, params: Params) -> Sites:
         """Returns the table of the layers, each with its last type."""
 
-        def find_last_pattern(path: tuple[str, ...], param: jax.Array) -> SparsityType:
+        def find_last_pattern(path: trees.Path, param: jax.Array) -> SparsityType:
             axes = leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
                 if rule := entry.find_rule(path, param, axes):

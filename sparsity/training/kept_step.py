@@ -77,7 +77,7 @@ class KeptStep(Step):
         state = self.inner.init(values)
         if self.may_regrow:
             check_resettable(values, state, type(self.updater).__name__)
-        return KeptState(_positions(kept), state)
+        return KeptState(_read_positions(kept), state)
 
     def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
         if not isinstance(inner_state, KeptState):
@@ -104,7 +104,7 @@ class KeptStep(Step):
         grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
         fresh = self.inner.init(without_grown(values, grown, are_packed=False))
         inner_state = carry(new.inner_state.state, fresh, slot_maps)
-        return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
+        return new._replace(inner_state=KeptState(_read_positions(kept), inner_state)), grown
 
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
@@ -214,6 +214,6 @@ def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
     return int(layout.count_kept(entries.reshape(shape)).max(initial=0))
 
 
-def _positions(kept: KeptTree) -> Positions:
+def _read_positions(kept: KeptTree) -> Positions:
     """Returns the tree of positions of a tree of `KeptParameter`."""
-    return jax.tree.map(lambda each: each.positions, kept)
+    return jax.tree.map(lambda parameter: parameter.positions, kept)

@@ -301,5 +301,5 @@ class MaskChange(NamedTuple):
 
 def is_placeholder(params: Params) -> bool:
     """Returns whether `params` is the placeholder that `optax.tree.map_params` passes to `init`."""
-    kind = type(params)
-    return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"
+    cls = type(params)
+    return cls.__module__.startswith("optax.") and cls.__name__ == "_ParamsPlaceholder"
