@@ -30,35 +30,26 @@ class CheckpointFormat:
     """A format of checkpoints.
 
     Attributes:
-      is_format_at: returns whether what exists at a path has the format.
       read: returns the tree of a checkpoint, with a `StoredArray` for each array and `None` for
         other values; may raise any exception that a damaged checkpoint leads to.
       write: `write(source, target, changed)` writes a copy with other values for some arrays.
       find_foreign_files: returns the files of a folder that are not part of the checkpoint.
     """
 
-    is_format_at: Callable[[Path], bool]
     read: Callable[[Path], PyTree]
     write: Callable[[Path, Path, Changes], None]
     find_foreign_files: Callable[[Path], list[str]] = lambda path: []
 
 
-def _has_ending(ending: str) -> Callable[[Path], bool]:
-    return lambda path: path.suffix == ending and path.is_file()
-
-
-# By the ending of a file, or by the name of a folder's format. The first that is at a path counts.
+# By the ending of a file, or by the name of a folder's format.
 FORMATS: dict[str, CheckpointFormat] = {
-    ".safetensors": CheckpointFormat(
-        _has_ending(".safetensors"), safetensors.read, safetensors.write
-    ),
-    ".npz": CheckpointFormat(_has_ending(".npz"), npz.read, npz.write),
-    ".msgpack": CheckpointFormat(_has_ending(".msgpack"), msgpack.read, msgpack.write),
-    "Orbax": CheckpointFormat(Path.is_dir, orbax.read, orbax.write, orbax.find_foreign_files),
+    ".safetensors": CheckpointFormat(safetensors.read, safetensors.write),
+    ".npz": CheckpointFormat(npz.read, npz.write),
+    ".msgpack": CheckpointFormat(msgpack.read, msgpack.write),
+    "Orbax": CheckpointFormat(orbax.read, orbax.write, orbax.find_foreign_files),
 }
 _ENDINGS = [name for name in FORMATS if name.startswith(".")]
-_FOLDERS = [name for name in FORMATS if name not in _ENDINGS]
-FORMATS_TEXT = f"files that end in {', '.join(_ENDINGS)}, and folders of {', '.join(_FOLDERS)}"
+FORMATS_TEXT = f"files that end in {', '.join(_ENDINGS)}, and folders of Orbax"
 
 
 def read(path: Path) -> PyTree:
@@ -159,7 +150,8 @@ def _check_replaced(source: Path, target: Path) -> None:
 
 
 def _find_format(path: Path) -> CheckpointFormat:
-    for file_format in FORMATS.values():
-        if file_format.is_format_at(path):
-            return file_format
+    if path.is_dir():
+        return FORMATS["Orbax"]
+    if path.is_file() and path.suffix in FORMATS:
+        return FORMATS[path.suffix]
     raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
