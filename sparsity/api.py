@@ -191,8 +191,9 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     name = _take_name(options)
     algorithm = ALGORITHM_REGISTRY[name]
     fields = {*_list_field_names(algorithm)}
-    # Some keys of algorithms are ignored below.
-    algorithm_keys = fields | _list_config_keys(ALGORITHM_REGISTRY.values())
+    # One configuration serves several algorithms: keys of others are ignored below.
+    config_keys = _list_config_keys(ALGORITHM_REGISTRY.values())
+    algorithm_keys = fields | config_keys
     other_keys = algorithm_keys | _list_config_keys(DISTRIBUTIONS.values())
     _check_keys(name, other_keys, options)
     if isinstance(options.get("sparsity_type"), str):
@@ -206,10 +207,8 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    for key in (
-        _list_config_keys(ALGORITHM_REGISTRY.values()) - fields - _list_config_keys([algorithm])
-    ):
-        options.pop(key, None)  # one configuration serves several algorithms
+    for key in config_keys - fields - _list_config_keys([algorithm]):
+        options.pop(key, None)
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
 
@@ -233,8 +232,8 @@ def _take_name(options: Options) -> str:
 
 def _check_keys(name: str, other_keys: set[str], options: Options) -> None:
     """Raises a ValueError for a key that no class takes; `other_keys` as in `_take_scheduler`."""
-    allowed = other_keys | {"dist_type", "schedule_type", "scope"} | _list_scope_keys()
-    allowed |= _list_config_keys(SCHEDULES.values())
+    allowed = other_keys | {"dist_type", "schedule_type", "scope"}
+    allowed |= _list_config_keys([*SCHEDULES.values(), *SCOPES.values()])
     for key in options:
         if key not in allowed:
             raise ValueError(
@@ -258,8 +257,7 @@ def _take_scheduler(
     schedule_type = options.pop("schedule_type", None)
     # By default that of the polynomial, which has the keys of defaults.
     schedule_class = SCHEDULES.find("polynomial" if schedule_type is None else schedule_type)
-    role_keys, chosen_keys = map(_list_config_keys, (SCHEDULES.values(), [schedule_class]))
-    removed, keys = _take_keys(options, role_keys, chosen_keys, other_keys)
+    removed, keys = _take_keys(options, SCHEDULES, schedule_class, other_keys)
     if "scheduler" in options:
         if removed or schedule_type:
             raise ValueError(
@@ -332,9 +330,8 @@ def _take_scope(
     if scope is not None and "scope" not in _list_field_names(algorithm):
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     scope_class = SCOPES.find(scope) if isinstance(scope, str) else None
-    chosen_keys = {*_list_field_names(scope_class)} if scope_class else set()
-    removed, keys = _take_keys(options, _list_scope_keys(), chosen_keys, other_keys)
-    for key in sorted(removed.keys() - chosen_keys):
+    removed, keys = _take_keys(options, SCOPES, scope_class, other_keys)
+    for key in sorted(removed.keys() - _list_config_keys([scope_class])):
         names = [repr(name) for name, cls in SCOPES.items() if key in _list_field_names(cls)]
         raise ValueError(
             f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
@@ -358,8 +355,7 @@ def _take_distribution(
     distribution = DISTRIBUTIONS.find("uniform" if dist_type is None else dist_type)
     missing = f"sparsity is missing in the configuration of {name!r}."
     fields = _list_field_names(algorithm)
-    role_keys, chosen_keys = map(_list_config_keys, (DISTRIBUTIONS.values(), [distribution]))
-    removed, keys = _take_keys(options, role_keys, chosen_keys, algorithm_keys)
+    removed, keys = _take_keys(options, DISTRIBUTIONS, distribution, algorithm_keys)
     if not algorithm.takes_distribution or "sparsity_distribution_fn" not in fields:
         if "sparsity" not in fields:
             unshared = {key: value for key, value in keys.items() if key not in fields}
@@ -413,23 +409,19 @@ def _name_takers(key: str) -> str:
 
 
 def _take_keys(
-    options: Options, role_keys: set[str], chosen_keys: set[str], other_keys: set[str]
+    options: Options, registry: Mapping[str, object], chosen: object, other_keys: set[str]
 ) -> tuple[Options, Options]:
     """Removes the keys that only one role takes; returns them, and the keys of the chosen class.
 
     Args:
       options: keys of the configuration.
-      role_keys: keys of all classes of the role: of schedules, scopes or distributions.
-      chosen_keys: keys of the class of the role that the configuration chooses.
+      registry: the classes of the role: schedules, scopes or distributions.
+      chosen: the class of the role that the configuration chooses; `None` takes no keys.
       other_keys: keys of other roles, which stay in the options.
     """
+    role_keys, chosen_keys = map(_list_config_keys, (registry.values(), [chosen]))
     removed = {key: options.pop(key) for key in (role_keys - other_keys) & options.keys()}
     return removed, removed | {key: options[key] for key in chosen_keys & options.keys()}
-
-
-def _list_scope_keys() -> set[str]:
-    """Returns the keys of a configuration that scopes take."""
-    return {key for scope in SCOPES.values() for key in _list_field_names(scope)}
 
 
 def _list_config_keys(factories: Iterable[object]) -> set[str]:

@@ -429,7 +429,7 @@ def list_keys(algorithm):
     if algorithm.startswith("global"):
         keys.remove("erk_power_scale")
     if "scope" in fields:
-        keys |= api._list_scope_keys()
+        keys |= api._list_config_keys(api.SCOPES.values())
     return keys
 
 
