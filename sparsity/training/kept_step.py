@@ -79,12 +79,8 @@ class KeptStep(Step):
             check_resettable(values, state, type(self.updater).__name__)
         return KeptState(_read_positions(kept), state)
 
-    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
-        if not isinstance(inner_state, KeptState):
-            raise ValueError(
-                "use_compact_state=True, and the state was made with use_compact_state=False. "
-                "Restore it with that option."
-            )
+    def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
+        return isinstance(inner_state, KeptState)
 
     def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         positions = state.inner_state.positions

@@ -40,14 +40,11 @@ class MaskedStep(Step):
             check_resettable(params, state, name, is_sure)
         return state
 
-    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
-        is_compact = isinstance(inner_state, KeptState)
+    def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
+        if not isinstance(inner_state, KeptState):
+            return True
         # `train_only` keeps such a state, too.
-        if is_compact and not isinstance(jax.eval_shape(self.inner.init, params), KeptState):
-            raise ValueError(
-                "use_compact_state=False, and the state was made with use_compact_state=True. "
-                "Restore it with that option."
-            )
+        return isinstance(jax.eval_shape(self.inner.init, params), KeptState)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
         return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
