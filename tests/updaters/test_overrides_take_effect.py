@@ -14,7 +14,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import sparsity
-from tests.updaters.test_table_of_hooks import ROWS
+from tests.updaters.hook_tables import ROWS
 
 PARAMS = jnp.arange(1.0, 9.0).reshape(2, 4)
 ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
