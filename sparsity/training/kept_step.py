@@ -98,7 +98,7 @@ class KeptStep(Step):
         slot_maps = find_slot_maps(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
-        fresh = self.inner.init(without_grown(values, grown, are_packed=False))
+        fresh = self.inner.init(without_grown(values, grown))
         inner_state = carry(new.inner_state.state, fresh, slot_maps)
         return new._replace(inner_state=KeptState(_read_positions(kept), inner_state)), grown
 
@@ -110,9 +110,9 @@ class KeptStep(Step):
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
         values, grads = gather(params, kept), gather(grads, kept)
-        seen = without_grown(values, change.grown, are_packed=False)
+        seen = without_grown(values, change.grown)
         updates, inner_state = self.run_inner(grads, inner_state, seen, inputs, change)
-        updates = start_from_zero(updates, values, change.grown, are_packed=False)
+        updates = start_from_zero(updates, values, change.grown)
         count = optax.safe_increment(state.count)
         updates = scatter_updates(updates, kept, plain.masks, state.count)
         return updates, state._replace(inner_state=KeptState(positions, inner_state), count=count)

@@ -70,11 +70,11 @@ class MaskedStep(Step):
             grads = mask_updates(grads, plain.masks, "gradients")
         seen = params
         if self.pruned_are_zero:
-            seen = without_grown(params, change.grown, are_packed=True)
+            seen = without_grown(params, change.grown)
         updates, inner_state = self.run_inner(grads, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
         if self.pruned_are_zero:
-            updates = start_from_zero(updates, params, change.grown, are_packed=True)
+            updates = start_from_zero(updates, params, change.grown)
         if self.zeroes_updates:
             updates = make_updates_set_zeros(updates, params, plain.masks)
         return updates, state._replace(inner_state=inner_state, count=count)

@@ -83,8 +83,8 @@ class UpdaterHooks(DataclassBase):
       needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
         command `prune` leaves out the class.
       unused_hooks: class attribute: maps each hook that the class never calls to the hook to
-        override instead. A subclass that overrides an unused hook raises a TypeError, unless it
-        also overrides a hook that may call the unused one. Classes of the library may override it.
+        override instead. A subclass that overrides an unused hook, itself or by another base,
+        raises a TypeError, unless it also overrides a hook that may call the unused one.
       takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
         False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
