@@ -198,7 +198,7 @@ class Compact(StoredModel, Generic[Tree]):
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
-            lambda leaf: leaf.densify(keep_bits=True) if is_kept(leaf) else leaf,
+            lambda leaf: leaf.densify_bits() if is_kept(leaf) else leaf,
             wrap_values(self, params),
             is_leaf=is_kept,
         )

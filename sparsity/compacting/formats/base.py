@@ -142,13 +142,12 @@ class FormatLayout(KeptLayout):
 
     # Programs
 
-    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
           token: see `KeptArray.densify`.
-          keep_bits: see `KeptArray.densify`; `Values` reads the flag.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
         if kept.frozen is None or self.frozen_dtype is None:
@@ -328,23 +327,20 @@ class KeptArray:
         """Returns an array of other values, which are computed from `read_values`."""
         return dataclasses.replace(self, values=values, layers=None)
 
-    def densify(self, token: Token = 0, *, keep_bits: bool = False) -> jax.Array:
+    def densify(self, token: Token = 0) -> jax.Array:
         """Returns the dense array; observes no gradient.
 
         Args:
           token: an int32 0; no array is allocated before its value exists.
-          keep_bits: whether to copy frozen entries bit by bit, NaN included; within a scan the copy
-            has no second derivatives.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
-        join_slices = functools.partial(self._join_slices, keep_bits=keep_bits)
         if placed is None:
-            return join_slices(kept, token)
+            return self._join_slices(kept, token)
         divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
         spec = dict(zip(divided, placed.spec, strict=False))
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
-        dense = auto_axes(join_slices, out_sharding=sharding.fit(target, self.shape))
+        dense = auto_axes(self._join_slices, out_sharding=sharding.fit(target, self.shape))
         return dense(kept, token)
 
     def densify_observed(self, token: Token = 0) -> jax.Array:
@@ -360,8 +356,19 @@ class KeptArray:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
-    def _join_slices(self, kept: Self, token: Token, *, keep_bits: bool) -> jax.Array:
-        densify = functools.partial(self.layout.densify_slice, token=token, keep_bits=keep_bits)
+    def densify_bits(self) -> jax.Array:
+        """Returns the dense array with the bits of frozen entries, NaN included.
+
+        Within a scan the array has no second derivatives.
+        """
+        dtype = self.values.dtype
+        has_bits = jnp.issubdtype(dtype, jnp.floating)  # complex numbers have none
+        if self.frozen is None or dtype != self.layout.frozen_dtype or not has_bits:
+            return self.densify()
+        return _densify_bits(self)
+
+    def _join_slices(self, kept: Self, token: Token) -> jax.Array:
+        densify = functools.partial(self.layout.densify_slice, token=token)
         for _ in range(self.depth):
             densify = jax.vmap(densify)
         return densify(kept).reshape(self.sizes).transpose(self.axes)
@@ -384,6 +391,29 @@ class KeptArray:
 jax.tree_util.register_dataclass(
     KeptArray, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
 )
+
+
+@jax.custom_jvp
+def _densify_bits(kept: KeptArray) -> jax.Array:
+    """Returns the dense array of values among frozen entries of the same dtype, as integers.
+
+    XLA on CPUs would widen floats of 16 bits to write them, and NaNs would lose their bits.
+    """
+    unsigned = unsigned_like(kept.values.dtype)
+    arrays = kept.values, kept.frozen
+    values, frozen = jax.tree.map(lambda x: lax.bitcast_convert_type(x, unsigned), arrays)
+    layout = dataclasses.replace(kept.layout, frozen_dtype=unsigned)
+    bits = dataclasses.replace(kept, values=values, frozen=frozen, layout=layout)
+    return lax.bitcast_convert_type(bits.densify(), kept.values.dtype)
+
+
+@_densify_bits.defjvp
+def _densify_bits_tangents(
+    primals: tuple[KeptArray], tangents: tuple[KeptArray]
+) -> tuple[jax.Array, jax.Array]:
+    (kept,), (tangent,) = primals, tangents
+    change = dataclasses.replace(kept, values=tangent.values, frozen=None)
+    return _densify_bits(kept), change.densify()
 
 
 class KeptProduct(NamedTuple):

@@ -102,7 +102,7 @@ class Grouped(FormatLayout):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
         return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
