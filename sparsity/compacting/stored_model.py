@@ -203,8 +203,12 @@ def _retrace(
     leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | KeptArray) -> jax.ShapeDtypeStruct:
+        if not is_kept(leaf):
+            return struct
         dense = sharding.resize_struct(struct, leaf.shape)
-        if is_kept(leaf) and leaf.layout.is_quantized:  # the model casts the parameter
+        if leaf.explicit_sharding is not None:
+            dense = dense.update(sharding=leaf.explicit_sharding)
+        if leaf.layout.is_quantized:  # the model casts the parameter
             return sharding.with_dtype(dense, leaf.layout.frozen_dtype)
         return dense
 

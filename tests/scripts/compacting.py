@@ -25,6 +25,12 @@ def multiplied(params, x):
     return jnp.tanh(x @ params["first"])
 
 
+def experts(params, x):
+    """Multiplies rows, of which each expert has a copy."""
+    rows = jnp.stack([x.reshape(2, 4, WIDTH)] * LAYERS)
+    return jnp.tanh(jnp.einsum("lsbi,lio->slbo", rows, params["layers"]))
+
+
 def draw(pattern):
     """Pruned parameters and masks."""
     params = {
@@ -58,6 +64,8 @@ def check(devices, pattern, specs, name, fn=scanned):
         np.testing.assert_allclose(
             jax.jit(model.apply)(model.params, x), fn(params, X), rtol=1e-5, atol=1e-5
         )
+        # The sharding is a part of the type on Explicit axes.
+        assert jax.eval_shape(model.apply, model.params, x) == jax.eval_shape(fn, there, x)
         grads = jax.jit(lambda model, params, x: gradients(model.apply, params, x))(
             model, model.params, x
         )
@@ -85,6 +93,18 @@ def groups_stay_sharded_by_output(devices):
     model = check(devices, sparsity.FanIn(4), specs, "grouped", multiplied)
     for leaf in (model.params["first"], model.indices["first"]):
         assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
+
+
+def experts_stay_sharded_by_matrix_and_by_output(devices):
+    for pattern, name, spec in (
+        (sparsity.FanIn(4), "grouped", ("b",)),
+        (sparsity.FanIn(4), "grouped", (None, None, "b")),
+        (sparsity.Unstructured(), "values", ("b",)),
+    ):
+        model = check(devices, pattern, {"layers": spec}, name, experts)
+        names = ["b"] if spec[0] else [None, "b"]
+        for leaf in (model.params["layers"], model.indices["layers"]):
+            assert leaf.sharding.is_equivalent_to(devices.sharding(*names), leaf.ndim)
 
 
 def dense_slices_stay_sharded_as_the_model_reads_them(devices):
@@ -186,6 +206,7 @@ _BOTH = [
     models_run_within_shard_map,
     replicated_values_give_the_gradients_of_one_device,
     groups_stay_sharded_by_output,
+    experts_stay_sharded_by_matrix_and_by_output,
     dense_slices_stay_sharded_as_the_model_reads_them,
     entries_sharded_within_slices_are_refused_with_a_remedy,
 ]

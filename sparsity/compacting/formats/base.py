@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, auto_axes
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, auto_axes
 
 from sparsity.compacting.formats.narrow_dtypes import (
     is_narrow,
@@ -319,6 +319,17 @@ class KeptArray:
         """True if the first axes of the dense array index slices."""
         return self.axes[: self.depth] == tuple(range(self.depth))
 
+    @property
+    def explicit_sharding(self) -> Sharding | None:
+        """Sharding in the type of the dense array; `None` without a mesh of Explicit axes."""
+        placed = sharding.explicit_sharding(jax.typeof(self.values))
+        if placed is None:
+            return None
+        divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
+        spec = dict(zip(divided, placed.spec, strict=False))
+        target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
+        return sharding.fit(target, self.shape)
+
     def read_values(self) -> jax.Array:
         """Returns the values, of `layers` in a step of a scan."""
         return self.values if self.layers is None else read_layer(self.values, *self.layers)
@@ -334,14 +345,10 @@ class KeptArray:
           token: an int32 0; no array is allocated before its value exists.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
-        placed = sharding.explicit_sharding(jax.typeof(kept.values))
+        placed = self.explicit_sharding
         if placed is None:
             return self._join_slices(kept, token)
-        divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
-        spec = dict(zip(divided, placed.spec, strict=False))
-        target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
-        dense = auto_axes(self._join_slices, out_sharding=sharding.fit(target, self.shape))
-        return dense(kept, token)
+        return auto_axes(self._join_slices, out_sharding=placed)(kept, token)
 
     def densify_observed(self, token: Token = 0) -> jax.Array:
         """Returns the dense array for an equation of the model, whose gradient `observer` gets.

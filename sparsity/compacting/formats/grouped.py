@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple, Self, cast
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec, reshard
 
 from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.base import (
@@ -21,6 +21,7 @@ from sparsity.compacting.formats.base import (
     Token,
 )
 from sparsity.compacting.formats.find_groups import find_groups
+from sparsity.core.sharding import explicit_sharding
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
 from sparsity.patterns import FanIn, SparsityType
@@ -237,27 +238,28 @@ def _sums_all_inputs(contraction: Contraction, kept: KeptArray, num_inputs: int)
 def _contract(
     equation: Equation, contraction: Contraction, kept: KeptArray, num_inputs: int, other: jax.Array
 ) -> jax.Array:
-    """Brings the other operand to [*stack, rows, inputs], and the result to its own axes."""
+    """Brings the other operand to [*stack, *rows, inputs], and the result to its own axes."""
     summed, stacked, free, result = contraction
     stack_axes, inputs_axes = ([axes[i] for i in sorted(axes)] for axes in (stacked, summed))
     x = other.transpose([*stack_axes, *free, *inputs_axes])
-    stack = x.shape[: kept.depth]
-    rows = x.shape[kept.depth : kept.depth + len(free)]
+    rows = x.shape[: kept.depth + len(free)]
+    if placed := explicit_sharding(jax.typeof(x)):  # sharded inputs cannot be joined to one axis
+        x = reshard(x, placed.update(spec=PartitionSpec(*placed.spec[: len(rows)])))
     end = kept.depth + num_inputs
     inputs, outputs = kept.sizes[kept.depth : end], kept.sizes[end:]
-    run = functools.partial(
-        grouped_products.grouped_product,
-        outputs=math.prod(outputs),
-        precision=equation.params["precision"],
-        preferred_element_type=equation.params["preferred_element_type"],
-    )
-    for _ in range(kept.depth):
-        run = jax.vmap(run)
-    x = x.reshape(*stack, math.prod(rows), math.prod(inputs))
-    y = run(kept.read_values(), kept.positions, x).reshape(*stack, *rows, *outputs)
+    y = grouped_products.multiply_stack(
+        kept.read_values(),
+        kept.positions,
+        x.reshape(*rows, math.prod(inputs)),
+        math.prod(outputs),
+        equation.params["precision"],
+        equation.params["preferred_element_type"],
+    ).reshape(*rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, i): i for i in range(kept.depth)}
     places |= {(False, axis): kept.depth + i for i, axis in enumerate(free)}
-    shift = len(rows) - num_inputs
+    shift = len(free) - num_inputs
     places |= {(True, i): i + shift for i in range(end, len(kept.sizes))}
-    return y.transpose([places[source] for source in result])
+    y = y.transpose([places[source] for source in result])
+    placed = explicit_sharding(equation.outputs[0])
+    return reshard(y, placed) if placed else y
