@@ -91,6 +91,9 @@ def stacks_of_values_stay_sharded_by_layer(devices):
 def groups_stay_sharded_by_output(devices):
     specs = {"first": (None, "b")}
     model = check(devices, sparsity.FanIn(4), specs, "grouped", multiplied)
+    dense = model.dense(model.params)["first"]
+    if devices.is_explicit:
+        assert dense.sharding.spec == P(None, "b")
     for leaf in (model.params["first"], model.indices["first"]):
         assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
 

@@ -21,18 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
 from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
-from sparsity.core.sharding import explicit_sharding, fit, mesh_axes, vary_alike
+from sparsity.core.sharding import explicit_sharding, mesh_axes, vary_alike
 from sparsity.core.trees import PyTree, is_array
 from sparsity.masks.positions import number_padding
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
 Precision: TypeAlias = lax.PrecisionLike
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 Arguments: TypeAlias = "tuple[jax.Array, jax.Array, jax.Array]"
 
 # Bytes of inputs that a step of the loop over groups gathers on a CPU. Groups of 16 at 90 %, times
@@ -127,9 +128,10 @@ def multiply_stack(
     indices, dtype = jnp.asarray(indices), promote(values.dtype, x.dtype)
     values, x = jnp.asarray(values, dtype), jnp.asarray(x, dtype)
     result = Result(outputs, jnp.dtype(preferred_element_type or dtype), precision)
-    if explicit_sharding(jax.typeof(x)) or explicit_sharding(jax.typeof(values)):
-        return _multiply_shards(values, indices, x, result)
-    return _multiply_each(values, indices, x, result)
+    placed = explicit_sharding(jax.typeof(x)) or explicit_sharding(jax.typeof(values))
+    if placed is None:
+        return _multiply_each(values, indices, x, result)
+    return _multiply_shards(values, indices, x, result, placed.mesh)
 
 
 def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) -> jax.Array:
@@ -141,33 +143,20 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
       inputs: number of rows.
       outputs: number of columns, at most groups * group.
 
-    Raises:
-      ValueError: shapes or dtypes do not fit; the error names the argument.
-
     Example:
       >>> densify(jnp.array([[[1, 2], [3, 4]]]), jnp.array([[0, 2]]), inputs=3, outputs=2)
       Array([[1, 2], [0, 0], [3, 4]], dtype=int32)
     """
-    _check(values, indices, outputs)
     groups, _, group = values.shape
-
-    def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
-        # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
-        # buffers of zeros, and with copies of values that are written twice.
-        at = number_padding(indices, inputs)
-        zero = jnp.min(at, initial=0)
-        empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
-        places = empty.at[at, jnp.arange(groups)[:, None]]
-        waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
-        matrix = places.set(waiting, mode="drop", wrap_negative_indices=False, unique_indices=True)
-        return matrix.reshape(inputs, groups * group)[:, :outputs]
-
-    placed = explicit_sharding(jax.typeof(values))
-    if placed is None:
-        return fill(values, indices)
-    columns = NamedSharding(placed.mesh, PartitionSpec(None, *_split_axes(values)[:1]))
-    sharded = auto_axes(fill, out_sharding=fit(columns, (inputs, outputs)))
-    return sharded(values, indices)
+    # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
+    # buffers of zeros, and with copies of values that are written twice.
+    at = number_padding(indices, inputs)
+    zero = jnp.min(at, initial=0)
+    empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
+    places = empty.at[at, jnp.arange(groups)[:, None]]
+    waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
+    matrix = places.set(waiting, mode="drop", wrap_negative_indices=False, unique_indices=True)
+    return matrix.reshape(inputs, groups * group)[:, :outputs]
 
 
 def _multiply_each(
@@ -186,19 +175,13 @@ def _multiply_each(
 
 
 def _multiply_shards(
-    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result
+    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result, mesh: AnyMesh
 ) -> jax.Array:
     """Multiplies on a mesh of Explicit axes: each device multiplies its groups by its rows.
 
     The devices that share axes of the stack, in `values` or in `x`, multiply by their matrices.
     """
-    mesh = jax.typeof(x).sharding.mesh
-    mesh = jax.typeof(values).sharding.mesh if mesh.empty else mesh
-    names = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     depth, x_axes, values_axes = values.ndim - 3, _split_axes(x), _split_axes(values)
     stack_axes = [a or b for a, b in zip(x_axes[:depth], values_axes[:depth], strict=True)]
     # An axis of the mesh splits one axis of the result.
@@ -223,7 +206,7 @@ def _multiply_shards(
         mesh=mesh,
         in_specs=specs,
         out_specs=PartitionSpec(*axes),
-        axis_names=names,
+        axis_names={name for name, kind in kinds if kind == AxisType.Explicit},
     )(*arrays)
     if y.shape[-1] > result.outputs:
         y = reshard(y, NamedSharding(mesh, PartitionSpec(*axes[:-1])))[..., : result.outputs]
