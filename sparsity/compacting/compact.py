@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Generic, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias
 
 import chex
 import jax
@@ -186,7 +186,13 @@ class Compact(StoredModel, Generic[Tree]):
           ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
         """
         _check_move(pruner, count, loss, tx)
-        self._check_movable(params, opt_state)
+        if self._outside == "frozen":
+            raise ValueError(
+                "A compact model with outside = 'frozen' has values outside its masks, which "
+                "cannot move. Give compact outside='zero'."
+            )
+        wrap_values(self, params)  # raises an error for other parameters
+        check_kept_state(self._stored_tree, opt_state)
         positions = self.indices
         # An updater that keeps the counts and never regrows weights leaves the masks as they are.
         if not pruner.keeps_count or pruner.regrows is not False:
@@ -311,12 +317,6 @@ class Compact(StoredModel, Generic[Tree]):
         """
         return plot(make_rows(self), ax)
 
-    @classmethod
-    def _from_stored(cls, model: StoredModel, **start: PyTree) -> Self:
-        """Returns a model that is started with its parameters and `start`."""
-        start = {**model.start, **start}
-        return cls(model.indices, model.frozen, model.graph, model.layouts, model.in_turn, start)
-
     def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
         """Returns the optimizer's state of parameters: an argument, or the state of the model."""
         if opt_state is not None or self.opt_state is None:
@@ -331,24 +331,13 @@ class Compact(StoredModel, Generic[Tree]):
                 )
         return self.opt_state
 
-    def _check_movable(self, params: Params, opt_state: optax.OptState) -> None:
-        """Raises a ValueError unless parameters and their optimizer's state can move."""
-        if self._outside == "frozen":
-            raise ValueError(
-                "A compact model with outside = 'frozen' has values outside its masks, which "
-                "cannot move. Give compact outside='zero'."
-            )
-        wrap_values(self, params)
-        check_kept_state(self._stored_tree, opt_state)
-
     @property
     def _stored_tree(self) -> StoredTree:
         layouts = dict(self.layouts)
 
         def describe(path: trees.KeyPath, positions: jax.Array) -> StoredParameter:
-            return StoredParameter(
-                trees.path_string(path), layouts[trees.path_names(path)], positions
-            )
+            name, layout = trees.path_string(path), layouts[trees.path_names(path)]
+            return StoredParameter(name, layout, positions)
 
         return trees.map_matched(describe, self.indices)
 
@@ -456,5 +445,5 @@ def compact(
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
-    kept_state = gather_state(stored_tree, opt_state)
-    return Compact._from_stored(stored, opt_state=kept_state, update_error=error)
+    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
+    return Compact(**{**vars(stored), "start": {**stored.start, **start}})

@@ -315,11 +315,6 @@ class KeptArray:
         return self.frozen is None and self.observer is None
 
     @property
-    def leads_with_stack(self) -> bool:
-        """True if the first axes of the dense array index slices."""
-        return self.axes[: self.depth] == tuple(range(self.depth))
-
-    @property
     def explicit_sharding(self) -> Sharding | None:
         """Sharding in the type of the dense array; `None` without a mesh of Explicit axes."""
         placed = sharding.explicit_sharding(jax.typeof(self.values))

@@ -51,14 +51,12 @@ class Grouped(FormatLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls.make_automatic(parameter) or cls._make(parameter, is_single=True)
+        return cls.make_automatic(parameter) or cls.make_automatic(parameter, is_single=True)
 
     @classmethod
-    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls._make(parameter, is_single=False)
-
-    @classmethod
-    def _make(cls, parameter: MaskedParameter, is_single: bool) -> tuple[Self, np.ndarray] | None:
+    def make_automatic(
+        cls, parameter: MaskedParameter, is_single: bool = False
+    ) -> tuple[Self, np.ndarray] | None:
         """Returns the layout and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.frozen_dtype is not None or not inputs:
@@ -143,23 +141,18 @@ class Grouped(FormatLayout):
         return dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
 
     def explain_refusal(self, site: Site) -> str:
-        if self.is_full or self._has_groups(site):
+        pattern, has_groups = site.pattern, self.is_full
+        if isinstance(pattern, FanIn):
+            axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.axes}
+            largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
+            has_groups |= axes == {*self.inputs} and largest % self.group == 0
+        if has_groups:
             return ""
         return (
-            f"{site.pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
+            f"{pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
             "as the format 'grouped' has. "
             f"Give compact formats={{{site.name!r}: 'values'}}."
         )
-
-    def _has_groups(self, site: Site) -> bool:
-        """Returns whether all masks of a pattern have the groups of the layout."""
-        if not isinstance(site.pattern, FanIn):
-            return False
-        ndim = len(self.shape)
-        inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in site.pattern.axes}
-        largest = min(site.pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
-        is_multiple: bool = largest % self.group == 0
-        return inputs == {*self.inputs} and is_multiple
 
     @property
     def divisible_axes(self) -> tuple[int, ...]:

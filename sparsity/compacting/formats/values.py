@@ -24,11 +24,10 @@ class Values(FormatLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
-        mask, stack = parameter.mask, parameter.stack
-        positions = SliceLayout(mask.shape, stack).list_positions(mask)
+        mask, shapes = parameter.mask, (parameter.mask.shape, parameter.stack)
+        positions = SliceLayout(*shapes).list_positions(mask)
         padding = positions.size - int(np.count_nonzero(mask))
-        k = positions.shape[-1]
-        return cls(mask.shape, stack, slice_kept_shape=(k,), padding=padding), positions
+        return cls(*shapes, slice_kept_shape=positions.shape[-1:], padding=padding), positions
 
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         return lax.scatter(
