@@ -98,6 +98,20 @@ def groups_stay_sharded_by_output(devices):
         assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
 
 
+def models_of_groups_are_mapped_over_rows_that_the_mesh_divides(devices):
+    specs = {"first": (None, "b")}
+    model = check(devices, sparsity.FanIn(4), specs, "grouped", multiplied)
+    with jax.set_mesh(devices.mesh):
+        x = devices.put(X, "a")
+        mapped = jax.vmap(lambda row: model.apply(model.params, row[None])[0])
+        np.testing.assert_allclose(
+            jax.jit(mapped)(x), jax.jit(model.apply)(model.params, x), rtol=1e-5, atol=1e-5
+        )
+        step = jax.jit(jax.grad(lambda x: (mapped(x) ** 2).sum()))
+        expected = jax.grad(lambda x: (model.apply(model.params, x) ** 2).sum())(x)
+        np.testing.assert_allclose(step(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def experts_stay_sharded_by_matrix_and_by_output(devices):
     for pattern, name, spec in (
         (sparsity.FanIn(4), "grouped", ("b",)),
@@ -210,6 +224,7 @@ _BOTH = [
     replicated_values_give_the_gradients_of_one_device,
     groups_stay_sharded_by_output,
     experts_stay_sharded_by_matrix_and_by_output,
+    models_of_groups_are_mapped_over_rows_that_the_mesh_divides,
     dense_slices_stay_sharded_as_the_model_reads_them,
     entries_sharded_within_slices_are_refused_with_a_remedy,
 ]

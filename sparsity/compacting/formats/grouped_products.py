@@ -182,6 +182,7 @@ def _multiply_shards(
     The devices that share axes of the stack, in `values` or in `x`, multiply by their matrices.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, kind in kinds if kind == AxisType.Explicit}
     depth, x_axes, values_axes = values.ndim - 3, _split_axes(x), _split_axes(values)
     stack_axes = [a or b for a, b in zip(x_axes[:depth], values_axes[:depth], strict=True)]
     # An axis of the mesh splits one axis of the result.
@@ -206,7 +207,8 @@ def _multiply_shards(
         mesh=mesh,
         in_specs=specs,
         out_specs=PartitionSpec(*axes),
-        axis_names={name for name, kind in kinds if kind == AxisType.Explicit},
+        # An empty set is all axes but those that a `vmap` maps.
+        axis_names=names if len(names) < len(mesh.axis_names) else set(),
     )(*arrays)
     if y.shape[-1] > result.outputs:
         y = reshard(y, NamedSharding(mesh, PartitionSpec(*axes[:-1])))[..., : result.outputs]
