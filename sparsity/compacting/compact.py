@@ -186,13 +186,7 @@ class Compact(StoredModel, Generic[Tree]):
           ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
         """
         _check_move(pruner, count, loss, tx)
-        if self._outside == "frozen":
-            raise ValueError(
-                "A compact model with outside = 'frozen' has values outside its masks, which "
-                "cannot move. Give compact outside='zero'."
-            )
-        wrap_values(self, params)  # raises an error for other parameters
-        check_kept_state(self._stored_tree, opt_state)
+        self._check_movable(params, opt_state)
         positions = self.indices
         # An updater that keeps the counts and never regrows weights leaves the masks as they are.
         if not pruner.keeps_count or pruner.regrows is not False:
@@ -330,6 +324,16 @@ class Compact(StoredModel, Generic[Tree]):
                     "params."
                 )
         return self.opt_state
+
+    def _check_movable(self, params: Params, opt_state: optax.OptState) -> None:
+        """Raises a ValueError unless parameters and their optimizer's state can move."""
+        if self._outside == "frozen":
+            raise ValueError(
+                "A compact model with outside = 'frozen' has values outside its masks, which "
+                "cannot move. Give compact outside='zero'."
+            )
+        wrap_values(self, params)
+        check_kept_state(self._stored_tree, opt_state)
 
     @property
     def _stored_tree(self) -> StoredTree:
