@@ -8,6 +8,7 @@ and smaller shapes. A primitive without an entry needs all entries of its inputs
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -157,24 +158,19 @@ def _reshape(equation: Equation) -> list[Relation]:
 
 
 def _relate_parts(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
-    """Returns the relations of parts that lie one after the other along an axis of one array."""
+    """Returns the relations of parts of one array: a row along an axis, or layers of a stack."""
     parallel = [i for i in range(len(joined.shape)) if i != axis]
-    places = tuple(Place(number, axis) for number in range(len(parts)))
+    relation = Relation("stack", (), (Place(0, axis),), text)
+    part_axes: Sequence[int] = range(len(parallel))
+    if len(parts[0].shape) == len(joined.shape):
+        places = tuple(Place(number, axis) for number in range(len(parts)))
+        relation, part_axes = relation._replace(kind="sum", sources=places), parallel
     return [
-        *(relate_same((number, i), (0, i), text) for number in range(len(parts)) for i in parallel),
-        Relation("sum", places, (Place(0, axis),), text),
-    ]
-
-
-def _relate_layers(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
-    """Returns the relations of arrays that are the layers along an axis of a stack."""
-    text, parallel = "a stack", [i for i in range(len(stack.shape)) if i != axis]
-    return [
-        Relation("stack", (), (Place(0, axis),), text),
+        relation,
         *(
             relate_same((number, i), (0, target), text)
-            for number in range(len(layers))
-            for i, target in enumerate(parallel)
+            for number in range(len(parts))
+            for i, target in zip(part_axes, parallel, strict=True)
         ),
     ]
 
@@ -197,12 +193,12 @@ def _split(equation: Equation) -> list[Relation]:
 
 def _stack(equation: Equation) -> list[Relation]:
     (output,) = equation.outputs
-    return _relate_layers(equation.params["axis"], output, equation.inputs)
+    return _relate_parts(equation.params["axis"], output, equation.inputs, "a stack")
 
 
 def _unstack(equation: Equation) -> list[Relation]:
-    (value,) = equation.inputs
-    return _invert_relations(_relate_layers(equation.params["axis"], value, equation.outputs))
+    (value,), axis = equation.inputs, equation.params["axis"]
+    return _invert_relations(_relate_parts(axis, value, equation.outputs, "a stack"))
 
 
 def _tile(equation: Equation) -> list[Relation]:
@@ -305,14 +301,10 @@ def _gather(equation: Equation) -> list[Relation]:
 # Parameters at smaller sizes.
 
 
-def _resize_reshape(equation: Equation, sizes: Sizes) -> EquationParams:
+def _resize_output(name: str, equation: Equation, sizes: Sizes) -> EquationParams:
+    """Returns the shape of the output as the parameter of this name, and its sharding."""
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
-    return {"new_sizes": shape, "sharding": output.struct(shape).sharding}
-
-
-def _resize_broadcast(equation: Equation, sizes: Sizes) -> EquationParams:
-    (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
-    return {"shape": shape, "sharding": output.struct(shape).sharding}
+    return {name: shape, "sharding": output.struct(shape).sharding}
 
 
 def _resize_split(equation: Equation, sizes: Sizes) -> EquationParams:
@@ -371,8 +363,12 @@ _WINDOWED = AxisRule(
 LAYOUTS: dict[str, AxisRule] = {
     "transpose": AxisRule(_transpose, reads_quantized=True),
     "squeeze": AxisRule(_squeeze, reads_quantized=True),
-    "broadcast_in_dim": AxisRule(_broadcast, _resize_broadcast, reads_quantized=True),
-    "reshape": AxisRule(_reshape, _resize_reshape, reads_quantized=True),
+    "broadcast_in_dim": AxisRule(
+        _broadcast, functools.partial(_resize_output, "shape"), reads_quantized=True
+    ),
+    "reshape": AxisRule(
+        _reshape, functools.partial(_resize_output, "new_sizes"), reads_quantized=True
+    ),
     "concatenate": AxisRule(_concatenate, sources=_all_inputs),
     "split": AxisRule(_split, _resize_split),
     "stack": AxisRule(_stack, sources=_all_inputs),
