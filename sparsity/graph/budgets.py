@@ -117,12 +117,13 @@ class Budget(CoupledBudget):
         if lowest:  # the remaining budget serves one parameter after the other
             previous = np.nextafter(np.float32(lowest), np.float32(0))
             lower_sparsity = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
-            for path, lower_target in trees.leaves_by_path(compute_targets(lower_sparsity)).items():
-                raised = _replace_target(targets, path, lower_target)
+            lower_targets = trees.leaves_by_path(compute_targets(lower_sparsity))
+            for key_path, lower_target in lower_targets.items():
+                raised = _replace_target(targets, key_path, lower_target)
                 targets = raised if count(raised) <= allowed else targets
 
-        def read_final(path: trees.KeyPath, target: float) -> float:
-            final = read_final_sparsity(sites[path].pattern, target, sites[path].name)
+        def read_final(key_path: trees.KeyPath, target: float) -> float:
+            final = read_final_sparsity(sites[key_path].pattern, target, sites[key_path].name)
             return target if final is None else final
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
@@ -158,14 +159,14 @@ class Budget(CoupledBudget):
     ) -> Fraction:
         """Returns the cost if masks keep only some weights of the parameters in `num_kept`."""
         if self.quantity == "macs":
-            pairs = ((leaves[path], n) for path, n in num_kept.items())
+            pairs = ((leaves[key_path], n) for key_path, n in num_kept.items())
             density = {x.path: Fraction(n, x.size) for x, n in pairs}
             return Fraction(self.graph.costs.count_sparse_macs(density))
         nbytes = [
-            num_kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
-            if path in num_kept
+            num_kept[key_path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
+            if key_path in num_kept
             else parameter.size * parameter.dtype.itemsize
-            for path, parameter in leaves.items()
+            for key_path, parameter in leaves.items()
         ]
         return Fraction(sum(nbytes))
 
@@ -224,7 +225,7 @@ def budget(
     return Budget(graph, quantity, float(share), distribution)
 
 
-def _replace_target(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:
+def _replace_target(targets: Sparsities, key_path: trees.KeyPath, target: float) -> PyTree:
     return trees.map_matched(
-        lambda other_path, old_target: target if other_path == path else old_target, targets
+        lambda other_path, old_target: target if other_path == key_path else old_target, targets
     )
