@@ -298,6 +298,28 @@ def _gather(equation: Equation) -> list[Relation]:
     ]
 
 
+def _scatter(equation: Equation) -> list[Relation]:
+    spec, (operand, indices, updates) = equation.params["dimension_numbers"], equation.inputs
+    text, index_text = "an axis along which indices choose entries to update", "an axis of indices"
+    removed = {*spec.inserted_window_dims, *spec.operand_batching_dims}
+    window_axes = [axis for axis in range(len(operand.shape)) if axis not in removed]
+    update_axes = dict(zip(window_axes, spec.update_window_dims, strict=True))
+    rows = [i for i in range(len(updates.shape)) if i not in spec.update_window_dims]
+    index_places = [Place(1, i) for i in range(len(indices.shape))] + [Place(2, i) for i in rows]
+    relations = [Relation("mixed", tuple(index_places), (), index_text)]
+    for axis, size in enumerate(operand.shape):
+        target, sources = Place(0, axis), [Place(0, axis)]
+        if axis in update_axes:
+            sources.append(Place(2, update_axes[axis]))
+        # A window over the complete axis; a shorter one, or one that indices move, is cut.
+        is_complete = all(equation.inputs[x.array].shape[x.axis] == size for x in sources)
+        if is_complete and len(sources) > 1 and axis not in spec.scatter_dims_to_operand_dims:
+            relations += [relate_same(source, target, text) for source in sources]
+        else:
+            relations.append(Relation("mixed", tuple(sources), (target,), text))
+    return relations
+
+
 # Parameters at smaller sizes.
 
 
@@ -353,6 +375,22 @@ def _name_cumulative_reduction(equation: Equation) -> str:
     return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
+_SCATTER_REDUCTIONS = {
+    "scatter-add": "reduce_sum",
+    "scatter-max": "reduce_max",
+    "scatter-min": "reduce_min",
+    "scatter-mul": "reduce_prod",
+    "scatter-sub": "reduce_sum",
+}
+
+
+def _name_scatter_reduction(equation: Equation) -> str | None:
+    if equation.name in _SCATTER_REDUCTIONS:
+        return _SCATTER_REDUCTIONS[equation.name]
+    # `.at[].apply` replaces entries by a function of these entries.
+    return None if equation.params["update_jaxpr"] is None else "unknown"
+
+
 _relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
 _CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
@@ -385,6 +423,14 @@ LAYOUTS: dict[str, AxisRule] = {
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
     "pad": AxisRule(_relate_along("cut", _list_padded), sources=_all_inputs),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
+    **dict.fromkeys(
+        ("scatter", *_SCATTER_REDUCTIONS),
+        AxisRule(
+            _scatter,
+            sources=lambda equation, number: (0, 2),
+            find_reduction=_name_scatter_reduction,
+        ),
+    ),
     "sort": AxisRule(
         _relate_along("mixed", lambda equation: [equation.params["dimension"]]),
         sources=lambda equation, number: (number,),

@@ -19,9 +19,8 @@ NO_PRODUCTS = frozenset((
     "after_all", "all_gather", "all_to_all", "approx_top_k", "axis_index", "create_token",
     "debug_callback", "debug_print", "empty2", "eq_to", "get", "igamma_grad_a", "le_to", "lt_to",
     "platform_index", "pmax", "pmin", "polygamma", "polynomial", "ppermute", "psum",
-    "ragged_all_to_all", "random_gamma", "reduce", "rng_bit_generator", "scatter", "scatter-add",
-    "scatter-max", "scatter-min", "scatter-mul", "select_and_gather_add", "select_and_scatter",
-    "select_and_scatter_add", "swap",
+    "ragged_all_to_all", "random_gamma", "reduce", "rng_bit_generator", "select_and_gather_add",
+    "select_and_scatter", "select_and_scatter_add", "swap",
 ))  # fmt: skip
 
 
