@@ -181,24 +181,16 @@ def _invert_relations(relations: Sequence[Relation]) -> list[Relation]:
     return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
 
 
-def _concatenate(equation: Equation) -> list[Relation]:
-    (output,), axis = equation.outputs, equation.params["dimension"]
-    return _relate_parts(axis, output, equation.inputs, "a concatenation")
-
-
-def _split(equation: Equation) -> list[Relation]:
-    (value,), axis = equation.inputs, equation.params["axis"]
-    return _invert_relations(_relate_parts(axis, value, equation.outputs, "a split"))
-
-
-def _stack(equation: Equation) -> list[Relation]:
+def _join(name: str, text: str, equation: Equation) -> list[Relation]:
+    """Relates the inputs, parts of the output along the axis that the parameter of a name gives."""
     (output,) = equation.outputs
-    return _relate_parts(equation.params["axis"], output, equation.inputs, "a stack")
+    return _relate_parts(equation.params[name], output, equation.inputs, text)
 
 
-def _unstack(equation: Equation) -> list[Relation]:
+def _take_apart(text: str, equation: Equation) -> list[Relation]:
+    """Relates the outputs, parts of the input along an axis."""
     (value,), axis = equation.inputs, equation.params["axis"]
-    return _invert_relations(_relate_parts(axis, value, equation.outputs, "a stack"))
+    return _invert_relations(_relate_parts(axis, value, equation.outputs, text))
 
 
 def _tile(equation: Equation) -> list[Relation]:
@@ -407,10 +399,12 @@ LAYOUTS: dict[str, AxisRule] = {
     "reshape": AxisRule(
         _reshape, functools.partial(_resize_output, "new_sizes"), reads_quantized=True
     ),
-    "concatenate": AxisRule(_concatenate, sources=_all_inputs),
-    "split": AxisRule(_split, _resize_split),
-    "stack": AxisRule(_stack, sources=_all_inputs),
-    "unstack": AxisRule(_unstack),
+    "concatenate": AxisRule(
+        functools.partial(_join, "dimension", "a concatenation"), sources=_all_inputs
+    ),
+    "split": AxisRule(functools.partial(_take_apart, "a split"), _resize_split),
+    "stack": AxisRule(functools.partial(_join, "axis", "a stack"), sources=_all_inputs),
+    "unstack": AxisRule(functools.partial(_take_apart, "a stack")),
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(

@@ -135,7 +135,7 @@ def _dot(
     ragged: tuple[int, ...] = (),
     experts: tuple[int, ...] = (),
 ) -> Product:
-    numbers = numbers or equation.params["dimension_numbers"]
+    (result,), numbers = equation.outputs, numbers or equation.params["dimension_numbers"]
     operands = []
     # Not strict: a ragged dot has a third input, the sizes of its groups.
     for value, contracted, batch, indices in zip(
@@ -147,23 +147,20 @@ def _dot(
         operands.append(Operand(contracted, free, batch, indices))
     lhs, rhs = operands
     # The experts of a ragged dot that contracts rows are the first axis of its result.
-    new_axes = [None] if {*ragged} & {*lhs.contracted} else []
-    pairs = [(0, axis) for axis in (*lhs.batch, *lhs.free)]
-    pairs += [(1, axis) for axis in rhs.free]
-    summed = [(equation.inputs[0], axis) for axis in lhs.contracted]
-    kept = [
-        (equation.outputs[0], axis) for axis in range(len(new_axes), len(new_axes) + len(pairs))
-    ]
+    num_new = int(not {*ragged}.isdisjoint(lhs.contracted))
+    kept = [(0, axis) for axis in (*lhs.batch, *lhs.free)] + [(1, axis) for axis in rhs.free]
+    cost = [(result, axis) for axis in range(num_new, len(result.shape))]
+    cost += [(equation.inputs[0], axis) for axis in lhs.contracted]
     axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
         kind="ragged" if ragged else "dot",
         lhs=lhs,
         rhs=rhs,
-        output=(*new_axes, *pairs),
-        cost=(*kept, *summed),
+        output=(*[None] * num_new, *kept),
+        cost=tuple(cost),
         pairs=tuple(axes),
-        ordered=(*ordered, *((2, axis) for axis in range(len(new_axes)))),
+        ordered=(*ordered, *((2, axis) for axis in range(num_new))),
         ordered_text="rows in the order of their experts",
     )
 

@@ -268,12 +268,9 @@ def _cut_array(array: jax.Array, axes: Mapping[AxisNumber, np.ndarray]) -> jax.A
     axes = dict(axes)  # a pytree, as other mappings are not
     old_sharding = None if is_traced(array) else getattr(array, "sharding", None)
     shape = cut_shape(jnp.shape(array), axes)
-    small: jax.Array
     if isinstance(old_sharding, NamedSharding) and not sharding.explicit_sharding(array):
-        small = _take_all(array, axes, sharding.fit(old_sharding, shape))
-    else:
-        small = sharding.shard_like(array, _take_all, array, axes, shape=shape)
-    return small
+        return _take_all(array, axes, sharding.fit(old_sharding, shape))
+    return sharding.shard_like(array, _take_all, array, axes, shape=shape)
 
 
 def _take_all_on_host(

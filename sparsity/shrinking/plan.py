@@ -316,9 +316,8 @@ def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
                 "layers, which this model does not run as a scan. The plan was made for another "
                 "model, or for other flags."
             )
-    if not any(plan.evidence.values()):
-        return
-    if in_use := find_group_in_use(graph, kept_indices, plan.evidence):
+    has_evidence = any(plan.evidence.values())
+    if has_evidence and (in_use := find_group_in_use(graph, kept_indices, plan.evidence)):
         raise ValueError(
             f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
             "model reads the other part. Trace the model with these arguments before the cut, or "
