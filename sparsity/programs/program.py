@@ -87,7 +87,7 @@ class Equation:
     @property
     def source(self) -> str:
         """Line of the model that made the equation: 'file:line (function)', '' if unknown."""
-        for frame in (frame for each in self.tracebacks if each for frame in each.frames):
+        for frame in (frame for lines in self.tracebacks if lines for frame in lines.frames):
             if not _LIBRARIES.search(frame.file_name) and not frame.file_name.startswith(_PACKAGE):
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
@@ -377,8 +377,8 @@ def _read_equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> 
         outputs = inner_programs[0].outputs
     else:
         names = _BODIES.get(name, [])
-        inner = params["branches"] if name == "cond" else [params[x] for x in names]
-        inner_programs = tuple(read_jaxpr(body, calls) for body in inner)
+        bodies = params["branches"] if name == "cond" else [params[x] for x in names]
+        inner_programs = tuple(read_jaxpr(body, calls) for body in bodies)
         outputs = [_read_value(var.aval) for var in traced.outvars]
     return Equation(traced.primitive, params, inputs, outputs, inner_programs, calls, traced.ctx)
 

@@ -136,8 +136,8 @@ class Coupled(DataclassBase):
         With `across`, counts are fractions that cost as much as the channels that may stay.
         """
         groups = self.place_groups(params, sparsities)
-        numbers = zip(groups, self._count_kept(groups), strict=True)
-        return {group.full.variable: Fraction(float(n)) for group, n in numbers}
+        counts = zip(groups, self._count_kept(groups), strict=True)
+        return {group.full.variable: Fraction(float(n)) for group, n in counts}
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
@@ -145,10 +145,10 @@ class Coupled(DataclassBase):
         cost = self._count_cost(groups, scores) if self.across else None
 
         def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
-            importance, (numbers, least) = self._sum_importance(groups, leaves), limits
+            importance, (counts, least) = self._sum_importance(groups, leaves), limits
             if cost is not None:
-                numbers = self._count_across(groups, importance, cost, numbers, least)
-            return mask_best(groups, importance, numbers)
+                counts = self._count_across(groups, importance, cost, counts, least)
+            return mask_best(groups, importance, counts)
 
         limits = self._count_kept(groups), [*map(self._count_least, groups)]
         return self.make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
@@ -217,17 +217,17 @@ class Coupled(DataclassBase):
         targets = trees.leaves_by_path(sparsities)
         groups = []
         for full, group in zip(graph.groups, resize_groups(graph.groups, axes, sizes), strict=True):
-            members, scored, entries = [], [], []
+            members, scored, num_entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
                 if path in key_paths:
                     members.append((key_paths[path], axis, group.positions[i]))
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
-                        entries.append(self._count_member_entries(full, i))
+                        num_entries.append(self._count_member_entries(full, i))
             rates = [targets[x] for x, _, _ in members if targets.get(x) is not None]
             if rates:
                 largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
-                groups.append(PlacedGroup(group, full, members, scored, entries, largest))
+                groups.append(PlacedGroup(group, full, members, scored, num_entries, largest))
         return groups
 
     def _count_member_entries(self, group: ChannelGroup, member: int) -> int:
@@ -368,8 +368,8 @@ class Coupled(DataclassBase):
         ranks = self.rank_across(importance, cost.savings)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
-        def limit_counts(numbers: Sequence[jax.Array]) -> jax.Array:
-            limited = map(self._limit_count, groups, numbers, least)
+        def limit_counts(counts: Sequence[jax.Array]) -> jax.Array:
+            limited = map(self._limit_count, groups, counts, least)
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in limited])
 
         return list(

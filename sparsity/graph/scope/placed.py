@@ -31,7 +31,7 @@ class PlacedGroup:
       full: the same group before the model was cut.
       members: (key path, axis, positions) of all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
-      entries: for each scored member the number of entries of a channel of `full`, in a layer.
+      num_entries: for each scored member the number of entries of a channel of `full`, in a layer.
       sparsity: the sparsity of the group.
     """
 
@@ -39,7 +39,7 @@ class PlacedGroup:
     full: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     scored: list[tuple[KeyPath, int, np.ndarray]]
-    entries: list[int]
+    num_entries: list[int]
     sparsity: chex.Numeric
 
 
@@ -115,13 +115,13 @@ def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Ran
 def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool) -> jax.Array:
     parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
     add = functools.partial(host.call, ordered_sum) if xp is np else ordered_sum
-    for (key_path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
+    for (key_path, axis, positions), count in zip(group.scored, group.num_entries, strict=True):
         score = powers[key_path]
         summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
         part = add(score, summed) if summed else score
         is_full_axis = np.array_equal(positions, np.arange(score.shape[axis])[:, None])
         if not is_full_axis:
             part = add(part[..., positions], (part.ndim,))
-        parts.append(part / entries if normalize else part)
+        parts.append(part / count if normalize else part)
     total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
     return xp.abs(total) if order == 1 else xp.sqrt(total)
