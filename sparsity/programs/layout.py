@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from sparsity.programs.entrywise import REDUCTIONS, read_gather_fill
@@ -256,18 +256,34 @@ def _list_windows(equation: Equation) -> list[int]:
     ]
 
 
+def _relate_update(
+    equation: Equation, number: int, update_axes: Mapping[int, int], text: str
+) -> list[Relation]:
+    """Returns the relations of an update, which replaces entries of the first input.
+
+    Args:
+      equation: the equation.
+      number: number of the input that is the update.
+      update_axes: {axis of the first input: axis of the update}, of axes that are covered if sizes
+        are equal.
+      text: the operation, for errors.
+    """
+    relations, update = [], equation.inputs[number]
+    for axis, size in enumerate(equation.inputs[0].shape):
+        place = Place(0, axis)
+        sources = [Place(number, update_axes[axis])] if axis in update_axes else []
+        is_covered = any(update.shape[source.axis] == size for source in sources)
+        kind: RelationKind = "product" if is_covered else "mixed"
+        relations += [
+            relate_same(place, place, text),
+            Relation(kind, tuple(sources), (place,), text),
+        ]
+    return relations
+
+
 def _update(equation: Equation) -> list[Relation]:
-    shape, part = equation.inputs[0].shape, equation.inputs[1].shape
-    text = "an update at a place that is computed"
-    return [
-        *(relate_same((0, axis), (0, axis), "an update") for axis in range(len(shape))),
-        *(
-            relate_same((1, axis), (0, axis), text)
-            if shape[axis] == part[axis]
-            else Relation("mixed", (Place(1, axis),), (Place(0, axis),), text)
-            for axis in range(len(shape))
-        ),
-    ]
+    axes = {axis: axis for axis in range(len(equation.inputs[0].shape))}
+    return _relate_update(equation, 1, axes, "an update at a place that is computed")
 
 
 def _gather(equation: Equation) -> list[Relation]:
@@ -292,24 +308,18 @@ def _gather(equation: Equation) -> list[Relation]:
 
 def _scatter(equation: Equation) -> list[Relation]:
     spec, (operand, indices, updates) = equation.params["dimension_numbers"], equation.inputs
-    text, index_text = "an axis along which indices choose entries to update", "an axis of indices"
     removed = {*spec.inserted_window_dims, *spec.operand_batching_dims}
     window_axes = [axis for axis in range(len(operand.shape)) if axis not in removed]
-    update_axes = dict(zip(window_axes, spec.update_window_dims, strict=True))
-    rows = [i for i in range(len(updates.shape)) if i not in spec.update_window_dims]
-    index_places = [Place(1, i) for i in range(len(indices.shape))] + [Place(2, i) for i in rows]
-    relations = [Relation("mixed", tuple(index_places), (), index_text)]
-    for axis, size in enumerate(operand.shape):
-        target, sources = Place(0, axis), [Place(0, axis)]
-        if axis in update_axes:
-            sources.append(Place(2, update_axes[axis]))
-        # A window over the complete axis; a shorter one, or one that indices move, is cut.
-        is_complete = all(equation.inputs[x.array].shape[x.axis] == size for x in sources)
-        if is_complete and len(sources) > 1 and axis not in spec.scatter_dims_to_operand_dims:
-            relations += [relate_same(source, target, text) for source in sources]
-        else:
-            relations.append(Relation("mixed", tuple(sources), (target,), text))
-    return relations
+    pairs = zip(window_axes, spec.update_window_dims, strict=True)
+    # Indices move windows along the other axes.
+    update_axes = {axis: i for axis, i in pairs if axis not in spec.scatter_dims_to_operand_dims}
+    places = [Place(1, i) for i in range(len(indices.shape))]
+    places += [Place(2, i) for i in range(len(updates.shape)) if i not in update_axes.values()]
+    text = "an axis along which indices choose entries to update"
+    return [
+        Relation("mixed", tuple(places), (), "an axis of indices"),
+        *_relate_update(equation, 2, update_axes, text),
+    ]
 
 
 # Parameters at smaller sizes.
@@ -367,6 +377,7 @@ def _name_cumulative_reduction(equation: Equation) -> str:
     return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
+# of the first input and the updates
 _SCATTER_REDUCTIONS = {
     "scatter-add": "reduce_sum",
     "scatter-max": "reduce_max",
@@ -386,6 +397,9 @@ def _name_scatter_reduction(equation: Equation) -> str | None:
 _relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
 _CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
+_SCATTERED = AxisRule(
+    _scatter, sources=lambda equation, number: (0, 2), find_reduction=_name_scatter_reduction
+)
 _WINDOWED = AxisRule(
     _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
 )
@@ -417,14 +431,7 @@ LAYOUTS: dict[str, AxisRule] = {
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
     "pad": AxisRule(_relate_along("cut", _list_padded), sources=_all_inputs),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
-    **dict.fromkeys(
-        ("scatter", *_SCATTER_REDUCTIONS),
-        AxisRule(
-            _scatter,
-            sources=lambda equation, number: (0, 2),
-            find_reduction=_name_scatter_reduction,
-        ),
-    ),
+    **dict.fromkeys(("scatter", *_SCATTER_REDUCTIONS), _SCATTERED),
     "sort": AxisRule(
         _relate_along("mixed", lambda equation: [equation.params["dimension"]]),
         sources=lambda equation, number: (number,),
