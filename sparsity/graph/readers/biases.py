@@ -160,8 +160,8 @@ class _BiasSearch:
         if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._bare_values:
             self._bare_values.add(equation.outputs[0])
         facts = [self._tracker.fact(value) for value in equation.inputs]
-        if any(x.is_data for x in facts):
-            self._num_reads.update(view.path for x in facts for view in x.views)
+        if any(fact.is_data for fact in facts):
+            self._num_reads.update(view.path for fact in facts for view in fact.views)
 
     def _find_reader(self, value: Value) -> Equation | None:
         """Returns the only reader of a value, `None` for several and for outputs of the program."""

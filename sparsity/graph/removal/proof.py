@@ -183,17 +183,17 @@ class Proof(Flow[Constants]):
             return
         (output,) = equation.outputs
         # The constants do not tell the result of a comparison with NaN.
-        if any(x.may_be_nan for x in inputs) and entrywise.may_remove_nan(equation):
+        if any(fact.may_be_nan for fact in inputs) and entrywise.may_remove_nan(equation):
             self.facts[output] = Constants()
             return
         at: dict[RemovedEntry, float | None] = {}
         results: dict[tuple[float | None, ...], float | None] = {}
-        for entry in (entry for x in inputs for entry in x.at if entry not in at):
-            arguments = tuple([x[entry] for x in inputs])
+        for entry in (entry for fact in inputs for entry in fact.at if entry not in at):
+            arguments = tuple([fact[entry] for fact in inputs])
             if arguments not in results:
                 results[arguments] = entrywise.fold_constant(equation, arguments)
             at[entry] = results[arguments]
-        everywhere = entrywise.fold_constant(equation, [x.everywhere for x in inputs])
+        everywhere = entrywise.fold_constant(equation, [fact.everywhere for fact in inputs])
         self.facts[output] = Constants(at, everywhere)
 
     def _visit_reduction(self, equation: Equation) -> None:
