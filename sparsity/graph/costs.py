@@ -41,9 +41,8 @@ class Costs:
     def count_sparse_macs(self, density: Mapping[Path, N]) -> Quantity[N]:
         """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
         readers: dict[Equation, list[Use]] = {}
-        for use in self._tracker.uses:
-            if use.primitive in PRODUCTS:
-                readers.setdefault(use.equation, []).append(use)
+        for use in self._tracker.products:
+            readers.setdefault(use.equation, []).append(use)
 
         def count(product: Equation) -> Quantity[N]:
             uses = readers.get(product, ())

@@ -60,7 +60,7 @@ class Graph:
         self.tracker: Tracker = Tracker(model)  # arrays that hold entries of parameters
         self.uses: Sequence[Use] = self.tracker.uses
         # Coupled axes, and proofs that channels may go.
-        self.removal: Removal = Removal(model, self.uses)
+        self.removal: Removal = Removal(model, self.tracker.products)
         # Costs also of masked and smaller models.
         self.costs: Costs = Costs(model, self.tracker, self.removal)
         self.parameters: Parameters = Parameters(model.parameters, self.removal.list_members)

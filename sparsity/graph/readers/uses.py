@@ -100,7 +100,12 @@ class Use:
 
 
 class Tracker(Flow[ArrayFacts]):
-    """Views of parameters, and uses in program order."""
+    """Views of parameters.
+
+    Attributes:
+      uses: the products and lookups that read parameters, in program order.
+      products: the uses that are dots or convolutions.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -110,10 +115,11 @@ class Tracker(Flow[ArrayFacts]):
             self.facts[value] = ArrayFacts((View(parameter.path, by_axis),))
         self.run(model.program)
         self.uses: list[Use] = list(self._find_uses(model.program, 1))
+        self.products: list[Use] = [use for use in self.uses if use.primitive in PRODUCTS]
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
-        return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+        return [use for use in self.products if use.path == path]
 
     def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
         """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""

@@ -224,8 +224,8 @@ class Coupled(DataclassBase):
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
                         num_entries.append(self._count_member_entries(full, i))
-            rates = [targets.get(key_path) for key_path, _, _ in members]
-            rates = [rate for rate in rates if rate is not None]
+            member_paths = [key_path for key_path, _, _ in members]
+            rates = [targets[x] for x in member_paths if targets.get(x) is not None]
             if rates:
                 largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
                 groups.append(PlacedGroup(group, full, members, scored, num_entries, largest))
