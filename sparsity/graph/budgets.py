@@ -15,7 +15,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind, check_values
 from sparsity.core.polynomials import Polynomial
-from sparsity.core.trees import Params, PyTree, Sparsities
+from sparsity.core.trees import KeyPath, Params, Path, PyTree, Sparsities
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
@@ -49,14 +49,14 @@ class Budget(CoupledBudget):
         """Sparsities of single parameters, from the distribution."""
         return self.distribution.custom_sparsity_map
 
-    def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
+    def cost(self, path: Path, param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
         parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
-    def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
+    def total(self, leaves: Sequence[tuple[Path, chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
         parameters = [find(path, param) for path, param in leaves]
@@ -122,14 +122,14 @@ class Budget(CoupledBudget):
                 raised = _replace_target(targets, key_path, lower_target)
                 targets = raised if count(raised) <= allowed else targets
 
-        def read_final(key_path: trees.KeyPath, target: float) -> float:
+        def read_final(key_path: KeyPath, target: float) -> float:
             final = read_final_sparsity(sites[key_path].pattern, target, sites[key_path].name)
             return target if final is None else final
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
 
     def _make_channel_counter(
-        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
+        self, params: Params, leaves: Mapping[KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
@@ -148,14 +148,14 @@ class Budget(CoupledBudget):
         return count
 
     def _make_mask_counter(
-        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
+        self, params: Params, leaves: Mapping[KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
         count_kept = kept_counter(params, sites)
         return lambda targets: self._count_cost(leaves, count_kept(targets))
 
     def _count_cost(
-        self, leaves: Mapping[trees.KeyPath, Parameter], num_kept: Mapping[trees.KeyPath, int]
+        self, leaves: Mapping[KeyPath, Parameter], num_kept: Mapping[KeyPath, int]
     ) -> Fraction:
         """Returns the cost if masks keep only some weights of the parameters in `num_kept`."""
         if self.quantity == "macs":
@@ -225,7 +225,7 @@ def budget(
     return Budget(graph, quantity, float(share), distribution)
 
 
-def _replace_target(targets: Sparsities, key_path: trees.KeyPath, target: float) -> PyTree:
+def _replace_target(targets: Sparsities, key_path: KeyPath, target: float) -> PyTree:
     return trees.map_matched(
         lambda other_path, old_target: target if other_path == key_path else old_target, targets
     )
