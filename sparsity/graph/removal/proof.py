@@ -10,10 +10,10 @@ adds: see `shared_entries`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Mapping, Sequence
 
 from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.removal.constants import Constants, RemovedEntry
 from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.graph.removal.shared_entries import (
     AvailableValues,
@@ -28,60 +28,6 @@ from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
-
-# An axis, and the variable that loses entries.
-RemovedEntry: TypeAlias = tuple[AxisNumber, Variable]
-
-
-class Constants:
-    """The constants that an array holds.
-
-    Attributes:
-      at: constants at removed entries, by place.
-      everywhere: the constant that all entries are, `None` if they differ.
-      may_be_nan: entries may be NaN in place of the constants, as where a lookup is out of range.
-    """
-
-    __slots__ = ("at", "everywhere", "may_be_nan")
-
-    def __init__(
-        self,
-        at: Mapping[RemovedEntry, float | None] | None = None,
-        everywhere: float | None = None,
-        may_be_nan: bool = False,
-    ):
-        self.at: dict[RemovedEntry, float] = {
-            entry: x for entry, x in (at or {}).items() if x is not None
-        }
-        self.everywhere: float | None = everywhere
-        self.may_be_nan: bool = may_be_nan
-
-    def __getitem__(self, entry: RemovedEntry) -> float | None:
-        return self.at.get(entry, self.everywhere)
-
-    def renumber_axes(self, renumber: Callable[[int], int | None]) -> Constants:
-        """Returns the constants with other numbers of axes, `None` for an axis that is gone."""
-        renumbered = {(renumber(i), v): c for (i, v), c in self.at.items()}
-        at = {(i, v): c for (i, v), c in renumbered.items() if i is not None}
-        return Constants(at, self.everywhere, self.may_be_nan)
-
-    def meet(self, other: Constants) -> Constants:
-        """Returns the constants that both have."""
-        # Either side may state an entry that the other has only by `everywhere`.
-        at = {entry: c for entry, c in self.at.items() if entrywise.is_same(other[entry], c)}
-        at |= {entry: c for entry, c in other.at.items() if entrywise.is_same(self[entry], c)}
-        is_same = entrywise.is_same(self.everywhere, other.everywhere)
-        everywhere = self.everywhere if is_same else None
-        return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
-
-    # A loop ends once its facts stay equal. Texts are compared because `nan == nan` is False. Facts
-    # are values of dicts, never keys, and need no hash.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constants) and repr(self._key()) == repr(other._key())
-
-    def _key(self) -> tuple[object, ...]:
-        at = sorted((i, id(v), c) for (i, v), c in self.at.items())
-        return self.everywhere, self.may_be_nan, at
 
 
 class Proof(Flow[Constants]):
