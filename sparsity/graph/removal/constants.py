@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from sparsity.programs import entrywise
 from sparsity.programs.axes import AxisNumber, Variable
+from sparsity.programs.entrywise import is_same, repeat_constant
 
 # An axis, and the variable that loses entries.
 RemovedEntry: TypeAlias = tuple[AxisNumber, Variable]
@@ -29,9 +30,8 @@ class Constants:
         everywhere: float | None = None,
         may_be_nan: bool = False,
     ):
-        self.at: dict[RemovedEntry, float] = {
-            entry: x for entry, x in (at or {}).items() if x is not None
-        }
+        pairs = (at or {}).items()
+        self.at: dict[RemovedEntry, float] = {entry: c for entry, c in pairs if c is not None}
         self.everywhere: float | None = everywhere
         self.may_be_nan: bool = may_be_nan
 
@@ -47,11 +47,26 @@ class Constants:
     def meet(self, other: Constants) -> Constants:
         """Returns the constants that both have."""
         # Either side may state an entry that the other has only by `everywhere`.
-        at = {entry: c for entry, c in self.at.items() if entrywise.is_same(other[entry], c)}
-        at |= {entry: c for entry, c in other.at.items() if entrywise.is_same(self[entry], c)}
-        is_same = entrywise.is_same(self.everywhere, other.everywhere)
-        everywhere = self.everywhere if is_same else None
+        at = {entry: c for entry, c in self.at.items() if is_same(other[entry], c)}
+        at |= {entry: c for entry, c in other.at.items() if is_same(self[entry], c)}
+        everywhere = self.everywhere if is_same(self.everywhere, other.everywhere) else None
         return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
+
+    def reduce(self, name: str) -> Constants:
+        """Returns the constants of a reduction along entries that are equal."""
+        return Constants({entry: repeat_constant(name, c) for entry, c in self.at.items()})
+
+    def join_fill(self, fill: float | None) -> Constants:
+        """Returns the constants if `fill` may take the place of entries that are out of range."""
+        if fill is None:
+            return self
+        if math.isnan(fill):
+            return self.with_nan()
+        return self.meet(Constants(everywhere=fill))
+
+    def with_nan(self) -> Constants:
+        """Returns the constants of an array that may be NaN in their place."""
+        return Constants(self.at, self.everywhere, may_be_nan=True)
 
     # A loop ends once its facts stay equal. Texts are compared because `nan == nan` is False. Facts
     # are values of dicts, never keys, and need no hash.

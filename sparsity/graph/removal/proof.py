@@ -119,8 +119,7 @@ class Proof(Flow[Constants]):
         # All other primitives make new entries, or are pinned.
         if any(self.fact(value).may_be_nan for value in equation.inputs):
             for output in equation.outputs:
-                constants = self.fact(output)
-                self.facts[output] = Constants(constants.at, constants.everywhere, True)
+                self.facts[output] = self.fact(output).with_nan()
 
     def _visit_entrywise(self, equation: Equation) -> None:
         inputs = [self.fact(value) for value in equation.inputs]
@@ -159,9 +158,7 @@ class Proof(Flow[Constants]):
         reduced = constants.renumber_axes(lambda i: kept_axes.index(i) if i in kept_axes else None)
         # A reduction of no entries has its neutral number as result, not the constants.
         is_empty = 0 in [value.shape[axis] for axis in axes]
-        self.facts[equation.outputs[0]] = (
-            Constants() if is_empty else _reduce_constants(equation.name, reduced)
-        )
+        self.facts[equation.outputs[0]] = Constants() if is_empty else reduced.reduce(equation.name)
 
     def _note_shared_entry(self, reduction: Equation, axis: AxisNumber, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
@@ -172,17 +169,8 @@ class Proof(Flow[Constants]):
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False
-
-        def find_constant(value: Value, axis: AxisNumber) -> float | None:
-            fact = self.fact(value)
-            return fact.everywhere if axis < 0 else fact[axis, variable]
-
-        def may_be_nan(value: Value) -> bool:
-            return self.fact(value).may_be_nan
-
-        entry = find_shared_entry(
-            value, axis, self._available[reduction], find_constant, may_be_nan
-        )
+        available = self._available[reduction]
+        entry = find_shared_entry(value, axis, variable, available, self.fact)
         if entry is None or self.shared_entries.get(reduction, entry).axis != axis:
             return False
         self.shared_entries[reduction] = entry
@@ -206,8 +194,8 @@ class Proof(Flow[Constants]):
             everywhere = _find_common([self.fact(value).everywhere for value in inputs.values()])
             constants = Constants(at, everywhere)
             if reduction is not None:
-                constants = _reduce_constants(reduction, constants)
-            self.facts[output] = _join_fill(constants, rule.fill(equation))
+                constants = constants.reduce(reduction)
+            self.facts[output] = constants.join_fill(rule.fill(equation))
 
     def _meet_inputs(
         self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Variable
@@ -256,22 +244,6 @@ class Proof(Flow[Constants]):
 def _find_common(constants: Sequence[float | None]) -> float | None:
     """Returns the constant that all are, `None` if they differ or one is NaN."""
     return constants[0] if constants and all(x == constants[0] for x in constants) else None
-
-
-def _reduce_constants(name: str, constants: Constants) -> Constants:
-    """Returns the constants of a reduction along entries that are equal."""
-    return Constants(
-        {place: entrywise.repeat_constant(name, x) for place, x in constants.at.items()}
-    )
-
-
-def _join_fill(constants: Constants, fill: float | None) -> Constants:
-    """Returns the constants if `fill` may take the place of entries that are out of range."""
-    if fill is None:
-        return constants
-    if math.isnan(fill):
-        return Constants(constants.at, constants.everywhere, may_be_nan=True)
-    return constants.meet(Constants(everywhere=fill))
 
 
 def _explain_not_neutral(
