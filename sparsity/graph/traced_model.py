@@ -180,8 +180,8 @@ class Parameters:
           ValueError: a mask belongs to no parameter, or has another shape; the error names both.
         """
         return [
-            (self.find(trees.path_names(key_path), mask, "masks"), mask)
-            for key_path, mask in trees.leaves_by_path(masks).items()
+            (self.find(path, mask, "masks"), mask)
+            for path, mask in trees.leaves_by_names(masks).items()
         ]
 
     def match(self, tree: PyTree, may_be_smaller: bool = True) -> dict[KeyPath, Parameter]:
