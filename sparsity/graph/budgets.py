@@ -106,10 +106,9 @@ class Budget(CoupledBudget):
             return distribution(params, batch_axes, sites)
 
         if (cost := count(compute_targets(1.0))) > allowed:
-            least = float(cost / dense)
             raise ValueError(
                 f"budget({self.quantity}={self.share}) cannot be met: {fewest_text} leave "
-                f"{math.ceil(least * 1e4) / 1e4} of the cost. "
+                f"{math.ceil(float(cost / dense) * 1e4) / 1e4} of the cost. "
                 "Select more parameters, or allow more."
             )
         lowest = lowest_sparsity(lambda sparsity: count(compute_targets(sparsity)) <= allowed)
