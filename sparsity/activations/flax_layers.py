@@ -66,15 +66,15 @@ def sparsify_linen(
     """
     linen = extras.load("flax.linen", "flax")
     in_filter = extras.load("flax.core.scope", "flax").in_filter
-    rules = _make_rules(layers, batch_axes, straight_through)
+    prune_fns = _make_prune_fns(layers, batch_axes, straight_through)
     _check_apply(apply, linen.Module)
 
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
         reported: dict[str, bool] = {}
-        with linen.intercept_methods(functools.partial(_intercept, rules, reported, [])):
+        with linen.intercept_methods(functools.partial(_intercept, prune_fns, reported, [])):
             result = apply(*args, **kwargs)
-        _check_keys(rules, reported)
+        _check_keys(prune_fns, reported)
         if in_filter(kwargs.get("mutable", False), "intermediates"):
             _warn_of_unreported(reported)
         return result
@@ -111,7 +111,7 @@ def sparsify_nnx(
       True
     """
     nnx = extras.load("flax.nnx", "flax")
-    rules = _make_rules(layers, batch_axes, straight_through)
+    prune_fns = _make_prune_fns(layers, batch_axes, straight_through)
     check_kind("model", model, nnx.Module, "an nnx.Module")
     copy: Module = nnx.merge(*nnx.split(model))
     nodes = nnx.iter_graph(copy)
@@ -120,12 +120,12 @@ def sparsify_nnx(
         for path, node in nodes
         if path and isinstance(node, nnx.Module)
     }
-    _check_keys(rules, modules)
+    _check_keys(prune_fns, modules)
 
-    def make_sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
+    def make_sparse_class(base: Any, prune: PruneFn, name: str) -> Any:
         class Sparse(base):  # type: ignore[misc]  # a class that exists only at run time
             def __call__(self, *args: trees.PyTree, **kwargs: trees.PyTree) -> jax.Array:
-                output, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
+                output, sparsity = _prune_output(prune, super().__call__(*args, **kwargs), name)
                 if hasattr(self, "__captures__"):  # nnx.capture runs the model
                     self.sow(nnx.Intermediate, _REPORT, sparsity)
                 return output
@@ -133,8 +133,8 @@ def sparsify_nnx(
         return Sparse
 
     for name, module in modules.items():
-        if (key := names.best_key(rules, name)) is not None:
-            module.__class__ = make_sparse_class(type(module), rules[key], name)
+        if (key := names.best_key(prune_fns, name)) is not None:
+            module.__class__ = make_sparse_class(type(module), prune_fns[key], name)
     return copy
 
 
@@ -150,7 +150,7 @@ def _check_apply(apply: object, module: type) -> None:
     check_function("apply", apply, "the variables and the inputs, such as model.apply")
 
 
-def _make_rules(
+def _make_prune_fns(
     layers: LayerPatterns, batch_axes: int, straight_through: bool
 ) -> dict[names.Key, PruneFn]:
     """Returns the functions that prune the outputs of layers, by key."""
@@ -159,7 +159,7 @@ def _make_rules(
     check_int("batch_axes", batch_axes, 0)
     check_bool("straight_through", straight_through)
 
-    def make_rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
+    def make_prune_fn(key: names.Key, pattern: OutputPattern) -> PruneFn:
         if isinstance(pattern, str | tuple | list | NByM):
             nm = parse_nm(f"layers[{key!r}]", pattern)
             return functools.partial(
@@ -173,11 +173,11 @@ def _make_rules(
             straight_through=straight_through,
         )
 
-    return {key: make_rule(key, pattern) for key, pattern in layers.items()}
+    return {key: make_prune_fn(key, pattern) for key, pattern in layers.items()}
 
 
 def _intercept(
-    rules: dict[names.Key, PruneFn],
+    prune_fns: dict[names.Key, PruneFn],
     reported: dict[str, bool],
     running: list[str],
     call: Callable[..., trees.PyTree],
@@ -196,9 +196,9 @@ def _intercept(
     output = call(*args, **kwargs)
     running.pop()
     reported[name] = True
-    if (key := names.best_key(rules, name)) is None:
+    if (key := names.best_key(prune_fns, name)) is None:
         return output
-    output, sparsity = _prune_output(rules[key], output, name)
+    output, sparsity = _prune_output(prune_fns[key], output, name)
     reported[name] = context.module.sow("intermediates", _REPORT, sparsity)
     return output
 
@@ -222,12 +222,12 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
             )
 
 
-def _prune_output(rule: PruneFn, output: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
+def _prune_output(prune: PruneFn, output: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
     """Prunes the output of a layer; returns the output and the fraction of zeros."""
     if not trees.is_prunable(output):
         raise ValueError(
             f"Layer {name!r} returns {type(output).__name__}, but a layer with sparse activations "
             "must return one array of floating or complex numbers."
         )
-    output = rule(output)
+    output = prune(output)
     return output, jnp.mean(output == 0, dtype=jnp.float32)

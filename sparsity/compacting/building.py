@@ -108,10 +108,10 @@ def describe_masked(
       ValueError: jax reads a parameter with frozen entries in another dtype. The error names the
         parameter.
     """
-    scanned, masked = graph.find_scanned_axes(), dict[Path, MaskedParameter]()
+    scanned, masked = graph.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
     leaves = trees.leaves_by_names(params)
     for path, mask in masks.items():
-        batches = [{*use.batch} for use in graph.find_products(path)]
+        batches = [{*use.batch} for use in graph.tracker.find_products(path)]
         batch = set.intersection(*batches) if batches else set()
         stack = scanned.get(path, ())
         slices = (*stack, *sorted(batch - {*stack}))
@@ -131,7 +131,7 @@ def describe_masked(
 
 def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the axes of a parameter over which all its products sum, () if they differ."""
-    roles = {(use.contracting, use.groups) for use in graph.find_products(path)}
+    roles = {(use.contracting, use.groups) for use in graph.tracker.find_products(path)}
     if len(roles) != 1:
         return ()
     ((inputs, groups),) = roles

@@ -88,7 +88,7 @@ def run_stored(
       record: called with the equations that read masked parameters, see `Densifier`.
     """
     graph, inputs = _retrace(model, params, args, observers)
-    return graph.model.run(Densifier(graph.is_data, model.in_turn, record), inputs)
+    return graph.model.run(Densifier(graph.tracker.is_data, model.in_turn, record), inputs)
 
 
 def wrap_values(

@@ -15,7 +15,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind, check_values
 from sparsity.core.polynomials import Polynomial
-from sparsity.core.trees import Params, PyTree, Sparsities
+from sparsity.core.trees import KeyPath, Params, Path, PyTree, Sparsities
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
@@ -49,14 +49,14 @@ class Budget(CoupledBudget):
         """Sparsities of single parameters, from the distribution."""
         return self.distribution.custom_sparsity_map
 
-    def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
+    def cost(self, path: Path, param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
         parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
-    def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
+    def total(self, leaves: Sequence[tuple[Path, chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
         parameters = [find(path, param) for path, param in leaves]
@@ -106,10 +106,9 @@ class Budget(CoupledBudget):
             return distribution(params, batch_axes, sites)
 
         if (cost := count(compute_targets(1.0))) > allowed:
-            least = float(cost / dense)
             raise ValueError(
                 f"budget({self.quantity}={self.share}) cannot be met: {fewest_text} leave "
-                f"{math.ceil(least * 1e4) / 1e4} of the cost. "
+                f"{math.ceil(float(cost / dense) * 1e4) / 1e4} of the cost. "
                 "Select more parameters, or allow more."
             )
         lowest = lowest_sparsity(lambda sparsity: count(compute_targets(sparsity)) <= allowed)
@@ -117,18 +116,19 @@ class Budget(CoupledBudget):
         if lowest:  # the remaining budget serves one parameter after the other
             previous = np.nextafter(np.float32(lowest), np.float32(0))
             lower_sparsity = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
-            for path, lower_target in trees.leaves_by_path(compute_targets(lower_sparsity)).items():
-                raised = _replace_target(targets, path, lower_target)
+            lower_targets = trees.leaves_by_path(compute_targets(lower_sparsity))
+            for key_path, lower_target in lower_targets.items():
+                raised = _replace_target(targets, key_path, lower_target)
                 targets = raised if count(raised) <= allowed else targets
 
-        def read_final(path: trees.KeyPath, target: float) -> float:
-            final = read_final_sparsity(sites[path].pattern, target, sites[path].name)
+        def read_final(key_path: KeyPath, target: float) -> float:
+            final = read_final_sparsity(sites[key_path].pattern, target, sites[key_path].name)
             return target if final is None else final
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
 
     def _make_channel_counter(
-        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
+        self, params: Params, leaves: Mapping[KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
@@ -147,25 +147,25 @@ class Budget(CoupledBudget):
         return count
 
     def _make_mask_counter(
-        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
+        self, params: Params, leaves: Mapping[KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
         count_kept = kept_counter(params, sites)
         return lambda targets: self._count_cost(leaves, count_kept(targets))
 
     def _count_cost(
-        self, leaves: Mapping[trees.KeyPath, Parameter], num_kept: Mapping[trees.KeyPath, int]
+        self, leaves: Mapping[KeyPath, Parameter], num_kept: Mapping[KeyPath, int]
     ) -> Fraction:
         """Returns the cost if masks keep only some weights of the parameters in `num_kept`."""
         if self.quantity == "macs":
-            pairs = ((leaves[path], n) for path, n in num_kept.items())
+            pairs = ((leaves[key_path], n) for key_path, n in num_kept.items())
             density = {x.path: Fraction(n, x.size) for x, n in pairs}
             return Fraction(self.graph.costs.count_sparse_macs(density))
         nbytes = [
-            num_kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
-            if path in num_kept
+            num_kept[key_path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
+            if key_path in num_kept
             else parameter.size * parameter.dtype.itemsize
-            for path, parameter in leaves.items()
+            for key_path, parameter in leaves.items()
         ]
         return Fraction(sum(nbytes))
 
@@ -224,7 +224,7 @@ def budget(
     return Budget(graph, quantity, float(share), distribution)
 
 
-def _replace_target(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:
+def _replace_target(targets: Sparsities, key_path: KeyPath, target: float) -> PyTree:
     return trees.map_matched(
-        lambda other_path, old_target: target if other_path == path else old_target, targets
+        lambda other_path, old_target: target if other_path == key_path else old_target, targets
     )

@@ -41,9 +41,8 @@ class Costs:
     def count_sparse_macs(self, density: Mapping[Path, N]) -> Quantity[N]:
         """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
         readers: dict[Equation, list[Use]] = {}
-        for use in self._tracker.uses:
-            if use.primitive in PRODUCTS:
-                readers.setdefault(use.equation, []).append(use)
+        for use in self._tracker.products:
+            readers.setdefault(use.equation, []).append(use)
 
         def count(product: Equation) -> Quantity[N]:
             uses = readers.get(product, ())
@@ -84,13 +83,10 @@ class Costs:
     @functools.cached_property
     def uncounted(self) -> dict[str, str]:
         """Primitives whose multiply-adds do not count, each with the first line that uses them."""
-        sources: dict[str, str] = {}
+        counted, sources = NO_PRODUCTS.union(*ANALYSED_PRIMITIVES), dict[str, str]()
         for program in self._model.program.nested_programs():
             for equation in program.flat_equations():
-                tables = (*ANALYSED_PRIMITIVES, NO_PRODUCTS)
-                if not equation.inner_programs and not any(
-                    equation.name in names for names in tables
-                ):
+                if not equation.inner_programs and equation.name not in counted:
                     sources.setdefault(equation.name, equation.source)
         return sources
 

@@ -22,7 +22,6 @@ from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters
 from sparsity.patterns import SparsityType
-from sparsity.programs.program import Value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +38,8 @@ class Graph:
       state: outputs that the next call reads: {path in the output: path in params}.
       trace: `trace(fn, params, *args)` makes the graph of another function, with this `state`.
 
-    The analyses `model`, `removal` and `costs`, and the methods `find_products`,
-    `find_scanned_axes`, `is_data` and `retrace`, serve other folders of the package and may change.
+    The analyses `model`, `tracker`, `removal` and `costs`, and the method `retrace`, serve other
+    folders of the package and may change.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -58,31 +57,19 @@ class Graph:
         self.state: Mapping[Path, Path] = model.state
         self.trace = trace
         self.model = model  # the traced program
-        self._tracker = Tracker(model)  # arrays that hold entries of parameters
-        self.uses: Sequence[Use] = self._tracker.uses
+        self.tracker: Tracker = Tracker(model)  # arrays that hold entries of parameters
+        self.uses: Sequence[Use] = self.tracker.uses
         # Coupled axes, and proofs that channels may go.
-        self.removal: Removal = Removal(model, self.uses)
+        self.removal: Removal = Removal(model, self.tracker.products)
         # Costs also of masked and smaller models.
-        self.costs: Costs = Costs(model, self._tracker, self.removal)
+        self.costs: Costs = Costs(model, self.tracker, self.removal)
         self.parameters: Parameters = Parameters(model.parameters, self.removal.list_members)
         self._retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
 
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:
         """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
-        return find_biases(self.model, self._tracker)
-
-    def find_products(self, path: Path) -> list[Use]:
-        """Returns the dots and convolutions that read a parameter."""
-        return self._tracker.find_products(path)
-
-    def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
-        """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""
-        return self._tracker.find_scanned_axes()
-
-    def is_data(self, value: Value) -> bool:
-        """Returns whether a value of the program depends on more than parameters."""
-        return self._tracker.is_data(value)
+        return find_biases(self.model, self.tracker)
 
     def retrace(self, params: Params, *args: PyTree) -> Graph:
         """Returns the graph of the model for other arguments, or this graph if they are alike.

@@ -187,7 +187,7 @@ def _read_state(
         for path in (key, target):
             check_kind("a path of state", path, str | tuple, "text or a tuple of strings")
         source_path, target_path = (
-            tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target)
+            tuple(name.split("/")) if isinstance(name, str) else name for name in (key, target)
         )
         matched = {
             i: numbers[target_path + path[len(source_path) :]]

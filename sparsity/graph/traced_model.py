@@ -180,18 +180,18 @@ class Parameters:
           ValueError: a mask belongs to no parameter, or has another shape; the error names both.
         """
         return [
-            (self.find(trees.path_names(path), mask, "masks"), mask)
-            for path, mask in trees.leaves_by_path(masks).items()
+            (self.find(path, mask, "masks"), mask)
+            for path, mask in trees.leaves_by_names(masks).items()
         ]
 
     def match(self, tree: PyTree, may_be_smaller: bool = True) -> dict[KeyPath, Parameter]:
-        """Returns {path in the tree: parameter} for a tree of params.
+        """Returns {key path in the tree: parameter} for a tree of params.
 
         The params may be those of a smaller model, unless `may_be_smaller` is false.
         """
         matched = {
-            path: self.find(trees.path_names(path), array, may_be_smaller=may_be_smaller)
-            for path, array in trees.leaves_by_path(tree).items()
+            key_path: self.find(trees.path_names(key_path), array, may_be_smaller=may_be_smaller)
+            for key_path, array in trees.leaves_by_path(tree).items()
             if hasattr(array, "shape")
         }
         if len(self) and not matched:

@@ -23,9 +23,8 @@ from sparsity.programs.program import Equation, is_differentiable
 
 Scalar: TypeAlias = np.generic | np.ndarray | int | float
 NumpyFunction: TypeAlias = Callable[..., Scalar]  # of numpy
-InputConstants: TypeAlias = Sequence[
-    float | None
-]  # the constants of the inputs, `None` where unknown
+# The constants of the inputs, `None` where unknown
+InputConstants: TypeAlias = Sequence[float | None]
 Fold: TypeAlias = Callable[[Equation, InputConstants], float | None]
 
 _MAX_COMPARED_SIZE = 1 << 16  # entries of a constant that are compared

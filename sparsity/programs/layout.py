@@ -8,7 +8,8 @@ and smaller shapes. A primitive without an entry needs all entries of its inputs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from sparsity.programs.entrywise import REDUCTIONS, read_gather_fill
@@ -157,24 +158,19 @@ def _reshape(equation: Equation) -> list[Relation]:
 
 
 def _relate_parts(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
-    """Returns the relations of parts that lie one after the other along an axis of one array."""
+    """Returns the relations of parts of one array: a row along an axis, or layers of a stack."""
     parallel = [i for i in range(len(joined.shape)) if i != axis]
-    places = tuple(Place(number, axis) for number in range(len(parts)))
+    relation = Relation("stack", (), (Place(0, axis),), text)
+    part_axes: Sequence[int] = range(len(parallel))
+    if len(parts[0].shape) == len(joined.shape):
+        places = tuple(Place(number, axis) for number in range(len(parts)))
+        relation, part_axes = relation._replace(kind="sum", sources=places), parallel
     return [
-        *(relate_same((number, i), (0, i), text) for number in range(len(parts)) for i in parallel),
-        Relation("sum", places, (Place(0, axis),), text),
-    ]
-
-
-def _relate_layers(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
-    """Returns the relations of arrays that are the layers along an axis of a stack."""
-    text, parallel = "a stack", [i for i in range(len(stack.shape)) if i != axis]
-    return [
-        Relation("stack", (), (Place(0, axis),), text),
+        relation,
         *(
             relate_same((number, i), (0, target), text)
-            for number in range(len(layers))
-            for i, target in enumerate(parallel)
+            for number in range(len(parts))
+            for i, target in zip(part_axes, parallel, strict=True)
         ),
     ]
 
@@ -185,24 +181,16 @@ def _invert_relations(relations: Sequence[Relation]) -> list[Relation]:
     return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
 
 
-def _concatenate(equation: Equation) -> list[Relation]:
-    (output,), axis = equation.outputs, equation.params["dimension"]
-    return _relate_parts(axis, output, equation.inputs, "a concatenation")
-
-
-def _split(equation: Equation) -> list[Relation]:
-    (value,), axis = equation.inputs, equation.params["axis"]
-    return _invert_relations(_relate_parts(axis, value, equation.outputs, "a split"))
-
-
-def _stack(equation: Equation) -> list[Relation]:
+def _join(name: str, text: str, equation: Equation) -> list[Relation]:
+    """Relates the inputs, parts of the output along the axis that the parameter of a name gives."""
     (output,) = equation.outputs
-    return _relate_layers(equation.params["axis"], output, equation.inputs)
+    return _relate_parts(equation.params[name], output, equation.inputs, text)
 
 
-def _unstack(equation: Equation) -> list[Relation]:
-    (value,) = equation.inputs
-    return _invert_relations(_relate_layers(equation.params["axis"], value, equation.outputs))
+def _take_apart(text: str, equation: Equation) -> list[Relation]:
+    """Relates the outputs, parts of the input along an axis."""
+    (value,), axis = equation.inputs, equation.params["axis"]
+    return _invert_relations(_relate_parts(axis, value, equation.outputs, text))
 
 
 def _tile(equation: Equation) -> list[Relation]:
@@ -268,18 +256,34 @@ def _list_windows(equation: Equation) -> list[int]:
     ]
 
 
+def _relate_update(
+    equation: Equation, number: int, update_axes: Mapping[int, int], text: str
+) -> list[Relation]:
+    """Returns the relations of an update, which replaces entries of the first input.
+
+    Args:
+      equation: the equation.
+      number: number of the input that is the update.
+      update_axes: {axis of the first input: axis of the update}, of axes that are covered if sizes
+        are equal.
+      text: the operation, for errors.
+    """
+    relations, update = [], equation.inputs[number]
+    for axis, size in enumerate(equation.inputs[0].shape):
+        place = Place(0, axis)
+        sources = [Place(number, update_axes[axis])] if axis in update_axes else []
+        is_covered = any(update.shape[source.axis] == size for source in sources)
+        kind: RelationKind = "product" if is_covered else "mixed"
+        relations += [
+            relate_same(place, place, text),
+            Relation(kind, tuple(sources), (place,), text),
+        ]
+    return relations
+
+
 def _update(equation: Equation) -> list[Relation]:
-    shape, part = equation.inputs[0].shape, equation.inputs[1].shape
-    text = "an update at a place that is computed"
-    return [
-        *(relate_same((0, axis), (0, axis), "an update") for axis in range(len(shape))),
-        *(
-            relate_same((1, axis), (0, axis), text)
-            if shape[axis] == part[axis]
-            else Relation("mixed", (Place(1, axis),), (Place(0, axis),), text)
-            for axis in range(len(shape))
-        ),
-    ]
+    axes = {axis: axis for axis in range(len(equation.inputs[0].shape))}
+    return _relate_update(equation, 1, axes, "an update at a place that is computed")
 
 
 def _gather(equation: Equation) -> list[Relation]:
@@ -302,17 +306,29 @@ def _gather(equation: Equation) -> list[Relation]:
     ]
 
 
+def _scatter(equation: Equation) -> list[Relation]:
+    spec, (operand, indices, updates) = equation.params["dimension_numbers"], equation.inputs
+    removed = {*spec.inserted_window_dims, *spec.operand_batching_dims}
+    window_axes = [axis for axis in range(len(operand.shape)) if axis not in removed]
+    pairs = zip(window_axes, spec.update_window_dims, strict=True)
+    # Indices move windows along the other axes.
+    update_axes = {axis: i for axis, i in pairs if axis not in spec.scatter_dims_to_operand_dims}
+    places = [Place(1, i) for i in range(len(indices.shape))]
+    places += [Place(2, i) for i in range(len(updates.shape)) if i not in update_axes.values()]
+    text = "an axis along which indices choose entries to update"
+    return [
+        Relation("mixed", tuple(places), (), "an axis of indices"),
+        *_relate_update(equation, 2, update_axes, text),
+    ]
+
+
 # Parameters at smaller sizes.
 
 
-def _resize_reshape(equation: Equation, sizes: Sizes) -> EquationParams:
+def _resize_output(name: str, equation: Equation, sizes: Sizes) -> EquationParams:
+    """Returns the shape of the output as the parameter of this name, and its sharding."""
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
-    return {"new_sizes": shape, "sharding": output.struct(shape).sharding}
-
-
-def _resize_broadcast(equation: Equation, sizes: Sizes) -> EquationParams:
-    (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
-    return {"shape": shape, "sharding": output.struct(shape).sharding}
+    return {name: shape, "sharding": output.struct(shape).sharding}
 
 
 def _resize_split(equation: Equation, sizes: Sizes) -> EquationParams:
@@ -361,9 +377,29 @@ def _name_cumulative_reduction(equation: Equation) -> str:
     return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
+# of the first input and the updates
+_SCATTER_REDUCTIONS = {
+    "scatter-add": "reduce_sum",
+    "scatter-max": "reduce_max",
+    "scatter-min": "reduce_min",
+    "scatter-mul": "reduce_prod",
+    "scatter-sub": "reduce_sum",
+}
+
+
+def _name_scatter_reduction(equation: Equation) -> str | None:
+    if equation.name in _SCATTER_REDUCTIONS:
+        return _SCATTER_REDUCTIONS[equation.name]
+    # `.at[].apply` replaces entries by a function of these entries.
+    return None if equation.params["update_jaxpr"] is None else "unknown"
+
+
 _relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
 _CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
+_SCATTERED = AxisRule(
+    _scatter, sources=lambda equation, number: (0, 2), find_reduction=_name_scatter_reduction
+)
 _WINDOWED = AxisRule(
     _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
 )
@@ -371,12 +407,18 @@ _WINDOWED = AxisRule(
 LAYOUTS: dict[str, AxisRule] = {
     "transpose": AxisRule(_transpose, reads_quantized=True),
     "squeeze": AxisRule(_squeeze, reads_quantized=True),
-    "broadcast_in_dim": AxisRule(_broadcast, _resize_broadcast, reads_quantized=True),
-    "reshape": AxisRule(_reshape, _resize_reshape, reads_quantized=True),
-    "concatenate": AxisRule(_concatenate, sources=_all_inputs),
-    "split": AxisRule(_split, _resize_split),
-    "stack": AxisRule(_stack, sources=_all_inputs),
-    "unstack": AxisRule(_unstack),
+    "broadcast_in_dim": AxisRule(
+        _broadcast, functools.partial(_resize_output, "shape"), reads_quantized=True
+    ),
+    "reshape": AxisRule(
+        _reshape, functools.partial(_resize_output, "new_sizes"), reads_quantized=True
+    ),
+    "concatenate": AxisRule(
+        functools.partial(_join, "dimension", "a concatenation"), sources=_all_inputs
+    ),
+    "split": AxisRule(functools.partial(_take_apart, "a split"), _resize_split),
+    "stack": AxisRule(functools.partial(_join, "axis", "a stack"), sources=_all_inputs),
+    "unstack": AxisRule(functools.partial(_take_apart, "a stack")),
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(
@@ -389,6 +431,7 @@ LAYOUTS: dict[str, AxisRule] = {
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
     "pad": AxisRule(_relate_along("cut", _list_padded), sources=_all_inputs),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
+    **dict.fromkeys(("scatter", *_SCATTER_REDUCTIONS), _SCATTERED),
     "sort": AxisRule(
         _relate_along("mixed", lambda equation: [equation.params["dimension"]]),
         sources=lambda equation, number: (number,),

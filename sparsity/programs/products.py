@@ -19,9 +19,8 @@ NO_PRODUCTS = frozenset((
     "after_all", "all_gather", "all_to_all", "approx_top_k", "axis_index", "create_token",
     "debug_callback", "debug_print", "empty2", "eq_to", "get", "igamma_grad_a", "le_to", "lt_to",
     "platform_index", "pmax", "pmin", "polygamma", "polynomial", "ppermute", "psum",
-    "ragged_all_to_all", "random_gamma", "reduce", "rng_bit_generator", "scatter", "scatter-add",
-    "scatter-max", "scatter-min", "scatter-mul", "select_and_gather_add", "select_and_scatter",
-    "select_and_scatter_add", "swap",
+    "ragged_all_to_all", "random_gamma", "reduce", "rng_bit_generator", "select_and_gather_add",
+    "select_and_scatter", "select_and_scatter_add", "swap",
 ))  # fmt: skip
 
 
@@ -136,7 +135,7 @@ def _dot(
     ragged: tuple[int, ...] = (),
     experts: tuple[int, ...] = (),
 ) -> Product:
-    numbers = numbers or equation.params["dimension_numbers"]
+    (result,), numbers = equation.outputs, numbers or equation.params["dimension_numbers"]
     operands = []
     # Not strict: a ragged dot has a third input, the sizes of its groups.
     for value, contracted, batch, indices in zip(
@@ -148,23 +147,20 @@ def _dot(
         operands.append(Operand(contracted, free, batch, indices))
     lhs, rhs = operands
     # The experts of a ragged dot that contracts rows are the first axis of its result.
-    new_axes = [None] if {*ragged} & {*lhs.contracted} else []
-    pairs = [(0, axis) for axis in (*lhs.batch, *lhs.free)]
-    pairs += [(1, axis) for axis in rhs.free]
-    summed = [(equation.inputs[0], axis) for axis in lhs.contracted]
-    kept = [
-        (equation.outputs[0], axis) for axis in range(len(new_axes), len(new_axes) + len(pairs))
-    ]
+    num_new = int(not {*ragged}.isdisjoint(lhs.contracted))
+    kept = [(0, axis) for axis in (*lhs.batch, *lhs.free)] + [(1, axis) for axis in rhs.free]
+    cost = [(result, axis) for axis in range(num_new, len(result.shape))]
+    cost += [(equation.inputs[0], axis) for axis in lhs.contracted]
     axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
         kind="ragged" if ragged else "dot",
         lhs=lhs,
         rhs=rhs,
-        output=(*new_axes, *pairs),
-        cost=(*kept, *summed),
+        output=(*[None] * num_new, *kept),
+        cost=tuple(cost),
         pairs=tuple(axes),
-        ordered=(*ordered, *((2, axis) for axis in range(len(new_axes)))),
+        ordered=(*ordered, *((2, axis) for axis in range(num_new))),
         ordered_text="rows in the order of their experts",
     )
 

@@ -87,7 +87,7 @@ class Equation:
     @property
     def source(self) -> str:
         """Line of the model that made the equation: 'file:line (function)', '' if unknown."""
-        for frame in (frame for each in self.tracebacks if each for frame in each.frames):
+        for frame in (frame for lines in self.tracebacks if lines for frame in lines.frames):
             if not _LIBRARIES.search(frame.file_name) and not frame.file_name.startswith(_PACKAGE):
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
@@ -146,28 +146,21 @@ class Equation:
                 num_constants, num_carried = self._count_scan_values()
                 carries = [(i, num_constants + i) for i in range(num_carried)]
                 layers = range(num_constants + num_carried, len(inputs))
-                return [
-                    Body(self.inner_programs[0], inputs, [*outputs], carries, layers, self.length)
-                ]
+                (body,) = self.inner_programs
+                return [Body(body, inputs, [*outputs], carries, layers, self.length)]
             case "while":
-                num_condition = params["cond_nconsts"]
-                num_outside = num_condition + params["body_nconsts"]
+                num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
                 condition, body = self.inner_programs
-                carries = [(i, num_outside - num_condition + i) for i in range(len(outputs))]
-                carry = body.inputs[
-                    num_outside - num_condition :
-                ]  # before each step, and after the last
+                carries = [(i, num_body + i) for i in range(len(outputs))]
+                carry = body.inputs[num_body:]  # before each step, and after the last
                 return [
                     Body(body, inputs[num_condition:], [*outputs], carries, trips=None),
                     Body(condition, [*inputs[:num_condition], *carry], [None], trips=None),
                 ]
             case "cond":
                 return [Body(body, inputs[1:], [*outputs]) for body in self.inner_programs]
-            case "shard_map":
-                return [
-                    Body(self.inner_programs[0], inputs, [*outputs], trips=_count_shards(params))
-                ]
-        return [Body(body, inputs, [*outputs]) for body in self.inner_programs]
+        trips = _count_shards(params) if self.name == "shard_map" else 1
+        return [Body(body, inputs, [*outputs], trips=trips) for body in self.inner_programs]
 
     @property
     def length(self) -> int:
@@ -313,15 +306,20 @@ def is_differentiable(value: Value | jax.Array) -> bool:
     return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
-def read_jaxpr(closed: ClosedJaxpr) -> Program:
+def read_jaxpr(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks = ()) -> Program:
     """Returns the program of a traced function.
+
+    Args:
+      closed: the jaxpr of the function; one without constants may be open.
+      calls: lines of the calls around the function, the innermost first.
 
     Example:
       >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
       >>> [equation.name for equation in double.flat_equations()]
       ['mul']
     """
-    return _read_inner(closed, ())
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return _read_program(closed, [_read_value(var.aval) for var in jaxpr.invars], calls)
 
 
 def find_read_values(program: Program) -> set[Value]:
@@ -379,16 +377,10 @@ def _read_equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> 
         outputs = inner_programs[0].outputs
     else:
         names = _BODIES.get(name, [])
-        inner = params["branches"] if name == "cond" else [params[x] for x in names]
-        inner_programs = tuple(_read_inner(body, calls) for body in inner)
+        bodies = params["branches"] if name == "cond" else [params[x] for x in names]
+        inner_programs = tuple(read_jaxpr(body, calls) for body in bodies)
         outputs = [_read_value(var.aval) for var in traced.outvars]
     return Equation(traced.primitive, params, inputs, outputs, inner_programs, calls, traced.ctx)
-
-
-def _read_inner(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
-    """Returns the program with new inputs."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    return _read_program(closed, [_read_value(var.aval) for var in jaxpr.invars], calls)
 
 
 def _read_value(aval: jax.core.AbstractValue, constant: ArrayLike | None = None) -> Value:

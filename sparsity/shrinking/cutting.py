@@ -60,7 +60,7 @@ class CutParameter:
         return array
 
 
-CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by path in a tree of params
+CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by key path in a tree of params
 
 
 def list_cut_parameters(
@@ -69,7 +69,7 @@ def list_cut_parameters(
     kept: Mapping[Path, Mapping[AxisNumber, np.ndarray]],
     masks: Mapping[Path, jax.Array],
 ) -> CutParameters:
-    """Returns the cut of each parameter, by its path in a tree of params.
+    """Returns the cut of each parameter, by its key path in a tree of params.
 
     Args:
       graph: the graph of the model.
@@ -89,7 +89,7 @@ def list_cut_parameters(
 def cut_params(cuts: CutParameters, params: Tree) -> Tree:
     """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
     return trees.map_matched(
-        lambda path, leaf: cuts[path].cut(leaf) if path in cuts else leaf, params
+        lambda key_path, leaf: cuts[key_path].cut(leaf) if key_path in cuts else leaf, params
     )
 
 
@@ -99,11 +99,11 @@ def cut_masks(cuts: CutParameters, small_params: Params) -> Masks:
     The mask of a parameter without masked entries is `None`.
     """
 
-    def cut(path: KeyPath, leaf: jax.Array) -> jax.Array | None:
-        mask = cuts[path].mask
+    def cut(key_path: KeyPath, leaf: jax.Array) -> jax.Array | None:
+        mask = cuts[key_path].mask
         if mask is None:
             return None
-        kept = are_kept(cuts[path].cut(mask))
+        kept = are_kept(cuts[key_path].cut(mask))
         if np.asarray(kept).all():
             return None
         return kept if is_traced(leaf) else sharding.place_like(leaf, kept)
@@ -134,7 +134,7 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
             return small
         return place_masks(pack_masks(small, small_params), small_params)
 
-    owner_tree = trees.map_matched(lambda path, _: cuts.get(path), params)
+    owner_tree = trees.map_matched(lambda key_path, _: cuts.get(key_path), params)
     # A packed mask has another shape than its parameter.
     unpacked = _map_masks(unpack, state)
     small = owners.map_owned(_cut_moment, owner_tree, unpacked)
@@ -157,8 +157,8 @@ def compare_small_updates(
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
 
-    def mask(path: KeyPath, leaf: jax.Array) -> jax.Array:
-        cut = cuts[path]
+    def mask(key_path: KeyPath, leaf: jax.Array) -> jax.Array:
+        cut = cuts[key_path]
         return cut.zero_removed(leaf) if cut.mask is None else apply_mask(leaf, cut.mask)
 
     masked = trees.map_matched(mask, trees.only_arrays(params))
@@ -167,7 +167,7 @@ def compare_small_updates(
         tx,
         masked,
         state,
-        mask=lambda path, leaf: cuts[path].zero_removed(leaf),
+        mask=lambda key_path, leaf: cuts[key_path].zero_removed(leaf),
         cut=cut,
         cut_state=functools.partial(cut_state, cuts, masked, cut(masked)),
         model="smaller model",
@@ -217,23 +217,25 @@ def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
     has_owner = jax.tree.leaves(
         owners.map_owned(lambda owner, _: owner is not None, owner_tree, state)
     )
-    for (path, leaf), is_owned in zip(trees.leaves_by_path(state).items(), has_owner, strict=True):
+    for (key_path, leaf), is_owned in zip(
+        trees.leaves_by_path(state).items(), has_owner, strict=True
+    ):
         if not is_owned:
             owners.check_stray(leaf, names, _REMEDY)
             if trees.is_prunable(leaf) and leaf.ndim:
-                _check_outside_cuts(path, leaf, owner_tree)
+                _check_outside_cuts(key_path, leaf, owner_tree)
     owners.check_state(owner_tree, state, _REMEDY)
 
 
-def _check_outside_cuts(path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
+def _check_outside_cuts(key_path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
     """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
-    names = trees.path_names(path)
+    names = trees.path_names(key_path)
     for owner_path, owner in trees.leaves_by_path(owner_tree).items():
         owner_names = trees.path_names(owner_path)
         starts = range(len(names) - len(owner_names) + 1)
         if owner.axes and any(names[i : i + len(owner_names)] == owner_names for i in starts):
             raise ValueError(
-                f"The optimizer's state has a leaf {trees.path_string(path)!r} of shape "
+                f"The optimizer's state has a leaf {trees.path_string(key_path)!r} of shape "
                 f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, and nothing tells which "
                 "entries belong to a channel. Shrink with an optimizer that keeps a moment for "
                 f"each weight, or {_REMEDY}."
@@ -266,12 +268,9 @@ def _cut_array(array: jax.Array, axes: Mapping[AxisNumber, np.ndarray]) -> jax.A
     axes = dict(axes)  # a pytree, as other mappings are not
     old_sharding = None if is_traced(array) else getattr(array, "sharding", None)
     shape = cut_shape(jnp.shape(array), axes)
-    small: jax.Array
     if isinstance(old_sharding, NamedSharding) and not sharding.explicit_sharding(array):
-        small = _take_all(array, axes, sharding.fit(old_sharding, shape))
-    else:
-        small = sharding.shard_like(array, _take_all, array, axes, shape=shape)
-    return small
+        return _take_all(array, axes, sharding.fit(old_sharding, shape))
+    return sharding.shard_like(array, _take_all, array, axes, shape=shape)
 
 
 def _take_all_on_host(

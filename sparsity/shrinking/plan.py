@@ -109,11 +109,8 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resize_struct(*pair) for pair in structs])
         retraced = graph.retrace(example, *args)
-        kept_indices = solve_kept_indices(retraced.removal.list_parameter_axes(), self)
-        check_proven(retraced, kept_indices, self)
-        return retraced.model.run(
-            CutInterpreter(retraced.removal, kept_indices), [*arrays, *inputs]
-        )
+        interpreter = CutInterpreter(retraced.removal, solve_proven_indices(retraced, self))
+        return retraced.model.run(interpreter, [*arrays, *inputs])
 
     def graph(self, graph: Graph) -> Graph:
         """Traces the smaller model: makes its graph from that of the model before the cut.
@@ -296,8 +293,13 @@ def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Pla
     return Plan(kept, shapes, partial)
 
 
-def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
-    """Raises a ValueError if removing entries of a variable differs from masking them."""
+def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
+    """Returns the entries that a plan keeps of each variable.
+
+    Raises:
+      ValueError: removing the other entries differs from masking them.
+    """
+    kept_indices = solve_kept_indices(graph.removal.list_parameter_axes(), plan)
     removable = {group.variable for group in graph.groups}
     for parameter, axes in graph.removal.list_parameter_axes():
         for axis_number, axis in enumerate(axes):
@@ -316,14 +318,14 @@ def check_proven(graph: Graph, kept_indices: KeptIndices, plan: Plan) -> None:
                 "layers, which this model does not run as a scan. The plan was made for another "
                 "model, or for other flags."
             )
-    if not any(plan.evidence.values()):
-        return
-    if in_use := find_group_in_use(graph, kept_indices, plan.evidence):
+    has_evidence = any(plan.evidence.values())
+    if has_evidence and (in_use := find_group_in_use(graph, kept_indices, plan.evidence)):
         raise ValueError(
             f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
             "model reads the other part. Trace the model with these arguments before the cut, or "
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )
+    return kept_indices
 
 
 def _explain_refusal(graph: Graph, path: Path, axis: int) -> str:

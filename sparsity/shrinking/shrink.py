@@ -12,12 +12,11 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, Tree
 from sparsity.graph import Graph
-from sparsity.graph.channels.cuts import solve_kept_indices
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
-from sparsity.shrinking.plan import Plan, check_proven, plan_cut
+from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
 
 
@@ -86,7 +85,7 @@ def shrink(
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
     """Returns a checked plan of the channels that masks remove, and the masks by path."""
     if isinstance(masks, Plan):
-        check_proven(graph, solve_kept_indices(graph.removal.list_parameter_axes(), masks), masks)
+        solve_proven_indices(graph, masks)  # raises for a plan of another model
         return masks, {}
     by_path = {x.path: mask for x, mask in graph.parameters.match_masks(masks)}
     for path, mask in by_path.items():

@@ -200,8 +200,7 @@ class Small(Generic[Tree]):
     def _compute_densities(self) -> dict[Path, float]:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
-        for key_path, mask in trees.leaves_by_path(self.masks).items():
-            path = trees.path_names(key_path)
+        for path, mask in trees.leaves_by_names(self.masks).items():
             parameter = self.before.parameters.find(path, mask, may_be_smaller=True)
             densities[parameter.path] = np.count_nonzero(mask) / mask.size
         return densities

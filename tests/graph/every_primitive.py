@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 # Primitives that only programs on meshes have, see tests/scripts, and one that no function binds.
 NOT_DRAWN = {"copy_p", "mesh_cast", "pvary", "reshard"}
 # Not all versions of jax have them.
-IN_SOME_VERSIONS = {"log2", "one_minus_square", "stack", "tile", "unstack"}
+IN_SOME_VERSIONS = {"log2", "one_minus_square", "scatter-sub", "stack", "tile", "unstack"}
 WITH_WEIGHT = {"dot_general", "ragged_dot_general"}
 
 
@@ -79,6 +79,10 @@ def along(axis):
     def start(value, x):
         return jnp.asarray(value, x.dtype)
 
+    def update(name, x):
+        rows = x.at[(slice(None),) * axis + (np.array([1]),)]
+        return getattr(rows, name)(lax.slice_in_dim(jnp.sin(x), 0, 1, axis=axis))
+
     window_functions = {
         "cumlogsumexp": lambda x: lax.cumlogsumexp(x, axis),
         "cummax": lambda x: lax.cummax(x, axis),
@@ -107,6 +111,12 @@ def along(axis):
             jnp.pad(x, [(1, 1)[:1] * 2 if i == axis else (0, 0) for i in (0, 1)]),
             1, x.shape[axis] + 1, axis=axis,
         ),
+        "scatter": functools.partial(update, "set"),
+        "scatter-add": functools.partial(update, "add"),
+        "scatter-max": functools.partial(update, "max"),
+        "scatter-min": functools.partial(update, "min"),
+        "scatter-mul": functools.partial(update, "multiply"),
+        "scatter-sub": functools.partial(update, "subtract"),
         "slice": lambda x: jnp.concatenate(
             [lax.slice_in_dim(x, 0, 1, axis=axis),
              jnp.sin(lax.slice_in_dim(x, 1, x.shape[axis], axis=axis))], axis

@@ -504,6 +504,22 @@ def _stack(model, i):
     return model.sizes[i], lambda p, v: sum(jnp.unstack(jnp.stack([v[i], jnp.cos(v[i])])))
 
 
+def _scattered(model, i):
+    j = model.value(lambda size: size == model.sizes[i])
+    name = model.choose_one(["add", "apply", "max", "min", "multiply", "set", "subtract"])
+    index = model.choose_one([[0], [1, 0], [1, ROWS]])  # the last one drops a row
+
+    def update(p, v):
+        rows = v[i].at[np.array(index)]
+        return rows.apply(jnp.cos) if name == "apply" else getattr(rows, name)(v[j][: len(index)])
+
+    return model.sizes[i], model.choose_one([
+        update,
+        lambda p, v: jax.ops.segment_sum(v[j], np.array([1, 1]), ROWS) * v[i],
+        lambda p, v: v[i].at[:, :2].add(v[j][:, :2]),
+    ])  # fmt: skip
+
+
 STEPS = {
     fn.__name__[1:]: fn
     for fn in (
@@ -513,6 +529,7 @@ STEPS = {
         _attention, _fused, _rotary,
         _scan, _recurrence, _while, _cond, _remat, _outer, _inner, _mean_all, _any_or_all, _where,
         _masked_softmax, _positions, _moved, _repeated, _log_of_sums, _lookup, _stack,
+        _scattered,
     )
 }  # fmt: skip
 # Programs of these have a residual stream.

@@ -226,6 +226,8 @@ REFUSED = {
     "flip": (lambda x: x[:, ::-1], "rev", "needs all entries of the axis, in order"),
     "stride": (lambda x: lax.slice(x, (0, 0), x.shape, (1, 2)), "slice", "a slice with a stride"),
     "lookup": (lambda x: x[:, jnp.array([1, 1])], "gather", "entries are looked up"),
+    "update": (lambda x: x.at[:, 0].set(1.0), "scatter", "indices choose entries to update"),
+    "applied": (lambda x: x.at[0].apply(jnp.cos).sum(-1), "reduce_sum", "are not known where"),
     "permuted": (lambda x: lax.reshape(x, (4, 6), (1, 0)), "reshape", "takes channels apart"),
     "any": (lambda x: x * (x < 1).all(-1, keepdims=True) * (x >= 1).all(-1, keepdims=True),
             "reduce_and", "entries that are 0 where channels are masked, not 1"),
@@ -415,6 +417,8 @@ def test_leaves_that_nobody_reads_are_refused():
         lambda x: lax.dynamic_update_slice(x, 2 * x[:1], (1, 0)),
         lambda x: jnp.pad(x, ((1, 0), (0, 0))),
         lambda x: x.cumsum(0) + jnp.sort(x, 0),
+        lambda x: x.at[jnp.array([1, 0, 4])].set(2 * x[:3]).at[0].apply(jnp.cos),
+        lambda x: jax.ops.segment_sum(x, jnp.array([0, 2, 2, 1]), 3).sum(-1, keepdims=True) + x[:3],
     ],
     ids=[
         "all",
@@ -433,6 +437,8 @@ def test_leaves_that_nobody_reads_are_refused():
         "update",
         "pad",
         "axis",
+        "scatter",
+        "segments",
     ],
 )
 def test_channels_that_change_nothing_can_be_removed(between):

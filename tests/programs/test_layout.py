@@ -15,6 +15,13 @@ from tests.graph.every_primitive import IN_SOME_VERSIONS
 _GATHER = lax.GatherDimensionNumbers((1,), (0,), (0,))
 
 
+_SCATTER = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+
+def as_index(x):
+    return jnp.abs(10 * x).astype(int) % 4
+
+
 def add_twice(one, other):
     return one[0] + other[0], one[1] + 2 * other[1]
 
@@ -42,6 +49,15 @@ CASES = {
     "reshape": (lambda x: lax.reshape(x, (4, 1, 3, 5)), [(2, 2, 15)]),
     "reshape in an order": (lambda x: lax.reshape(x, (3, 2, 4), (2, 0, 1)), [(2, 4, 3)]),
     "rev": (lambda x: lax.rev(x, (1,)), [(2, 3)]),
+    "scatter": (lambda x, i, y: lax.scatter(x, as_index(i), y, _SCATTER), [(4, 3), (2, 1), (2, 3)]),
+    "scatter of parts": (
+        lambda x, i, y: lax.scatter(x, as_index(i), y, _SCATTER),
+        [(4, 3), (2, 1), (2, 2)],
+    ),
+    "scatter-add": (
+        lambda x, i, y: lax.scatter_add(x, as_index(i), y, _SCATTER),
+        [(4, 3), (2, 1), (2, 3)],
+    ),
     "slice": (lambda x: lax.slice(x, (0, 1, 0), (2, 3, 4), (1, 1, 2)), [(2, 4, 5)]),
     "sort": (lambda x, y, z: lax.sort((x, y, z), 1, num_keys=2), [(2, 3)] * 3),
     "split": (lambda x: lax.split(x, (1, 2, 3), 1), [(2, 6)]),

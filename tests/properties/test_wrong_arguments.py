@@ -171,9 +171,7 @@ SPECIAL = {
     ("ADMMPruning", "rho"): optional(POSITIVE),
     ("ERK", "batch_axes"): (1.5, NAN, INF, True, "2", *OBJECTS),
     ("ERK", "sparsity"): optional(FRACTION),
-    ("Graph.find_products", "path"): (),  # called by the library
-    ("Graph.is_data", "value"): (),
-    ("Graph.is_weight", "path"): (),
+    ("Graph.is_weight", "path"): (),  # called by the library
     ("Graph.is_weight", "param"): (),
     ("Graph.retrace", "params"): (),
     ("Graph.retrace", "args"): (),

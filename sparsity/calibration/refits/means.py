@@ -68,7 +68,7 @@ class Means:
 
 def holds_outputs(graph: Graph, path: Path, bias: Bias) -> bool:
     """Returns whether a bias can hold outputs: a real one would lose their imaginary parts."""
-    outputs = [use.equation.outputs[0].dtype for use in graph.find_products(path)]
+    outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]
     (dtype,) = (param.dtype for param in graph.parameters if param.path == bias.path)
     is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, *outputs)]
     return is_complex[0] or not any(is_complex)

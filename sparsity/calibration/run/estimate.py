@@ -92,11 +92,11 @@ class MemoryMeter:
         """
         last_uses, live = find_last_uses(program), dict[Value, int]()
         for value in program.inputs:
-            if self._graph.is_data(value) and value not in shared:
+            if self._graph.tracker.is_data(value) and value not in shared:
                 live[value] = self._batches * _count_bytes(value)
         for equation in program.flat_equations():
             dead = {x for x in equation.inputs if last_uses.get(x) is equation}
-            if any(map(self._graph.is_data, equation.inputs)):
+            if any(map(self._graph.tracker.is_data, equation.inputs)):
                 freed_bytes = sum(live.get(value, 0) for value in dead) // self._batches
                 self._follow_equation(equation, live_bytes + sum(live.values()), freed_bytes)
                 for value in equation.outputs:

@@ -201,7 +201,7 @@ def _show_progress(
 ) -> Callable[[Path, LayerIndex], None]:
     """Shows a bar of the layers, and returns the function that advances it by a layer."""
     graph = task.graph
-    scanned, shapes = graph.find_scanned_axes(), graph.parameters.find_shape
+    scanned, shapes = graph.tracker.find_scanned_axes(), graph.parameters.find_shape
     num_layers = {
         path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
     }

@@ -156,7 +156,7 @@ class PruningTask:
         if path not in self.biases:
             return None
         bias = self.biases[path].path
-        axes = self.graph.find_scanned_axes().get(bias, ())
+        axes = self.graph.tracker.find_scanned_axes().get(bias, ())
         return bias, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
 
     def shift_bias(

@@ -88,9 +88,7 @@ class Coupling(Flow[list[Axis]]):
         return [self._find_step_axis(scan), *fact]
 
     def _find_step_axis(self, scan: Equation) -> Axis:
-        if scan not in self._step_axes:
-            self._step_axes[scan] = Axis(scan.length, pin=Reason(scan, _STEPS))
-        return self._step_axes[scan]
+        return self._step_axes.setdefault(scan, Axis(scan.length, pin=Reason(scan, _STEPS)))
 
     def visit(self, equation: Equation) -> None:
         name = equation.name

@@ -157,8 +157,8 @@ def _find_refusals(
 ) -> dict[Variable, Reason]:
     """Returns the variables that cannot lose entries, and why."""
     refusals = dict(unproven)
-    for parameter, axes in parameters:
-        for size, axis in zip(parameter.shape, axes, strict=True):
+    for _, axes in parameters:
+        for axis in axes:
             for variable in list_variables(axis):
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
@@ -166,7 +166,7 @@ def _find_refusals(
                     continue
                 elif label_entries(axis, variable) is None:
                     refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
-                elif _has_only_single_entries(axis, size):
+                elif _has_only_single_entries(axis):
                     text = "an axis that is cut into single entries"
                     refusals[variable] = Reason(None, text, "axis")
     return refusals
@@ -180,14 +180,14 @@ def _find_members(
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             for variable in dict.fromkeys(list_variables(axis)):
-                if variable.size > 1 or _has_only_single_entries(axis, parameter.shape[number]):
+                if variable.size > 1 or _has_only_single_entries(axis):
                     members.setdefault(variable, []).append((parameter, number, axis))
     return members
 
 
-def _has_only_single_entries(axis: Axis, size: int) -> bool:
-    """Returns whether an axis of this size consists of variables of one entry each."""
-    return size > 1 and all(variable.size == 1 for variable in list_variables(axis))
+def _has_only_single_entries(axis: Axis) -> bool:
+    """Returns whether a longer axis consists of variables of one entry each."""
+    return axis.size > 1 and all(variable.size == 1 for variable in list_variables(axis))
 
 
 def _make_refusals(

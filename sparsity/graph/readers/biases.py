@@ -21,7 +21,7 @@ from sparsity.graph.readers.views import Factor, View, follow_layout
 from sparsity.graph.traced_model import Model
 from sparsity.programs.entrywise import is_copy
 from sparsity.programs.layout import LAYOUTS, is_move
-from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation, Value
 
 
@@ -83,8 +83,7 @@ def find_biases(model: Model, tracker: Tracker) -> dict[Path, Bias]:
     both are stacked. The bias nearest to the product counts.
     """
     search = _BiasSearch(model, tracker)
-    products = [use for use in tracker.uses if use.primitive in PRODUCTS]
-    return {use.path: bias for use in products if (bias := search.find(use)) is not None}
+    return {use.path: bias for use in tracker.products if (bias := search.find(use)) is not None}
 
 
 class _Factor(NamedTuple):
@@ -160,8 +159,8 @@ class _BiasSearch:
         if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._bare_values:
             self._bare_values.add(equation.outputs[0])
         facts = [self._tracker.fact(value) for value in equation.inputs]
-        if any(x.is_data for x in facts):
-            self._num_reads.update(view.path for x in facts for view in x.views)
+        if any(fact.is_data for fact in facts):
+            self._num_reads.update(view.path for fact in facts for view in fact.views)
 
     def _find_reader(self, value: Value) -> Equation | None:
         """Returns the only reader of a value, `None` for several and for outputs of the program."""

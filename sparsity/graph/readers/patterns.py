@@ -12,7 +12,7 @@ import chex
 from sparsity.core import trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path
-from sparsity.graph.readers.uses import Use
+from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.traced_model import Parameters
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
@@ -21,8 +21,7 @@ class _GraphQueries(Protocol):
     """The parts of a `Graph` that filters and patterns read."""
 
     parameters: Parameters
-
-    def find_products(self, path: Path) -> list[Use]: ...
+    tracker: Tracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +158,7 @@ class FanInAlongInputs(_InputPatterns):
 def _find_contractions(graph: _GraphQueries, path: Path, param: chex.Array) -> list[Use]:
     """Returns the products that contract a parameter of this model, or of a smaller one."""
     parameter = graph.parameters.find(path, param, may_be_smaller=True)
-    return [use for use in graph.find_products(parameter.path) if use.contracting]
+    return [use for use in graph.tracker.find_products(parameter.path) if use.contracting]
 
 
 def _explain_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> str:

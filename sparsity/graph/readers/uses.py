@@ -100,7 +100,12 @@ class Use:
 
 
 class Tracker(Flow[ArrayFacts]):
-    """Views of parameters, and uses in program order."""
+    """Views of parameters.
+
+    Attributes:
+      uses: the products and lookups that read parameters, in program order.
+      products: the uses that are dots or convolutions.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -110,10 +115,11 @@ class Tracker(Flow[ArrayFacts]):
             self.facts[value] = ArrayFacts((View(parameter.path, by_axis),))
         self.run(model.program)
         self.uses: list[Use] = list(self._find_uses(model.program, 1))
+        self.products: list[Use] = [use for use in self.uses if use.primitive in PRODUCTS]
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
-        return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+        return [use for use in self.products if use.path == path]
 
     def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
         """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""
@@ -164,14 +170,14 @@ class Tracker(Flow[ArrayFacts]):
 
     def visit(self, equation: Equation) -> None:
         name, inputs = equation.name, [self.fact(value) for value in equation.inputs]
-        is_data = any(x.is_data for x in inputs)
+        is_data = any(fact.is_data for fact in inputs)
         self.facts.update(dict.fromkeys(equation.outputs, ArrayFacts(is_data=is_data)))
         # A lookup by data is a use; its result is no view.
         if is_lookup(equation) and is_data:
             return
         if name in ENTRYWISE:
             self._visit_entrywise(equation, inputs)
-        elif name in LAYOUTS and any(x.views or x.constant is not None for x in inputs):
+        elif name in LAYOUTS and any(fact.views or fact.constant is not None for fact in inputs):
             self._visit_layout(equation, inputs)
 
     def _visit_entrywise(self, equation: Equation, inputs: Sequence[ArrayFacts]) -> None:
@@ -181,12 +187,12 @@ class Tracker(Flow[ArrayFacts]):
             self.facts.update(zip(equation.outputs, inputs, strict=True))
             return
         (output,) = equation.outputs
-        if any(x.is_data for x in inputs[name == "select_n" :]):  # a mask may be data
+        if any(fact.is_data for fact in inputs[name == "select_n" :]):  # a mask may be data
             return
         pairs = zip(equation.inputs, inputs, strict=True)
         counts = [
-            Counter(dataclasses.replace(view, keeps_zeros=True) for view in x.views)
-            for value, x in pairs
+            Counter(dataclasses.replace(view, keeps_zeros=True) for view in fact.views)
+            for value, fact in pairs
             if value.shape == output.shape
         ]
         # Two views of one array, as in w + (q(w) - w), count as one.
@@ -205,7 +211,7 @@ class Tracker(Flow[ArrayFacts]):
         if full:
             self.facts[output] = ArrayFacts(tuple(views))
         elif not inputs[0].is_data:
-            constants = [x.constant for x in inputs]
+            constants = [fact.constant for fact in inputs]
             self.facts[output] = ArrayFacts(constant=fold_constant(equation, constants))
 
     def _visit_layout(self, equation: Equation, inputs: Sequence[ArrayFacts]) -> None:
@@ -236,10 +242,10 @@ class Tracker(Flow[ArrayFacts]):
         for equation in program.flat_equations():
             inputs = [self.fact(value) for value in equation.inputs]
             if equation.name in PRODUCTS:
-                for operand, x in enumerate(inputs[:2]):
-                    for view in merge_shares(x.views):
+                for operand, fact in enumerate(inputs[:2]):
+                    for view in merge_shares(fact.views):
                         yield self._make_use(equation, operand, view, trips)
-            elif is_lookup(equation) and any(x.is_data for x in inputs):
+            elif is_lookup(equation) and any(fact.is_data for fact in inputs):
                 for view in inputs[0].views:
                     yield self._make_use(equation, 0, view, trips)
             for body in equation.list_bodies():
@@ -275,5 +281,5 @@ class Tracker(Flow[ArrayFacts]):
 
 def _keeps_zeros(equation: Equation, inputs: Sequence[ArrayFacts], view: View) -> bool:
     """Returns whether an entrywise operation is 0 where the parameter of a view is 0."""
-    numbers = [0.0 if view in x.views else x.constant for x in inputs]
+    numbers = [0.0 if view in fact.views else fact.constant for fact in inputs]
     return fold_constant(equation, numbers) == 0

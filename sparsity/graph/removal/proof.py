@@ -10,10 +10,10 @@ adds: see `shared_entries`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Mapping, Sequence
 
 from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.removal.constants import Constants, RemovedEntry
 from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.graph.removal.shared_entries import (
     AvailableValues,
@@ -28,60 +28,6 @@ from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
-
-# An axis, and the variable that loses entries.
-RemovedEntry: TypeAlias = tuple[AxisNumber, Variable]
-
-
-class Constants:
-    """The constants that an array holds.
-
-    Attributes:
-      at: constants at removed entries, by place.
-      everywhere: the constant that all entries are, `None` if they differ.
-      may_be_nan: entries may be NaN in place of the constants, as where a lookup is out of range.
-    """
-
-    __slots__ = ("at", "everywhere", "may_be_nan")
-
-    def __init__(
-        self,
-        at: Mapping[RemovedEntry, float | None] | None = None,
-        everywhere: float | None = None,
-        may_be_nan: bool = False,
-    ):
-        self.at: dict[RemovedEntry, float] = {
-            entry: x for entry, x in (at or {}).items() if x is not None
-        }
-        self.everywhere: float | None = everywhere
-        self.may_be_nan: bool = may_be_nan
-
-    def __getitem__(self, entry: RemovedEntry) -> float | None:
-        return self.at.get(entry, self.everywhere)
-
-    def renumber_axes(self, renumber: Callable[[int], int | None]) -> Constants:
-        """Returns the constants with other numbers of axes, `None` for an axis that is gone."""
-        renumbered = {(renumber(i), v): c for (i, v), c in self.at.items()}
-        at = {(i, v): c for (i, v), c in renumbered.items() if i is not None}
-        return Constants(at, self.everywhere, self.may_be_nan)
-
-    def meet(self, other: Constants) -> Constants:
-        """Returns the constants that both have."""
-        # Either side may state an entry that the other has only by `everywhere`.
-        at = {entry: c for entry, c in self.at.items() if entrywise.is_same(other[entry], c)}
-        at |= {entry: c for entry, c in other.at.items() if entrywise.is_same(self[entry], c)}
-        is_same = entrywise.is_same(self.everywhere, other.everywhere)
-        everywhere = self.everywhere if is_same else None
-        return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
-
-    # A loop ends once its facts stay equal. Texts are compared because `nan == nan` is False. Facts
-    # are values of dicts, never keys, and need no hash.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constants) and repr(self._key()) == repr(other._key())
-
-    def _key(self) -> tuple[object, ...]:
-        at = sorted((i, id(v), c) for (i, v), c in self.at.items())
-        return self.everywhere, self.may_be_nan, at
 
 
 class Proof(Flow[Constants]):
@@ -173,8 +119,7 @@ class Proof(Flow[Constants]):
         # All other primitives make new entries, or are pinned.
         if any(self.fact(value).may_be_nan for value in equation.inputs):
             for output in equation.outputs:
-                constants = self.fact(output)
-                self.facts[output] = Constants(constants.at, constants.everywhere, True)
+                self.facts[output] = self.fact(output).with_nan()
 
     def _visit_entrywise(self, equation: Equation) -> None:
         inputs = [self.fact(value) for value in equation.inputs]
@@ -183,17 +128,17 @@ class Proof(Flow[Constants]):
             return
         (output,) = equation.outputs
         # The constants do not tell the result of a comparison with NaN.
-        if any(x.may_be_nan for x in inputs) and entrywise.may_remove_nan(equation):
+        if any(fact.may_be_nan for fact in inputs) and entrywise.may_remove_nan(equation):
             self.facts[output] = Constants()
             return
         at: dict[RemovedEntry, float | None] = {}
         results: dict[tuple[float | None, ...], float | None] = {}
-        for entry in (entry for x in inputs for entry in x.at if entry not in at):
-            arguments = tuple([x[entry] for x in inputs])
+        for entry in (entry for fact in inputs for entry in fact.at if entry not in at):
+            arguments = tuple([fact[entry] for fact in inputs])
             if arguments not in results:
                 results[arguments] = entrywise.fold_constant(equation, arguments)
             at[entry] = results[arguments]
-        everywhere = entrywise.fold_constant(equation, [x.everywhere for x in inputs])
+        everywhere = entrywise.fold_constant(equation, [fact.everywhere for fact in inputs])
         self.facts[output] = Constants(at, everywhere)
 
     def _visit_reduction(self, equation: Equation) -> None:
@@ -213,9 +158,7 @@ class Proof(Flow[Constants]):
         reduced = constants.renumber_axes(lambda i: kept_axes.index(i) if i in kept_axes else None)
         # A reduction of no entries has its neutral number as result, not the constants.
         is_empty = 0 in [value.shape[axis] for axis in axes]
-        self.facts[equation.outputs[0]] = (
-            Constants() if is_empty else _reduce_constants(equation.name, reduced)
-        )
+        self.facts[equation.outputs[0]] = Constants() if is_empty else reduced.reduce(equation.name)
 
     def _note_shared_entry(self, reduction: Equation, axis: AxisNumber, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
@@ -226,17 +169,8 @@ class Proof(Flow[Constants]):
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False
-
-        def find_constant(value: Value, axis: AxisNumber) -> float | None:
-            fact = self.fact(value)
-            return fact.everywhere if axis < 0 else fact[axis, variable]
-
-        def may_be_nan(value: Value) -> bool:
-            return self.fact(value).may_be_nan
-
-        entry = find_shared_entry(
-            value, axis, self._available[reduction], find_constant, may_be_nan
-        )
+        available = self._available[reduction]
+        entry = find_shared_entry(value, axis, variable, available, self.fact)
         if entry is None or self.shared_entries.get(reduction, entry).axis != axis:
             return False
         self.shared_entries[reduction] = entry
@@ -260,8 +194,8 @@ class Proof(Flow[Constants]):
             everywhere = _find_common([self.fact(value).everywhere for value in inputs.values()])
             constants = Constants(at, everywhere)
             if reduction is not None:
-                constants = _reduce_constants(reduction, constants)
-            self.facts[output] = _join_fill(constants, rule.fill(equation))
+                constants = constants.reduce(reduction)
+            self.facts[output] = constants.join_fill(rule.fill(equation))
 
     def _meet_inputs(
         self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Variable
@@ -310,22 +244,6 @@ class Proof(Flow[Constants]):
 def _find_common(constants: Sequence[float | None]) -> float | None:
     """Returns the constant that all are, `None` if they differ or one is NaN."""
     return constants[0] if constants and all(x == constants[0] for x in constants) else None
-
-
-def _reduce_constants(name: str, constants: Constants) -> Constants:
-    """Returns the constants of a reduction along entries that are equal."""
-    return Constants(
-        {place: entrywise.repeat_constant(name, x) for place, x in constants.at.items()}
-    )
-
-
-def _join_fill(constants: Constants, fill: float | None) -> Constants:
-    """Returns the constants if `fill` may take the place of entries that are out of range."""
-    if fill is None:
-        return constants
-    if math.isnan(fill):
-        return Constants(constants.at, constants.everywhere, may_be_nan=True)
-    return constants.meet(Constants(everywhere=fill))
 
 
 def _explain_not_neutral(

@@ -16,7 +16,6 @@ from sparsity.graph.removal.proof import Proof
 from sparsity.graph.removal.shared_entries import SharedEntry
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.axes import Axis, AxisNumber, Reason, Variable, list_variables
-from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 
 _ProofResult: TypeAlias = tuple[dict[Variable, Reason], dict[Equation, SharedEntry]]
@@ -27,11 +26,11 @@ class Removal:
 
     Args:
       model: the model.
-      uses: the products, convolutions and lookups that read parameters.
+      products: the dots and convolutions that read parameters.
     """
 
-    def __init__(self, model: Model, uses: Sequence[Use]) -> None:
-        self._model, self._uses = model, uses
+    def __init__(self, model: Model, products: Sequence[Use]) -> None:
+        self._model, self._products = model, products
         # Results of proofs, without the facts from which they follow.
         self._proofs: dict[frozenset[tuple[object, ...]], _ProofResult] = {}
 
@@ -103,11 +102,10 @@ class Removal:
         """The channels that can be removed, and the axes that have none."""
         output_axes: dict[Path, set[AxisNumber]] = {}
         window_axes: dict[Path, set[AxisNumber]] = {}
-        for use in self._uses:
-            if use.primitive in PRODUCTS:
-                output_axes.setdefault(use.path, set()).update(use.output)
-                window = {*use.contracting} - {*use.channels}
-                window_axes.setdefault(use.path, set()).update(window)
+        for use in self._products:
+            output_axes.setdefault(use.path, set()).update(use.output)
+            window = {*use.contracting} - {*use.channels}
+            window_axes.setdefault(use.path, set()).update(window)
         unproven = self.find_unproven(self._maskable_entries)
         num_layers = _find_layered_variables(self._model.program, self.coupling)
         return find_channels(

@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from sparsity.graph.removal.constants import Constants
 from sparsity.programs import entrywise
-from sparsity.programs.axes import AxisNumber
+from sparsity.programs.axes import AxisNumber, Variable
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
@@ -53,19 +54,18 @@ class SharedEntry:
 def find_shared_entry(
     value: Value,
     axis: AxisNumber,
+    variable: Variable,
     available: AvailableValues,
-    find_constant: Callable[[Value, int], float | None],
-    may_be_nan: Callable[[Value], bool],
+    find_constants: Callable[[Value], Constants],
 ) -> SharedEntry | None:
     """Returns the entry of all removed channels along an axis, `None` if they may differ.
 
     Args:
       value: the value.
       axis: the axis.
+      variable: the variable of the channels.
       available: the values from which an entry may be computed.
-      find_constant: returns the constant of a value at removed entries along an axis, or everywhere
-        for the axis -1; `None` if there is none.
-      may_be_nan: returns whether a value may be NaN in the place of its constants.
+      find_constants: returns the constants of a value.
     """
     results: dict[tuple[Value, AxisNumber], SharedEntry | None] = {}
 
@@ -76,7 +76,8 @@ def find_shared_entry(
         return results[key]
 
     def compute(value: Value, axis: AxisNumber) -> SharedEntry | None:
-        constant = find_constant(value, axis)
+        constants = find_constants(value)
+        constant = constants.everywhere if axis < 0 else constants[axis, variable]
         if constant is not None:
             return None if math.isnan(constant) else SharedEntry(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
@@ -89,7 +90,8 @@ def find_shared_entry(
             (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
             places = [(source, axes.index(axis) if axis in axes else -1)]
         elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
-            if any(map(may_be_nan, maker.inputs)) and entrywise.may_remove_nan(maker):
+            may_be_nan = any(find_constants(x).may_be_nan for x in maker.inputs)
+            if may_be_nan and entrywise.may_remove_nan(maker):
                 return None
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:

@@ -126,9 +126,9 @@ class Coupled(DataclassBase):
             )
 
     def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
-        """Returns paths of the parameters that get masks: all members of groups with a sparsity."""
+        """Returns the key paths of parameters that get masks: members of groups with a sparsity."""
         groups = self.place_groups(params, sparsities)
-        return {path for group in groups for path, _, _ in group.members}
+        return {key_path for group in groups for key_path, _, _ in group.members}
 
     def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Variable, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
@@ -136,8 +136,8 @@ class Coupled(DataclassBase):
         With `across`, counts are fractions that cost as much as the channels that may stay.
         """
         groups = self.place_groups(params, sparsities)
-        numbers = zip(groups, self._count_kept(groups), strict=True)
-        return {group.full.variable: Fraction(float(n)) for group, n in numbers}
+        counts = zip(groups, self._count_kept(groups), strict=True)
+        return {group.full.variable: Fraction(float(n)) for group, n in counts}
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
@@ -145,10 +145,10 @@ class Coupled(DataclassBase):
         cost = self._count_cost(groups, scores) if self.across else None
 
         def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
-            importance, (numbers, least) = self._sum_importance(groups, leaves), limits
+            importance, (counts, least) = self._sum_importance(groups, leaves), limits
             if cost is not None:
-                numbers = self._count_across(groups, importance, cost, numbers, least)
-            return mask_best(groups, importance, numbers)
+                counts = self._count_across(groups, importance, cost, counts, least)
+            return mask_best(groups, importance, counts)
 
         limits = self._count_kept(groups), [*map(self._count_least, groups)]
         return self.make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
@@ -158,11 +158,13 @@ class Coupled(DataclassBase):
     ) -> Masks:
         """Returns masks of as many channels of each group as before, some of them replaced."""
         present = trees.leaves_by_path(masks)
-        sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
+        sparsities = trees.map_matched(
+            lambda key_path, _: 0.0 if key_path in present else None, drop
+        )
         groups = [
             group
             for group in self.place_groups(drop, sparsities)
-            if all(path in present for path, _, _ in group.members)
+            if all(key_path in present for key_path, _, _ in group.members)
         ]
 
         def move(
@@ -204,28 +206,29 @@ class Coupled(DataclassBase):
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.parameters.match(tree)
-        shapes = {parameter.path: arrays[path].shape for path, parameter in leaves.items()}
+        shapes = {parameter.path: arrays[key_path].shape for key_path, parameter in leaves.items()}
         axes = graph.removal.list_parameter_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
-        paths_in_tree = {
-            parameter.path: path
-            for path, parameter in leaves.items()
+        key_paths = {
+            parameter.path: key_path
+            for key_path, parameter in leaves.items()
             if jnp.issubdtype(parameter.dtype, jnp.inexact)  # others can have no mask
         }
         targets = trees.leaves_by_path(sparsities)
         groups = []
         for full, group in zip(graph.groups, resize_groups(graph.groups, axes, sizes), strict=True):
-            members, scored, entries = [], [], []
+            members, scored, num_entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
-                if path in paths_in_tree:
-                    members.append((paths_in_tree[path], axis, group.positions[i]))
+                if path in key_paths:
+                    members.append((key_paths[path], axis, group.positions[i]))
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
-                        entries.append(self._count_member_entries(full, i))
-            rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
+                        num_entries.append(self._count_member_entries(full, i))
+            member_paths = [key_path for key_path, _, _ in members]
+            rates = [targets[x] for x in member_paths if targets.get(x) is not None]
             if rates:
                 largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
-                groups.append(PlacedGroup(group, full, members, scored, entries, largest))
+                groups.append(PlacedGroup(group, full, members, scored, num_entries, largest))
         return groups
 
     def _count_member_entries(self, group: ChannelGroup, member: int) -> int:
@@ -247,7 +250,7 @@ class Coupled(DataclassBase):
         Args:
           groups: the groups.
           choose: `choose(*leaves, extra)` returns the mask of each group's channels.
-          member_trees: trees whose members of groups `choose` gets, {path: leaf} of each.
+          member_trees: trees whose members of groups `choose` gets, {key path: leaf} of each.
           extra: more arrays for `choose`.
           is_on_host: `choose` takes arrays of numpy where these are concrete on one CPU.
         """
@@ -257,25 +260,25 @@ class Coupled(DataclassBase):
                     f"No product reads the channels of the group {group.channels.name!r}, so that "
                     "they have no importance here. Leave its parameters out with filter_fn."
                 )
-        paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
+        key_paths = list(dict.fromkeys(x for group in groups for x, _, _ in group.members))
         tables = [trees.leaves_by_path(x) for x in member_trees]
-        # Lists, because jax sorts the keys of a dict, and paths have no order.
-        leaves = [[compute_array(table[path]) for path in paths] for table in tables]
+        # Lists, because jax sorts the keys of a dict, and key paths have no order.
+        leaves = [[compute_array(table[key_path]) for key_path in key_paths] for table in tables]
 
         def spread_chosen(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
-            by_path = [dict(zip(paths, arrays, strict=True)) for arrays in leaves]
+            by_path = [dict(zip(key_paths, arrays, strict=True)) for arrays in leaves]
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
         place = host.find_place(leaves, extra) if is_on_host else None
         if place is not None:
             masks = place.put(spread_chosen(*host.to_numpy((leaves, extra))))
-        elif paths:
+        elif key_paths:
             masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
             masks = map(sharding.place_like, leaves[0], masks)
         else:
             masks = []
-        masks_by_path = dict(zip(paths, masks, strict=True))
-        return trees.map_matched(lambda path, _: masks_by_path.get(path), member_trees[0])
+        masks_by_path = dict(zip(key_paths, masks, strict=True))
+        return trees.map_matched(lambda key_path, _: masks_by_path.get(key_path), member_trees[0])
 
     def _sum_importance(self, groups: Sequence[PlacedGroup], leaves: Leaves) -> list[jax.Array]:
         return sum_importance(groups, leaves, self.order, self.normalize)
@@ -366,8 +369,8 @@ class Coupled(DataclassBase):
         ranks = self.rank_across(importance, cost.savings)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
-        def limit_counts(numbers: Sequence[jax.Array]) -> jax.Array:
-            limited = map(self._limit_count, groups, numbers, least)
+        def limit_counts(counts: Sequence[jax.Array]) -> jax.Array:
+            limited = map(self._limit_count, groups, counts, least)
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in limited])
 
         return list(

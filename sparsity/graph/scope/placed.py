@@ -19,7 +19,7 @@ from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, topk_masks
 
-Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by path
+Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by key path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class PlacedGroup:
     Attributes:
       channels: the group.
       full: the same group before the model was cut.
-      members: (path, axis, positions) of all entries that are removed with a channel.
+      members: (key path, axis, positions) of all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
-      entries: for each scored member the number of entries of a channel of `full`, in a layer.
+      num_entries: for each scored member the number of entries of a channel of `full`, in a layer.
       sparsity: the sparsity of the group.
     """
 
@@ -39,7 +39,7 @@ class PlacedGroup:
     full: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     scored: list[tuple[KeyPath, int, np.ndarray]]
-    entries: list[int]
+    num_entries: list[int]
     sparsity: chex.Numeric
 
 
@@ -50,11 +50,11 @@ def sum_importance(
 
     Args:
       groups: the groups.
-      leaves: scores of their members, by path.
+      leaves: scores of their members, by key path.
       order: as in `Coupled`.
       normalize: as in `Coupled`.
     """
-    scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
+    scores = {key_path: leaves[key_path] for group in groups for key_path, _, _ in group.scored}
     powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
         powers = [jnp.square(x) for x in scale_together(powers)]
@@ -80,11 +80,11 @@ def spread_masks(
 ) -> list[jax.Array]:
     """Returns the masks of parameters from masks of channels."""
     xp = host.namespace(leaves.values())
-    by_path = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    by_path = {key_path: xp.ones(leaf.shape, np.uint8) for key_path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
-        for path, axis, positions in group.members:
-            shape = leaves[path].shape
+        for key_path, axis, positions in group.members:
+            shape = leaves[key_path].shape
             channel_numbers = np.full(shape[axis], -1)
             channel_numbers[positions] = np.arange(size)[:, None]
             # Reads by index: XLA would otherwise shard one mask like another.
@@ -92,7 +92,7 @@ def spread_masks(
             chosen = xp.asarray(mask)[..., np.maximum(channel_numbers, 0)]
             axis_mask = xp.where(channel_numbers < 0, np.uint8(1), chosen)
             shape_along_axis = [n if i == axis else 1 for i, n in enumerate(shape)]
-            by_path[path] *= axis_mask.reshape(
+            by_path[key_path] *= axis_mask.reshape(
                 [layers, *shape_along_axis[1:]] if layers else shape_along_axis
             )
     return list(by_path.values())
@@ -100,8 +100,8 @@ def spread_masks(
 
 def find_active(group: PlacedGroup, masks: Leaves) -> jax.Array:
     """Returns uint8[channels]: 1 where entries stay in the first member of a group."""
-    path, axis, positions = group.members[0]
-    mask = masks[path]
+    key_path, axis, positions = group.members[0]
+    mask = masks[key_path]
     indexing = (0, axis) if group.channels.layers else (axis,)
     pooled = tuple(i for i in range(mask.ndim) if i not in indexing)
     return jnp.max(jnp.max(mask, axis=pooled)[..., positions], axis=-1)
@@ -115,13 +115,13 @@ def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Ran
 def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool) -> jax.Array:
     parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
     add = functools.partial(host.call, ordered_sum) if xp is np else ordered_sum
-    for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
-        score = powers[path]
+    for (key_path, axis, positions), count in zip(group.scored, group.num_entries, strict=True):
+        score = powers[key_path]
         summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
         part = add(score, summed) if summed else score
         is_full_axis = np.array_equal(positions, np.arange(score.shape[axis])[:, None])
         if not is_full_axis:
             part = add(part[..., positions], (part.ndim,))
-        parts.append(part / entries if normalize else part)
+        parts.append(part / count if normalize else part)
     total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
     return xp.abs(total) if order == 1 else xp.sqrt(total)
