@@ -1,7 +1,7 @@
-"""Inverses of positive definite matrices, in the memory of the matrices.
+"""Inverses of positive definite matrices.
 
-The matrices change block by block: only a row and a column of blocks take more memory.
-numpy changes an array in place, XLA the value that a loop carries.
+Matrices change block by block: only a row and a column of blocks take more memory. numpy changes an
+array in place, XLA the value that a loop carries. `invert` takes one more matrix in XLA.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ _BLOCK = 128  # fewer rows make slow products, and for more LAPACK starts thread
 
 
 def invert(matrices: jax.Array) -> jax.Array:
-    """Inverts matrices by Gauss and Jordan's elimination of blocks; those of numpy in place.
+    """Inverts matrices; those of numpy in place, by Gauss and Jordan's elimination of blocks.
 
     Args:
-      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad_with_identity`
-        returns.
+      matrices: [..., n, n], positive definite.
 
     Raises:
       numpy.linalg.LinAlgError: a block of an array of numpy is singular. XLA returns NaN.
     """
-    if isinstance(matrices, np.ndarray):
-        for matrix in matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]):
-            _invert_in_place(matrix)
-        return matrices
-    return _call_on_blocks(matrices, lambda matrix: _loop_over_blocks(matrix, _eliminate))
+    if not isinstance(matrices, np.ndarray):
+        return jnp.linalg.inv(matrices)
+    for matrix in matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]):
+        _invert_in_place(matrix)
+    return matrices
 
 
 def factor_inverse(matrices: jax.Array) -> jax.Array:
@@ -127,7 +126,7 @@ def _factor_damped_compiled(
 
 
 def pad_with_identity(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
-    """Appends rows and columns of the identity matrix; matrices of numpy stay as they are.
+    """Appends rows and columns of the identity matrix.
 
     Args:
       matrices: [..., n, n].
@@ -135,7 +134,7 @@ def pad_with_identity(matrices: jax.Array, multiple: int | None = None) -> jax.A
     """
     size = matrices.shape[-1]
     padding = -size % (multiple or max(min(size, _BLOCK), 1))
-    if not padding or isinstance(matrices, np.ndarray):
+    if not padding:
         return matrices
     wide = jnp.pad(matrices, [*[(0, 0)] * (matrices.ndim - 2), (0, padding), (0, padding)])
     return wide + jnp.diag(jnp.arange(size + padding) >= size).astype(matrices.dtype)
@@ -227,25 +226,6 @@ def _factor_in_place(matrices: np.ndarray) -> None:
         # U_ib = -U_ii R_ib U_bb; blocks before, and the diagonal block, hold U already.
         above = matrices[..., preceding, preceding] @ matrices[..., preceding, block]
         matrices[..., preceding, block] = -above @ matrices[..., block, block]
-
-
-def _eliminate(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
-    """Eliminates the inputs of a block, as `_invert_in_place` does."""
-    pivot = jnp.linalg.inv(lax.dynamic_slice(matrix, (start, start), (width, width)))
-    column = lax.dynamic_slice_in_dim(matrix, start, width, axis=1)
-    row = dot(pivot, lax.dynamic_slice_in_dim(matrix, start, width))
-    row = lax.dynamic_update_slice_in_dim(row, pivot, start, axis=1)
-    inputs = jnp.arange(len(matrix))
-    is_inside = (inputs >= start) & (inputs < start + width)
-
-    def subtract(first: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
-        # `is_inside` selects columns here: those of the block become -A_ip P.
-        rows = jnp.where(is_inside, 0, lax.dynamic_slice_in_dim(matrix, first, width))
-        rows -= dot(lax.dynamic_slice_in_dim(column, first, width), row)
-        return lax.dynamic_update_slice_in_dim(matrix, rows, first, axis=0)
-
-    matrix = _loop_over_blocks(matrix, subtract)
-    return lax.dynamic_update_slice_in_dim(matrix, row, start, axis=0)
 
 
 def _factor_block(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.inverses import invert, pad_with_identity, shift_diagonals
+from sparsity.calibration.inverses import invert, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
@@ -116,27 +116,18 @@ def _call_compiled(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> Py
 def _initialize(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns W, U and XY as parameters, and inv(XX + rho I), padded to entire blocks."""
+    """Returns W, U and XY as parameters, and inv(XX + rho I)."""
     norms, inverse_norms = _compute_input_norms(statistic)
     gram = statistic.require_real_grams().astype(promote(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
-    gram = shift_diagonals(pad_with_identity(gram), damping)  # XX
+    gram = shift_diagonals(gram, damping)  # XX
     # W of inputs of unit norm: W_ij ||X_j||, so that outputs stay
     weights = statistic.to_matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.from_matrices(weights, dense.shape)
-    products = statistic.from_matrices(_multiply_padded(weights, gram), dense.shape)
+    products = statistic.from_matrices(dot(weights, gram), dense.shape)
     # U = 0, with the sharding of W
     return start, 0 * start, products, invert(shift_diagonals(gram, rho))
-
-
-def _multiply_padded(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Returns the products with matrices that may be padded."""
-    inputs = rows.shape[-1]
-    if isinstance(matrices, np.ndarray):
-        return dot(rows, matrices)
-    padding = [(0, 0)] * (rows.ndim - 1) + [(0, matrices.shape[-1] - inputs)]
-    return dot(jnp.pad(rows, padding), matrices)[..., :inputs]
 
 
 def _iterate(
@@ -154,7 +145,7 @@ def _iterate(
     duals = duals + weights - sparse  # U = U + W - Z
     right_side = statistic.to_matrices(products + rho * (sparse - duals))
     # W = XXinv (XY + rho (Z - U))
-    return statistic.from_matrices(_multiply_padded(right_side, inverse), mask.shape), duals
+    return statistic.from_matrices(dot(right_side, inverse), mask.shape), duals
 
 
 def _unscale_weights(
