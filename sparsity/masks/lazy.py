@@ -60,7 +60,7 @@ def may_score_slices(hook: Callable[..., PyTree]) -> bool:
         return False
     dtype = np.dtype(np.float32)
     traced = _EntryScore.trace(hook, False, (dtype, dtype))
-    return traced.is_entrywise or bool(traced.program.consts)
+    return traced.is_entrywise
 
 
 def defer_scores(
@@ -130,13 +130,11 @@ class _EntryScore:
         """
         call = functools.partial(_call_hook, hook, masked)
         closed = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
-        if closed.consts:
-            return cls(hook, masked, dtypes, (0,), closed, str(closed), is_entrywise=False)
         program = read_jaxpr(closed)
         steps = _list_live(program)
         used = {*program.outputs, *(value for step in steps for value in step.inputs)}
         read = tuple(i for i, x in enumerate(program.inputs) if x in used) or (0,)
-        is_entrywise = all(map(_is_entrywise, steps))
+        is_entrywise = not closed.consts and all(map(_is_entrywise, steps))
         return cls(hook, masked, dtypes, read, closed, str(closed), is_entrywise)
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
@@ -176,10 +174,11 @@ def _is_entrywise(equation: Equation) -> bool:
     """Returns whether an equation keeps the entries of arrays apart; scalars are one for all."""
     if not any(value.shape for value in [*equation.inputs, *equation.outputs]):
         return True
-    if equation.name in CONTROL:  # the bodies are checked, too
-        return not any(body.layers for body in equation.list_bodies())
+    if equation.name == "scan":  # stacks tell places apart; the body is checked, too
+        [body] = equation.list_bodies()
+        return not body.layers and len(body.outputs) == len(body.carries)
     is_repeated = equation.name == "broadcast_in_dim" and not equation.inputs[0].shape
-    return is_repeated or equation.name in ENTRYWISE
+    return is_repeated or equation.name in ENTRYWISE or equation.name in CONTROL
 
 
 def _call_hook(

@@ -448,6 +448,11 @@ def test_slices_of_set_move_alone_where_scores_are_random_or_elementwise():
         def get_grow_scores(self, sparse_state, params, grads):
             return jax.tree.map(lambda w: jnp.abs(w - w.mean()), params)
 
-    classes = sparsity.SET, Local, Complete, AddsAxis, Joins
+    class ClosesOver(sparsity.SET):
+        @sparsity.elementwise
+        def get_grow_scores(self, sparse_state, params, grads):
+            return jax.tree.map(lambda w: w * np.ones((1, 1), np.float32), params)
+
+    classes = sparsity.SET, Local, Complete, AddsAxis, Joins, ClosesOver
     rules = [cls().slice_rule() for cls in classes]
-    assert [rule is not None for rule in rules] == [True, True, False, False, False]
+    assert [rule is not None for rule in rules] == [True, True, False, False, False, False]

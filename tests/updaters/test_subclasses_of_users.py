@@ -381,6 +381,7 @@ def _make_all_masks(updater):
         lambda w: jnp.repeat(w[..., ::2], 2, -1),
         lambda w: w * jnp.vdot(w, w),
         lambda w: jax.lax.scan(lambda c, x: (c + x, c - x), 0 * w[0], w)[1],
+        lambda w: w + jax.lax.scan(lambda c, _: (c + 1, c), 0.0, length=w.shape[-1])[1],
         lambda w: jnp.select([w > 2, w < -1], [w, -w], 0.0),
         lambda w: jnp.piecewise(w, [w < 0, w >= 0], [lambda x: -x, lambda x: x]),
         lambda w: jnp.stack([jnp.abs(w), w]).max(0),
