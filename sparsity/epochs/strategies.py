@@ -29,8 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import chex
 
-from sparsity.core import names as names_lib
-from sparsity.core import trees
+from sparsity.core import names as names_lib, trees
 from sparsity.core.checks import check_density, check_int
 from sparsity.core.trees import Params, PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
