@@ -74,8 +74,8 @@ def register_distribution(name: str, distribution: Callable[..., Distribution]) 
     Args:
       name: value of `dist_type`.
       distribution: a class whose instances are distributions, or a function that returns one. Its
-        attribute `config_keys` maps keys of a configuration to arguments, or lists keys that are
-        arguments. By default the fields of a dataclass are its keys.
+        attribute `config_keys` maps keys of a configuration to arguments. By default the fields of
+        a dataclass are its keys.
 
     Raises:
       ValueError: the name is taken by another class, or an instance takes the place of the class.
@@ -190,13 +190,14 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     options = {key: value for key, value in _as_dict(config).items() if value is not None}
     name = _take_name(options)
     algorithm = ALGORITHM_REGISTRY[name]
-    fields = _list_field_names(algorithm)
-    _check_keys(name, fields, options)
+    fields = {*_list_field_names(algorithm)}
+    # One configuration serves several algorithms: keys of others are ignored below.
+    config_keys = _list_config_keys(ALGORITHM_REGISTRY.values())
+    algorithm_keys = fields | config_keys
+    other_keys = algorithm_keys | _list_config_keys(DISTRIBUTIONS.values())
+    _check_keys(name, other_keys, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    # Some keys of algorithms are ignored below.
-    algorithm_keys = fields | _list_config_keys(ALGORITHM_REGISTRY.values())
-    other_keys = algorithm_keys | _list_config_keys(DISTRIBUTIONS.values())
     options["scheduler"] = _take_scheduler(name, algorithm, options, other_keys)
     scope = _take_scope(algorithm, options, other_keys)
     if scope is not None:
@@ -206,10 +207,8 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    for key in (
-        _list_config_keys(ALGORITHM_REGISTRY.values()) - fields - _list_config_keys([algorithm])
-    ):
-        options.pop(key, None)  # one configuration serves several algorithms
+    for key in config_keys - fields - _list_config_keys([algorithm]):
+        options.pop(key, None)
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
 
@@ -231,15 +230,10 @@ def _take_name(options: Options) -> str:
     return name
 
 
-def _check_keys(name: str, fields: set[str], options: Options) -> None:
-    allowed = (
-        fields
-        | {"dist_type", "schedule_type", "scope"}
-        | _list_config_keys(ALGORITHM_REGISTRY.values())
-    )
-    allowed |= _list_config_keys(DISTRIBUTIONS.values()) | _list_config_keys(SCHEDULES.values())
-    for scope in SCOPES.values():
-        allowed |= _list_field_names(scope)
+def _check_keys(name: str, other_keys: set[str], options: Options) -> None:
+    """Raises a ValueError for a key that no class takes; `other_keys` as in `_take_scheduler`."""
+    allowed = other_keys | {"dist_type", "schedule_type", "scope"}
+    allowed |= _list_config_keys([*SCHEDULES.values(), *SCOPES.values()])
     for key in options:
         if key not in allowed:
             raise ValueError(
@@ -261,23 +255,21 @@ def _take_scheduler(
         too.
     """
     schedule_type = options.pop("schedule_type", None)
-    shared = other_keys & options.keys()
     # By default that of the polynomial, which has the keys of defaults.
     schedule_class = SCHEDULES.find("polynomial" if schedule_type is None else schedule_type)
-    keys = _pop_keys(options, _list_config_keys(SCHEDULES.values()) - shared)
+    removed, keys = _take_keys(options, SCHEDULES, schedule_class, other_keys)
     if "scheduler" in options:
-        if keys or schedule_type:
+        if removed or schedule_type:
             raise ValueError(
-                f"{_quote([*keys, *(['schedule_type'] if schedule_type else [])])} cannot go with "
-                "scheduler."
+                f"{_quote([*removed, *(['schedule_type'] if schedule_type else [])])} cannot go "
+                "with scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
         check_schedule(scheduler)
         return scheduler
-    keys |= {key: options[key] for key in shared & _list_config_keys([schedule_class])}
     if schedule_type is None:
         schedule_type, keys = _infer_schedule_type(name, algorithm, keys)
-        for unused in shared - _list_config_keys([SCHEDULES.find(schedule_type)]):
+        for unused in other_keys - _list_config_keys([SCHEDULES.find(schedule_type)]):
             keys.pop(unused, None)
         if schedule_type == "none" and not keys:
             return algorithm.scheduler
@@ -338,11 +330,8 @@ def _take_scope(
     if scope is not None and "scope" not in _list_field_names(algorithm):
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     scope_class = SCOPES.find(scope) if isinstance(scope, str) else None
-    chosen_keys = _list_field_names(scope_class) if scope_class else set()
-    scope_keys = {key for cls in SCOPES.values() for key in _list_field_names(cls)}
-    keys = {key: value for key, value in options.items() if key in chosen_keys}
-    removed = _pop_keys(options, scope_keys - other_keys)
-    for key in sorted(removed.keys() - chosen_keys):
+    removed, keys = _take_keys(options, SCOPES, scope_class, other_keys)
+    for key in sorted(removed.keys() - _list_config_keys([scope_class])):
         names = [repr(name) for name, cls in SCOPES.items() if key in _list_field_names(cls)]
         raise ValueError(
             f"{key!r} needs scope = {' or '.join(names)}, by its name, got scope = {scope!r}."
@@ -365,14 +354,8 @@ def _take_distribution(
     dist_type = options.pop("dist_type", None)
     distribution = DISTRIBUTIONS.find("uniform" if dist_type is None else dist_type)
     missing = f"sparsity is missing in the configuration of {name!r}."
-    chosen_keys, fields = _list_config_keys([distribution]), _list_field_names(algorithm)
-    distribution_keys = _list_config_keys(DISTRIBUTIONS.values())
-    keys = {
-        key: options[key]
-        for key in options
-        if key in chosen_keys or key in distribution_keys - algorithm_keys
-    }
-    removed = _pop_keys(options, distribution_keys - algorithm_keys)
+    fields = _list_field_names(algorithm)
+    removed, keys = _take_keys(options, DISTRIBUTIONS, distribution, algorithm_keys)
     if not algorithm.takes_distribution or "sparsity_distribution_fn" not in fields:
         if "sparsity" not in fields:
             unshared = {key: value for key, value in keys.items() if key not in fields}
@@ -425,8 +408,20 @@ def _name_takers(key: str) -> str:
     return f" {key!r} belongs to {' and '.join(takers)}."
 
 
-def _pop_keys(options: Options, keys: set[str]) -> Options:
-    return {key: options.pop(key) for key in keys & options.keys()}
+def _take_keys(
+    options: Options, registry: Mapping[str, object], chosen: object, other_keys: set[str]
+) -> tuple[Options, Options]:
+    """Removes the keys that only one role takes; returns them, and the keys of the chosen class.
+
+    Args:
+      options: keys of the configuration.
+      registry: the classes of the role: schedules, scopes or distributions.
+      chosen: the class of the role that the configuration chooses; `None` takes no keys.
+      other_keys: keys of other roles, which stay in the options.
+    """
+    role_keys, chosen_keys = map(_list_config_keys, (registry.values(), [chosen]))
+    removed = {key: options.pop(key) for key in (role_keys - other_keys) & options.keys()}
+    return removed, removed | {key: options[key] for key in chosen_keys & options.keys()}
 
 
 def _list_config_keys(factories: Iterable[object]) -> set[str]:
@@ -435,26 +430,23 @@ def _list_config_keys(factories: Iterable[object]) -> set[str]:
 
 
 def _read_config_keys(factory: object) -> Mapping[str, str]:
-    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name.
+    """Returns {key of a configuration: field} of a class.
 
     Fields that subclasses of the class with `config_keys` add are keys, too. Those of algorithms
     are keys of one algorithm only, see `_check_keys`.
     """
-    stated: Mapping[str, str] | tuple[str, ...] = getattr(factory, "config_keys", ())
-    keys = stated if isinstance(stated, Mapping) else {key: key for key in stated}
+    keys: Mapping[str, str] = getattr(factory, "config_keys", {})
     if not isinstance(factory, type) or issubclass(factory, BaseUpdater):
         return keys
     base = next((x for x in factory.__mro__ if "config_keys" in vars(x)), object)
-    return {
-        **keys,
-        **{name: name for name in sorted(_list_field_names(factory) - _list_field_names(base))},
-    }
+    inherited = _list_field_names(base)
+    return {**keys, **{x: x for x in _list_field_names(factory) if x not in inherited}}
 
 
-def _list_field_names(cls: type) -> set[str]:
+def _list_field_names(cls: type) -> list[str]:
     """Returns the names of the arguments of a dataclass."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    return {field.name for field in fields if field.init}
+    return [field.name for field in fields if field.init]
 
 
 def _as_dict(config: Config) -> Options:

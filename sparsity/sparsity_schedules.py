@@ -54,9 +54,6 @@ class Schedule(Protocol):
 class BaseSchedule:
     """Holds the defaults of schedules: no updates, and masks of the target sparsities."""
 
-    # Keys of a configuration, and the fields that they set.
-    config_keys: ClassVar[Mapping[str, str]] = {}
-
     def get_sparsity_at_step(self, target_sparsities: Sparsities, step: chex.Numeric) -> Sparsities:
         """Returns the sparsities of masks that are made at `step`.
 
@@ -102,6 +99,7 @@ class OneShotSchedule(BaseSchedule):
 
     target_step: int
 
+    # Keys of a configuration, and the fields that they set; by default the fields are the keys.
     config_keys: ClassVar[Mapping[str, str]] = {"update_end_step": "target_step"}
 
     def __post_init__(self) -> None:
@@ -133,12 +131,6 @@ class PeriodicSchedule(BaseSchedule):
     update_freq: int
     update_start_step: int = 0
     update_end_step: int | None = None
-
-    config_keys: ClassVar[Mapping[str, str]] = {
-        "update_freq": "update_freq",
-        "update_start_step": "update_start_step",
-        "update_end_step": "update_end_step",
-    }
 
     def __post_init__(self) -> None:
         check_int("update_freq", self.update_freq, 1, _LAST_STEP)
@@ -191,12 +183,6 @@ class PolynomialSchedule(PeriodicSchedule):
 
     power: float = 3
     initial_sparsity: float = 0.0
-
-    config_keys: ClassVar[Mapping[str, str]] = {
-        **PeriodicSchedule.config_keys,
-        "power": "power",
-        "initial_sparsity": "initial_sparsity",
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

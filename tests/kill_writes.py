@@ -25,7 +25,7 @@ import numpy as np
 
 import sparsity
 from sparsity.cli import main as command
-from tests.cli.test_dtypes import load, save
+from tests.cli.checkpoints import load, save
 from tests.helpers import start_module
 
 ENDINGS = (".safetensors", ".npz", ".msgpack", "")

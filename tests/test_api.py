@@ -499,9 +499,7 @@ def test_a_schedule_shares_keys_with_algorithms_and_distributions(registries):
     options = {"algorithm": "rigl", "sparsity": 0.5, "drop_fraction": 0.2, "rng_seed": 7} | steps
     for kind in ({}, {"schedule_type": "shared"}):
         updater = create(options | kind)
-        assert updater.drop_fraction_fn == sparsity.algorithms.sparse_trainers.CosineFraction(
-            0.2, 5
-        )
+        assert updater.drop_fraction_fn == sparsity.algorithms.sparse_trainers.DropFraction(0.2, 5)
         assert updater.sparsity_distribution_fn == sparsity.Uniform(0.5)
         assert updater.rng_seed == 7
         chosen = Shared(2, 1, 5, 0.2, 0.5, 7) if kind else sparsity.PeriodicSchedule(2, 1, 5)

@@ -204,6 +204,12 @@ def test_every_folder_of_the_package_has_a_folder_of_tests():
     assert folders - {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == set()
 
 
+def test_test_modules_import_no_test_module():
+    pattern = re.compile(r"^ *(from|import) tests.*\btest_", re.MULTILINE)
+    files = (ROOT / "tests").rglob("*.py")
+    assert not [str(path) for path in files if pattern.search(path.read_text(encoding="utf-8"))]
+
+
 def test_the_test_files_that_start_first_exist():
     assert set(LONGEST) <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
 

@@ -277,7 +277,7 @@ def _prune_in_rounds(
         return mask_highest(masks, scores, num_kept(total, sparsity)), None
 
     # The last sparsity is the argument itself, without the rounding of a power.
-    sparsities = [1 - (1 - sparsity) ** (number / rounds) for number in range(1, rounds)]
+    sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 
 

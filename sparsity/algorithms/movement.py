@@ -75,10 +75,7 @@ class MovementPruning(BaseUpdater):
                 "those of a step, instant_sparsify(params, grads), or train with wrap_optax."
             )
 
-        def score(_: trees.KeyPath, param: jax.Array, grad: PyTree) -> jax.Array:
-            return compute_movement(param, grad)
-
-        return trees.map_matched(score, params, grads)
+        return trees.map_matched(lambda _, w, grad: compute_movement(w, grad), params, grads)
 
 
 def compute_movement(param: jax.Array, grad: jax.Array) -> jax.Array:

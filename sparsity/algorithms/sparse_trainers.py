@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.kernels import wait_for
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
@@ -40,41 +40,24 @@ from sparsity.training.updater_hooks import choose_draw, is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
-class ConstantFraction:
-    """Constant fraction.
-
-    Attributes:
-      fraction: value at every step, in [0, 1].
-    """
-
-    fraction: float
-
-    def __post_init__(self) -> None:
-        check_fraction("drop_fraction", self.fraction)
-
-    def __call__(self, step: ArrayLike) -> float:
-        """Returns the fraction at a step."""
-        return self.fraction
-
-
-@dataclasses.dataclass(frozen=True)
-class CosineFraction:
-    """Fraction that falls along a cosine to zero.
+class DropFraction:
+    """Fraction that is constant, or falls along a cosine to zero.
 
     Attributes:
       fraction: value at step 0, in [0, 1].
-      steps: first step with the value 0.
+      steps: first step with the value 0; `None` for a constant fraction.
     """
 
     fraction: float
-    steps: int
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         check_fraction("drop_fraction", self.fraction)
-        check_int("steps", self.steps, 1)
 
     def __call__(self, step: ArrayLike) -> ArrayLike:
         """Returns the fraction at a step."""
+        if self.steps is None:
+            return self.fraction
         return optax.cosine_decay_schedule(self.fraction, self.steps)(step)
 
 
@@ -90,8 +73,7 @@ class SparseTraining(BaseUpdater):
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
         scores = choose_draw(self, params)(params, self.rng_seed)
-        inputs = self.make_inputs(params, sites=sites)
-        targets = target_sparsities
+        inputs, targets = self.make_inputs(params, sites=sites), target_sparsities
         return inputs.create_masks(self.create_masks, scores, targets, targets)
 
 
@@ -130,7 +112,7 @@ class DropAndGrow(SparseTraining):
     """
 
     skip_gradients: bool = True
-    drop_fraction_fn: optax.Schedule = ConstantFraction(0.3)
+    drop_fraction_fn: optax.Schedule = DropFraction(0.3)
 
     regrows: ClassVar[bool | None] = True
     keeps_count: ClassVar[bool | None] = True
@@ -138,7 +120,7 @@ class DropAndGrow(SparseTraining):
         "calculate_scores": "get_drop_scores or get_grow_scores",
         "create_masks": "new_masks, or get_initial_masks for the first masks",
     }
-    config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
+    config_keys: ClassVar[Mapping[str, str]] = {"drop_fraction": "drop_fraction_fn"}
     schedule_type: ClassVar[str] = "periodic"
 
     def check_fields(self) -> None:
@@ -215,10 +197,8 @@ class DropAndGrow(SparseTraining):
                 "drop_fraction and drop_fraction_fn exclude each other: give one of them."
             )
         fraction = fields.pop("drop_fraction", 0.3)
-        check_fraction("drop_fraction", fraction)
-        end = find_last_update(fields["scheduler"])
-        drop_schedule = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
-        return {"drop_fraction_fn": drop_schedule} | fields
+        end = find_last_update(fields["scheduler"]) or None  # a cosine takes a step at least
+        return {"drop_fraction_fn": DropFraction(fraction, end)} | fields
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -119,11 +119,9 @@ class TopKast(StraightThrough, MagnitudePruning):
         def explore_parameter(
             _: trees.KeyPath, grad: jax.Array, param: jax.Array, mask: PyTree, *leaves: PyTree
         ) -> jax.Array:
-            return (
-                grad
-                if mask is None
-                else shard_like(grad, compute_gradient, grad, param, mask, *leaves)
-            )
+            if mask is None:
+                return grad
+            return shard_like(grad, compute_gradient, grad, param, mask, *leaves)
 
         masks, backward = sparse_state.masks, sparse_state.algorithm_state
         targets = sparse_state.target_sparsities

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sparsity.cli import checkpoints
 from sparsity.finetuning.delta import Delta
+from sparsity.finetuning.entries import arrays_by_name
 
 ABOUT = "Write a copy of a checkpoint with the changes of a delta."
 EXAMPLES = """\
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.target} is the delta. Give another path.")
     delta = Delta.load(arguments.delta)
     delta = dataclasses.replace(delta, base=checkpoints.filter_leaves(delta.base, arguments.filter))
-    params = checkpoints.arrays_by_name(checkpoints.read(arguments.source))
+    params = arrays_by_name(checkpoints.read(arguments.source))
     changed = [
         (params[name], array.astype(params[name].dtype))  # the byte order, nothing else
         for name, array in delta.patches(params)

@@ -17,7 +17,6 @@ import numpy as np
 from sparsity.cli import msgpack, npz, orbax, safetensors
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
-from sparsity.core.checks import unique_keys
 from sparsity.core.files import reading, temporary_folder, writing
 from sparsity.core.names import explain_syntax, matches
 from sparsity.core.trees import PyTree
@@ -31,36 +30,26 @@ class CheckpointFormat:
     """A format of checkpoints.
 
     Attributes:
-      is_format_at: returns whether what exists at a path has the format.
       read: returns the tree of a checkpoint, with a `StoredArray` for each array and `None` for
         other values; may raise any exception that a damaged checkpoint leads to.
-      write: `write(source, target, changed)` writes a copy with other values for some arrays;
-        `None` for a format that can only be inspected.
+      write: `write(source, target, changed)` writes a copy with other values for some arrays.
       find_foreign_files: returns the files of a folder that are not part of the checkpoint.
     """
 
-    is_format_at: Callable[[Path], bool]
     read: Callable[[Path], PyTree]
-    write: Callable[[Path, Path, Changes], None] | None = None
+    write: Callable[[Path, Path, Changes], None]
     find_foreign_files: Callable[[Path], list[str]] = lambda path: []
 
 
-def _has_ending(ending: str) -> Callable[[Path], bool]:
-    return lambda path: path.suffix == ending and path.is_file()
-
-
-# By the ending of a file, or by the name of a folder's format. The first that is at a path counts.
+# By the ending of a file, or by the name of a folder's format.
 FORMATS: dict[str, CheckpointFormat] = {
-    ".safetensors": CheckpointFormat(
-        _has_ending(".safetensors"), safetensors.read, safetensors.write
-    ),
-    ".npz": CheckpointFormat(_has_ending(".npz"), npz.read, npz.write),
-    ".msgpack": CheckpointFormat(_has_ending(".msgpack"), msgpack.read, msgpack.write),
-    "Orbax": CheckpointFormat(Path.is_dir, orbax.read, orbax.write, orbax.find_foreign_files),
+    ".safetensors": CheckpointFormat(safetensors.read, safetensors.write),
+    ".npz": CheckpointFormat(npz.read, npz.write),
+    ".msgpack": CheckpointFormat(msgpack.read, msgpack.write),
+    "Orbax": CheckpointFormat(orbax.read, orbax.write, orbax.find_foreign_files),
 }
 _ENDINGS = [name for name in FORMATS if name.startswith(".")]
-_FOLDERS = [name for name in FORMATS if name not in _ENDINGS]
-FORMATS_TEXT = f"files that end in {', '.join(_ENDINGS)}, and folders of {', '.join(_FOLDERS)}"
+FORMATS_TEXT = f"files that end in {', '.join(_ENDINGS)}, and folders of Orbax"
 
 
 def read(path: Path) -> PyTree:
@@ -74,16 +63,6 @@ def read(path: Path) -> PyTree:
     file_format = _find_format(path)
     with reading(path):
         return file_format.read(path)
-
-
-def arrays_by_name(tree: PyTree) -> dict[str, StoredArray]:
-    """Returns the arrays of a tree by their paths, joined by '/'.
-
-    Raises:
-      ValueError: the paths of two arrays are the same text.
-    """
-    leaves = trees.leaves_by_path(tree)
-    return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
 def filter_leaves(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
@@ -129,7 +108,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
     if exists:
         _check_replaced(source, target)
     if source.exists():
-        _find_writer(source)
+        _find_format(source)
 
 
 def write(source: Path, target: Path, changed: Changes, *, overwrite: bool) -> None:
@@ -141,7 +120,7 @@ def write(source: Path, target: Path, changed: Changes, *, overwrite: bool) -> N
     with writing(target), temporary_folder(target) as folder:
         new, old = folder / f"new{target.suffix}", folder / "old"
         with reading(source):
-            _find_writer(source)(source, new, changed)
+            _find_format(source).write(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there
         try:
             if target.is_dir():  # no folder takes the place of one that is not empty
@@ -171,17 +150,8 @@ def _check_replaced(source: Path, target: Path) -> None:
 
 
 def _find_format(path: Path) -> CheckpointFormat:
-    for file_format in FORMATS.values():
-        if file_format.is_format_at(path):
-            return file_format
+    if path.is_dir():
+        return FORMATS["Orbax"]
+    if path.is_file() and path.suffix in FORMATS:
+        return FORMATS[path.suffix]
     raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
-
-
-def _find_writer(source: Path) -> Callable[[Path, Path, Changes], None]:
-    write_copy = _find_format(source).write
-    if write_copy is None:
-        raise ValueError(
-            f"{source} has a format that can be inspected and not written. Save the checkpoint in "
-            "another format first."
-        )
-    return write_copy

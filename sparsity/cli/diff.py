@@ -14,6 +14,7 @@ from sparsity.cli.output import JsonObject, format_bytes, print_json, print_tabl
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.finetuning.delta import Delta
+from sparsity.finetuning.entries import arrays_by_name
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
 EXAMPLES = """\
@@ -41,10 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_delta(arguments)
     if arguments.save and os.path.lexists(arguments.save):
         raise ValueError(f"{arguments.save} exists. Give another path to --save.")
-    old, new = (
-        checkpoints.arrays_by_name(checkpoints.read(path))
-        for path in (arguments.old, arguments.new)
-    )
+    old, new = (arrays_by_name(checkpoints.read(path)) for path in (arguments.old, arguments.new))
     selected = checkpoints.filter_leaves(old | new, arguments.filter)
     if arguments.save:
         base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))

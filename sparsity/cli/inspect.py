@@ -14,6 +14,7 @@ from sparsity.cli.detect import find_patterns
 from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import extras, trees
+from sparsity.finetuning.entries import arrays_by_name
 
 ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
 EXAMPLES = """\
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a row for each array of a checkpoint, and their sum."""
-    arrays = checkpoints.arrays_by_name(checkpoints.read(arguments.path))
+    arrays = arrays_by_name(checkpoints.read(arguments.path))
     selected = checkpoints.filter_leaves(arrays, arguments.filter)
     zstd = _load_zstd()
     reports = {name: describe_array(array, zstd) for name, array in selected.items()}
@@ -73,6 +74,7 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
         if compressor:
             compressed += len(compressor.compress(piece.view(np.uint8)))
     bits = np.concatenate(packed)
+    mask = np.unpackbits(bits, count=array.size).view(bool).reshape(array.shape)
     nonzeros = int(np.bitwise_count(bits).sum())
     return {
         "shape": list(array.shape),
@@ -80,7 +82,7 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
         "size": array.size,
         "nonzeros": nonzeros,
         "sparsity": _compute_sparsity(nonzeros, array.size),
-        "patterns": find_patterns(bits, array.shape),
+        "patterns": find_patterns(mask),
         "bytes": {
             "dense": array.nbytes,
             "bitmask": bits.size + nonzeros * array.dtype.itemsize,

@@ -44,8 +44,7 @@ def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarra
 
 def _map_leaves(fn: Callable[[KeyPath, object], object], tree: PyTree) -> PyTree:
     # A tuple is an extension that flax does not know: a code and bytes.
-    is_tuple = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(fn, tree, is_leaf=is_tuple)
+    return jax.tree_util.tree_map_with_path(fn, tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def _restore(path: Path) -> PyTree:

@@ -20,6 +20,7 @@ from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath
+from sparsity.finetuning.entries import arrays_by_name
 from sparsity.patterns import SparsityType
 from sparsity.patterns.base import REMEDY
 from sparsity.training.base_updater import ALGORITHM_REGISTRY
@@ -104,7 +105,7 @@ def _prune(
     }
     updater = api.create_updater_from_config(config)
     tree = checkpoints.read(arguments.source)
-    selected = checkpoints.filter_leaves(checkpoints.arrays_by_name(tree), arguments.filter)
+    selected = checkpoints.filter_leaves(arrays_by_name(tree), arguments.filter)
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )
@@ -119,8 +120,8 @@ def _prune(
         params = trees.map_matched(_to_native, params)
         pattern = updater.sparsity_type
         assert isinstance(pattern, SparsityType)  # a configuration names one for all parameters
-        fitting = functools.partial(_fit, pattern, reasons)
-        updater = dataclasses.replace(updater, sparsity_type=fitting)
+        choose_pattern = functools.partial(_choose_pattern, pattern, reasons)
+        updater = dataclasses.replace(updater, sparsity_type=choose_pattern)
         pruned, masks = updater.instant_sparsify(params)
     values = trees.leaves_by_path(pruned)
     arrays = {trees.path_string(path): values[path] for path in trees.leaves_by_path(masks)}
@@ -131,8 +132,8 @@ def _prune(
     }
 
 
-def _fit(
-    pattern: SparsityType, reasons: list[str], path: tuple[str, ...], param: jax.Array
+def _choose_pattern(
+    pattern: SparsityType, reasons: list[str], path: trees.Path, param: jax.Array
 ) -> SparsityType | None:
     """Returns the pattern; for a parameter that does not fit `None`, and appends the reason."""
     try:

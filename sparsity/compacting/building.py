@@ -40,20 +40,6 @@ def build(
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
-    model, stored_tree = _build_once(graph, params, masked, formats)
-    while refused := _find_refused(model, formats):
-        formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
-        model, stored_tree = _build_once(graph, params, masked, formats)
-    return model, stored_tree
-
-
-def _build_once(
-    graph: Graph,
-    params: Params,
-    masked: Mapping[Path, MaskedParameter],
-    formats: Mapping[Path, str],
-) -> tuple[StoredModel, StoredTree]:
-    """Builds the model once; a product may still refuse an automatic format."""
     layouts, positions = _make_layouts(masked, formats)
 
     def describe(path: trees.KeyPath, _: PyTree) -> StoredParameter:
@@ -69,21 +55,14 @@ def _build_once(
         jax.device_count() == 1,
         {"params": jax.tree.map(StoredParameter.gather, stored_tree, params)},
     )
-    if any(layout.is_quantized for _, layout in model.layouts):
-        find_readers(model)  # raises an error for reads that are no casts
+    paths = [path for path, each in layouts.items() if each.multiplies and path not in formats]
+    if paths or any(layout.is_quantized for layout in layouts.values()):
+        readers = find_readers(model)  # raises an error for quantized values that are not cast
+        # A product may read a dense array, although the automatic format needs none.
+        refused = [path for path in paths if trees.join_names(path) in readers]
+        if refused:
+            return build(graph, params, masked, {**formats, **dict.fromkeys(refused, ANY_MASK)})
     return model, stored_tree
-
-
-def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]:
-    """Returns the paths that some product reads as a dense array, although the format needs none.
-
-    Args:
-      model: the model.
-      formats: chosen formats, which stay.
-    """
-    paths = [path for path, each in model.layouts if each.multiplies and path not in formats]
-    readers = find_readers(model) if paths else {}
-    return [path for path in paths if trees.join_names(path) in readers]
 
 
 def _make_layouts(
@@ -152,16 +131,12 @@ def describe_masked(
 
 def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the axes of a parameter over which all its products sum, () if they differ."""
-    uses = graph.find_products(path)
-    axes = {use.contracting for use in uses}
-    groups = {use.groups for use in uses}
-    if len(axes) != 1 or groups != {1}:
+    roles = {(use.contracting, use.groups) for use in graph.find_products(path)}
+    if len(roles) != 1:
         return ()
-    (inputs,) = axes
-    is_separate = not {*inputs} & {*stack} and len(inputs) + len(stack) < len(
-        graph.parameters.find_shape(path)
-    )
-    return inputs if is_separate else ()
+    ((inputs, groups),) = roles
+    has_outputs = len(inputs) + len(stack) < len(graph.parameters.find_shape(path))
+    return inputs if groups == 1 and has_outputs and not {*inputs} & {*stack} else ()
 
 
 def check_params(graph: Graph, params: Params) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Generic, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias
 
 import chex
 import jax
@@ -198,7 +198,7 @@ class Compact(StoredModel, Generic[Tree]):
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
-            lambda leaf: leaf.densify(keep_bits=True) if is_kept(leaf) else leaf,
+            lambda leaf: leaf.densify_bits() if is_kept(leaf) else leaf,
             wrap_values(self, params),
             is_leaf=is_kept,
         )
@@ -311,12 +311,6 @@ class Compact(StoredModel, Generic[Tree]):
         """
         return plot(make_rows(self), ax)
 
-    @classmethod
-    def _from_stored(cls, model: StoredModel, **start: PyTree) -> Self:
-        """Returns a model that is started with its parameters and `start`."""
-        start = {**model.start, **start}
-        return cls(model.indices, model.frozen, model.graph, model.layouts, model.in_turn, start)
-
     def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
         """Returns the optimizer's state of parameters: an argument, or the state of the model."""
         if opt_state is not None or self.opt_state is None:
@@ -346,9 +340,8 @@ class Compact(StoredModel, Generic[Tree]):
         layouts = dict(self.layouts)
 
         def describe(path: trees.KeyPath, positions: jax.Array) -> StoredParameter:
-            return StoredParameter(
-                trees.path_string(path), layouts[trees.path_names(path)], positions
-            )
+            name, layout = trees.path_string(path), layouts[trees.path_names(path)]
+            return StoredParameter(name, layout, positions)
 
         return trees.map_matched(describe, self.indices)
 
@@ -456,5 +449,5 @@ def compact(
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
-    kept_state = gather_state(stored_tree, opt_state)
-    return Compact._from_stored(stored, opt_state=kept_state, update_error=error)
+    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
+    return Compact(**{**vars(stored), "start": {**stored.start, **start}})

@@ -12,10 +12,9 @@ The functions at the end lay operands out for this, and multiply bfloat16 number
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -51,12 +50,6 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, in_turn)
     return _bind_compiled(read, arrays) if is_shared else read.bind(arrays)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _bind_compiled(read: DenseRead, arrays: Arrays) -> Arrays:
-    """Returns `read.bind(arrays)`, which is traced and lowered once for equal reads."""
-    return read.bind(arrays)
 
 
 def _find_equal(product: Equation) -> Equation:
@@ -104,11 +97,8 @@ class DenseRead:
           arrays: the leaves of the inputs.
           after: arrays for which the dense parameters wait if `in_turn`.
         """
-        inputs = self._inputs(arrays)
-        if not self.in_turn:
-            return self.equation.bind([densify(x) for x in inputs])
-        token = make_token(after)
-        if _is_widened(self.equation, inputs):
+        inputs, token = self._inputs(arrays), make_token(after) if self.in_turn else 0
+        if self.in_turn and _is_widened(self.equation, inputs):
             return _multiply_wide(self.equation, inputs, token)
         return self.equation.bind([densify(x, token) for x in inputs])
 
@@ -176,6 +166,10 @@ class DenseRead:
         """Returns the outputs, or their gradients, that have derivatives."""
         pairs = zip(self.equation.outputs, outputs, strict=True)
         return [x for value, x in pairs if is_differentiable(value)]
+
+
+# Equal reads are traced and lowered once.
+_bind_compiled: Callable[..., Arrays] = jax.jit(DenseRead.bind, static_argnums=0)
 
 
 def find_kept_product(equation: Equation, inputs: Sequence[MaybePending]) -> KeptProduct | None:
@@ -270,10 +264,6 @@ def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: To
 
 def _split_float_leaves(inputs: Sequence[MaybePending]) -> tuple[list[int], list[int]]:
     """Returns the indices of the leaves that are floats: of pending arrays, and of dense ones."""
-    pending, dense, index = list[int](), list[int](), 0
-    for each in inputs:
-        for array in jax.tree.leaves(each):
-            if jnp.issubdtype(array.dtype, jnp.inexact):
-                (pending if is_pending(each) else dense).append(index)
-            index += 1
-    return pending, dense
+    arrays = [(array, is_pending(each)) for each in inputs for array in jax.tree.leaves(each)]
+    floats = [(i, x) for i, (y, x) in enumerate(arrays) if jnp.issubdtype(y.dtype, jnp.inexact)]
+    return [i for i, x in floats if x], [i for i, x in floats if not x]

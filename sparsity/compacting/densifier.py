@@ -199,10 +199,10 @@ def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray 
     if equation.name == "transpose":
         axes = tuple(kept.axes[axis] for axis in params["permutation"])
         return dataclasses.replace(kept, axes=axes)
-    if not kept.depth or not kept.leads_with_stack:
+    depth, shape = kept.depth, equation.outputs[0].shape
+    if not depth or kept.axes[:depth] != tuple(range(depth)):
         return None
     kept = kept.with_values(kept.read_values())
-    depth, shape = kept.depth, equation.outputs[0].shape
     keeps_slices = shape[depth:] == kept.shape[depth:]
     if equation.name == "slice" and keeps_slices:
         keys = "start_indices", "limit_indices", "strides"
@@ -210,20 +210,16 @@ def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray 
         at = tuple(slice(*bound) for bound in [*bounds][:depth])
         return jax.tree.map(lambda x: x[at], kept)
     if equation.name == "dynamic_slice" and keeps_slices:
-        return _slice_stack(kept, [densify(x) for x in inputs[1 : depth + 1]], shape[:depth])
+        start = [densify(x) for x in inputs[1 : depth + 1]]
+
+        def take(array: jax.Array) -> jax.Array:
+            sizes = *shape[:depth], *array.shape[depth:]
+            return lax.dynamic_slice(array, [*start, *[0] * (array.ndim - depth)], sizes)
+
+        return jax.tree.map(take, kept)
     if equation.name == "squeeze" and all(axis < depth for axis in params["dimensions"]):
         dropped = params["dimensions"]
         layers = jax.tree.map(functools.partial(lax.squeeze, dimensions=dropped), kept)
         axes = tuple(axis - len(dropped) for axis in kept.axes[len(dropped) :])
         return dataclasses.replace(layers, axes=axes)
     return None
-
-
-def _slice_stack(kept: KeptArray, start: Arrays, sizes: tuple[int, ...]) -> KeptArray:
-    """Returns some layers of a stack, from numbers that may be traced."""
-
-    def take(array: jax.Array) -> jax.Array:
-        slice_shape = array.shape[kept.depth :]
-        return lax.dynamic_slice(array, [*start, *[0] * len(slice_shape)], [*sizes, *slice_shape])
-
-    return jax.tree.map(take, kept)

@@ -67,9 +67,7 @@ def _observe(
             run_slice = functools.partial(lax.map, run_slice)
         return run_slice((arrays, gradient))
 
-    def run_sharded(arrays: PyTree, gradient: jax.Array) -> jax.Array:
-        return sharding.shard_like(like, run, arrays, gradient)
-
+    run_sharded = functools.partial(sharding.shard_like, like, run)
     observe = custom_vmap(run_sharded)
 
     @observe.def_vmap

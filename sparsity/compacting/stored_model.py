@@ -22,8 +22,6 @@ from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 
-_NO_OBSERVERS: Mapping[Path, Observer] = MappingProxyType({})
-
 
 class Read(NamedTuple):
     """An equation that reads masked parameters.
@@ -77,7 +75,7 @@ def run_stored(
     model: StoredModel,
     params: Params,
     *args: PyTree,
-    observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+    observers: Mapping[Path, Observer] = MappingProxyType({}),
     record: Record = lambda *_: None,
 ) -> PyTree:
     """Runs the model as `Compact.apply` does; observers see gradients of dense parameters.
@@ -94,7 +92,7 @@ def run_stored(
 
 
 def wrap_values(
-    model: StoredModel, params: Params, observers: Mapping[Path, Observer] = _NO_OBSERVERS
+    model: StoredModel, params: Params, observers: Mapping[Path, Observer] = MappingProxyType({})
 ) -> PyTree:
     """Returns the parameters with `KeptArray` for masked ones.
 
@@ -203,10 +201,11 @@ def _retrace(
     leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | KeptArray) -> jax.ShapeDtypeStruct:
+        if not is_kept(leaf):
+            return struct
         dense = sharding.resize_struct(struct, leaf.shape)
-        if is_kept(leaf) and leaf.layout.is_quantized:  # the model casts the parameter
-            return sharding.with_dtype(dense, leaf.layout.frozen_dtype)
-        return dense
+        dtype = leaf.layout.frozen_dtype if leaf.layout.is_quantized else dense.dtype
+        return dense.update(dtype=dtype, sharding=leaf.explicit_sharding or dense.sharding)
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
     return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]

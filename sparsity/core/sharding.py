@@ -184,8 +184,9 @@ def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
         if not isinstance(sharding, NamedSharding):
             return array
         return jax.device_put(array, fit(sharding, array.shape))
-    if explicit_sharding(jax.typeof(array)):
-        return array
+    if placed := explicit_sharding(jax.typeof(array)):
+        fitted = fit(explicit_sharding(jax.typeof(like)) or placed, array.shape)
+        return array if fitted == placed else jax.sharding.reshard(array, fitted)
     if array.shape != like.shape:
         rows, count = like.reshape(like.shape or (1,)), array.shape[-1]
         # Shards of entries are shards of bytes only if the devices divide the bytes.

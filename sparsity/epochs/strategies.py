@@ -55,26 +55,23 @@ class StrategyEntry(NamedTuple):
 
     epoch: int
     is_global: bool
-    rules: Rule | dict[str | tuple[str, ...], Rule]
+    rules: Rule | dict[str | trees.Path, Rule]
 
-    def find_rule(self, names: tuple[str, ...], param: PyTree, batch_axes: int) -> Rule | None:
-        """Returns the rule of a parameter, or `None` if the parameter stays unchanged."""
-        if not trees.is_prunable(param):
-            return None
+    def find_rule(self, path: trees.Path, param: PyTree, batch_axes: int) -> Rule | None:
+        """Returns the rule of a weight, or `None` if the weight stays unchanged."""
         if isinstance(self.rules, Rule):
             return self.rules if param.ndim - batch_axes > 1 else None
-        prefixes = (names[:end] for end in range(len(names), 0, -1))
+        prefixes = (path[:end] for end in range(len(path), 0, -1))
         keys = (key for prefix in prefixes for key in _list_keys(prefix))
         return next((self.rules[key] for key in keys if key in self.rules), None)
 
-    def check_names(self, params: Params) -> None:
+    def check_names(self, weights: Params) -> None:
         """Raises a ValueError unless each key names exactly one layer, and no two keys the same."""
         if isinstance(self.rules, Rule):
             return
-        leaves = trees.leaves_by_path(params)
-        paths = [trees.path_names(path) for path in leaves if trees.is_prunable(leaves[path])]
+        paths = trees.leaves_by_names(weights)
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
-        owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
+        owners: dict[trees.Path, str | trees.Path] = {}
         for key in self.rules:
             matching = [prefix for prefix in prefixes if key in _list_keys(prefix)]
             place = f"{key!r} in the strategy of epoch {self.epoch}"
@@ -98,9 +95,9 @@ class Stage(NamedTuple):
     sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
-def _list_keys(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
+def _list_keys(path: trees.Path) -> tuple[str | trees.Path, ...]:
     """Returns the keys that name a layer."""
-    return names, "/".join(names), "-".join(names)
+    return path, "/".join(path), "-".join(path)
 
 
 def parse(strategy: object) -> dict[int, StrategyEntry]:
@@ -167,13 +164,11 @@ def resolve(
       params: tree of parameters.
       batch_axes: number of leading axes that index separate matrices, or a function.
     """
-    stages = {}
+    stages, weights = {}, trees.prunable(params)
     for epoch, entry in entries.items():
-        entry.check_names(params)
+        entry.check_names(weights)
         stages[epoch] = stage = Stage(entry.is_global, {}, {})
-        for path, param in trees.leaves_by_path(params).items():
-            if not trees.is_prunable(param):
-                continue
+        for path, param in trees.leaves_by_path(weights).items():
             names = trees.path_names(path)
             axes = leading_axes(batch_axes, names, param)
             if rule := entry.find_rule(names, param, axes):

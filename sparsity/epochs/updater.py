@@ -7,6 +7,7 @@ masks. A pruned weight returns only if a later epoch keeps more weights, and sta
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -77,17 +78,15 @@ def pruning(
     """
     params = getattr(state, "params", state)
     stages = strategies.resolve(strategies.parse(prune_strategy), params)
-    try:
-        epoch_number = operator.index(epoch)
-    except TypeError:  # of tracers, too, and of arrays that are no integers
-        epoch_number = None
-    if epoch_number is None or isinstance(epoch, bool):
-        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
-    if epoch_number not in stages:
+    if not isinstance(epoch, bool):
+        with contextlib.suppress(TypeError):  # of tracers, too, and of arrays that are no integers
+            epoch = operator.index(epoch)
+    check_int("epoch", epoch)
+    if epoch not in stages:
         return False, mask_key
     masked = apply_masks(params, _read_mask_key(mask_key, params))
     scores = jax.tree.map(jnp.abs, trees.prunable(masked))
-    return True, _apply_stage(stages[epoch_number], scores, mask_key)
+    return True, _apply_stage(stages[epoch], scores, mask_key)
 
 
 def pruning_apply(state: Tree, mask_key: Masks) -> tuple[Tree, Masks]:
@@ -195,7 +194,7 @@ class EpochStrategy(BaseUpdater):
     def sites(self, params: Params) -> Sites:
         """Returns the table of the layers, each with its last type."""
 
-        def find_last_pattern(path: tuple[str, ...], param: jax.Array) -> SparsityType:
+        def find_last_pattern(path: trees.Path, param: jax.Array) -> SparsityType:
             axes = leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
                 if rule := entry.find_rule(path, param, axes):

@@ -87,9 +87,8 @@ class Delta:
         masks_by_name = None
         if masks is not None:
             check_masks(params, masks, are_packed=False)
-            masks_by_name = {
-                trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()
-            }
+            leaves = trees.leaves_by_path(masks)
+            masks_by_name = {trees.path_string(path): mask for path, mask in leaves.items()}
         parameters: dict[str, BaseParameter] = {}
         changes: dict[str, ChangedEntries] = {}
         for name in base_arrays:

@@ -123,9 +123,9 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
         old = trees.split_arrays(states[0])[1](state)
         updates, new = inner.update(rebuild(all_grads), old, rebuild(arrays), value=value)
         leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
-        same = [leaf for was, leaf in leaves if trees.is_array(was)]
+        same = [leaf for before, leaf in leaves if trees.is_array(before)]
         from_numbers = [
-            leaf for was, leaf in leaves if trees.is_array(leaf) and not trees.is_array(was)
+            leaf for before, leaf in leaves if trees.is_array(leaf) and not trees.is_array(before)
         ]
         return trees.prunable(updates), same, from_numbers
 
@@ -276,6 +276,5 @@ def _is_same(one: PyTree, other: PyTree) -> bool:
         return False
     if jnp.issubdtype(jnp.result_type(one), jax.dtypes.prng_key):
         one, other = jax.random.key_data(one), jax.random.key_data(other)
-    one, other = np.asarray(one), np.asarray(other)
-    is_nan = one.dtype.kind in "fc" and np.isnan(one) & np.isnan(other)
-    return bool(np.all((one == other) | is_nan))
+    one = np.asarray(one)
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")

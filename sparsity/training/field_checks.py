@@ -38,15 +38,15 @@ def check_names(cls: type, names: Iterable[str]) -> None:
 
 def check_common_fields(updater: UpdaterHooks) -> None:
     """Raises a ValueError that names an invalid field of `UpdaterHooks` and its value."""
-    kind = updater.sparsity_type
-    if not isinstance(kind, SparsityType) and (not callable(kind) or isinstance(kind, type)):
+    pattern = updater.sparsity_type
+    if not isinstance(pattern, SparsityType) and not _is_function(pattern):
         raise ValueError(
             "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis), "
-            f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {kind!r}."
+            f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {pattern!r}."
         )
     check_schedule(updater.scheduler)
     distribution = updater.sparsity_distribution_fn
-    if distribution is not None and (not callable(distribution) or isinstance(distribution, type)):
+    if distribution is not None and not _is_function(distribution):
         raise ValueError(
             "sparsity_distribution_fn must be a function of params or None, for example "
             f"Uniform(0.8), got sparsity_distribution_fn = {distribution!r}."
@@ -66,9 +66,13 @@ def check_common_fields(updater: UpdaterHooks) -> None:
             f"scope must be an object with a method {method}, for example "
             f"{', '.join(f'{cls.__name__}()' for cls in SCOPES.values())}; got scope = {scope!r}."
         )
-    scope.check(kind, updater.batch_axes, updater.topk_fn)
+    scope.check(pattern, updater.batch_axes, updater.topk_fn)
     if updater.use_compact_state:
         check_compact_fields(updater)
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 def _check_seed(seed: object) -> None:

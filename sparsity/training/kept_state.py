@@ -144,8 +144,8 @@ def gather(tree: PyTree, kept: KeptTree) -> PyTree:
       kept: tree of `KeptParameter`.
     """
 
-    def take(_: trees.KeyPath, leaf: jax.Array, each: KeptParameter | None) -> jax.Array:
-        return leaf if each is None else each.gather(leaf)
+    def take(_: trees.KeyPath, leaf: jax.Array, parameter: KeptParameter | None) -> jax.Array:
+        return leaf if parameter is None else parameter.gather(leaf)
 
     return trees.map_matched(take, tree, kept, role="gradients")
 
@@ -164,9 +164,9 @@ def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks, count: chex.N
     """
 
     def scatter_update(
-        _: trees.KeyPath, update: jax.Array, each: KeptParameter | None, mask: PyTree
+        _: trees.KeyPath, update: jax.Array, parameter: KeptParameter | None, mask: PyTree
     ) -> jax.Array:
-        return update if each is None else each.scatter(update, mask, count)
+        return update if parameter is None else parameter.scatter(update, mask, count)
 
     return trees.map_matched(scatter_update, updates, kept, masks, role="updates")
 
@@ -179,9 +179,10 @@ def find_slot_maps(kept: KeptTree, old_masks: Masks) -> SlotMaps:
       old_masks: tree of the masks before the update, not packed.
     """
 
-    def map_slots(_: trees.KeyPath, each: KeptParameter, mask: PyTree) -> SlotMap:
-        fn, param = slots_of_positions, each.param
-        return SlotMap(each, *each.layout.map_slices(fn, param, mask, each.positions))
+    def map_slots(_: trees.KeyPath, parameter: KeptParameter, mask: PyTree) -> SlotMap:
+        fn, map_slices = slots_of_positions, parameter.layout.map_slices
+        slots, stays = map_slices(fn, parameter.param, mask, parameter.positions)
+        return SlotMap(parameter, slots, stays)
 
     return trees.map_matched(map_slots, kept, old_masks)
 

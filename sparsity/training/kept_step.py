@@ -26,7 +26,7 @@ from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
-from sparsity.training.kept_checks import check_compact_fields, check_first_masks, check_moves
+from sparsity.training.kept_checks import check_first_masks, check_moves
 from sparsity.training.kept_state import (
     KeptParameter,
     KeptState,
@@ -54,7 +54,6 @@ class KeptStep(Step):
     def wrap(
         cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
-        check_compact_fields(updater)
         if masks is None:
             check_first_masks(updater)
         elif any(map(is_traced, jax.tree.leaves(masks))):
@@ -78,14 +77,10 @@ class KeptStep(Step):
         state = self.inner.init(values)
         if self.may_regrow:
             check_resettable(values, state, type(self.updater).__name__)
-        return KeptState(_positions(kept), state)
+        return KeptState(_read_positions(kept), state)
 
-    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
-        if not isinstance(inner_state, KeptState):
-            raise ValueError(
-                "use_compact_state=True, and the state was made with use_compact_state=False. "
-                "Restore it with that option."
-            )
+    def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
+        return isinstance(inner_state, KeptState)
 
     def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         positions = state.inner_state.positions
@@ -103,9 +98,9 @@ class KeptStep(Step):
         slot_maps = find_slot_maps(kept, unpack_masks(old_bits, params))
         values = gather(params, kept)
         grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
-        fresh = self.inner.init(without_grown(values, grown, are_packed=False))
+        fresh = self.inner.init(without_grown(values, grown))
         inner_state = carry(new.inner_state.state, fresh, slot_maps)
-        return new._replace(inner_state=KeptState(_positions(kept), inner_state)), grown
+        return new._replace(inner_state=KeptState(_read_positions(kept), inner_state)), grown
 
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
@@ -115,9 +110,9 @@ class KeptStep(Step):
         positions, inner_state = state.inner_state
         kept = read_kept(params, positions)
         values, grads = gather(params, kept), gather(grads, kept)
-        seen = without_grown(values, change.grown, are_packed=False)
+        seen = without_grown(values, change.grown)
         updates, inner_state = self.run_inner(grads, inner_state, seen, inputs, change)
-        updates = start_from_zero(updates, values, change.grown, are_packed=False)
+        updates = start_from_zero(updates, values, change.grown)
         count = optax.safe_increment(state.count)
         updates = scatter_updates(updates, kept, plain.masks, state.count)
         return updates, state._replace(inner_state=KeptState(positions, inner_state), count=count)
@@ -213,6 +208,6 @@ def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
     return int(layout.count_kept(entries).max(initial=0))
 
 
-def _positions(kept: KeptTree) -> Positions:
+def _read_positions(kept: KeptTree) -> Positions:
     """Returns the tree of positions of a tree of `KeptParameter`."""
-    return jax.tree.map(lambda each: each.positions, kept)
+    return jax.tree.map(lambda parameter: parameter.positions, kept)

@@ -40,14 +40,11 @@ class MaskedStep(Step):
             check_resettable(params, state, name, is_sure)
         return state
 
-    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
-        is_compact = isinstance(inner_state, KeptState)
+    def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
+        if not isinstance(inner_state, KeptState):
+            return True
         # `train_only` keeps such a state, too.
-        if is_compact and not isinstance(jax.eval_shape(self.inner.init, params), KeptState):
-            raise ValueError(
-                "use_compact_state=False, and the state was made with use_compact_state=True. "
-                "Restore it with that option."
-            )
+        return isinstance(jax.eval_shape(self.inner.init, params), KeptState)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
         return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
@@ -73,11 +70,11 @@ class MaskedStep(Step):
             grads = mask_updates(grads, plain.masks, "gradients")
         seen = params
         if self.pruned_are_zero:
-            seen = without_grown(params, change.grown, are_packed=True)
+            seen = without_grown(params, change.grown)
         updates, inner_state = self.run_inner(grads, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
         if self.pruned_are_zero:
-            updates = start_from_zero(updates, params, change.grown, are_packed=True)
+            updates = start_from_zero(updates, params, change.grown)
         if self.zeroes_updates:
             updates = make_updates_set_zeros(updates, params, plain.masks)
         return updates, state._replace(inner_state=inner_state, count=count)

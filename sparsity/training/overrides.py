@@ -57,20 +57,37 @@ def infer_attributes(cls: type, root: type, inherited: frozenset[str]) -> frozen
 def check_overrides(cls: type, assigned: Iterable[str] = ()) -> None:
     """Raises a TypeError for an override that a base class never calls, and names another hook.
 
-    An override of a class of the library, which is a mixin, may remain unused.
+    Classes of the library that derive from the base class may override the hook.
 
     Args:
       cls: class of an updater.
       assigned: names of attributes of the updater, which override those of its class.
     """
-    overrides = {*assigned}
-    for base in cls.__mro__:
+    for number, base in enumerate(cls.__mro__):
         unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
+        ahead = [x for x in cls.__mro__[:number] if not (_is_ours(x) and issubclass(x, base))]
+        overrides = {*assigned}.union(*map(vars, ahead))
         for hook in sorted(overrides & unused.keys()):
             if overrides.isdisjoint(_CALLERS.get(hook, ())):
+                source = None if hook in assigned else next(x for x in ahead if hook in vars(x))
                 raise TypeError(
-                    f"{cls.__name__} overrides {hook}, which {base.__name__} never calls: override "
-                    f"{unused[hook]}."
+                    f"{_describe_override(cls, hook, source)}, which {_name_base(cls, base)} never "
+                    f"calls: override {unused[hook]}."
                 )
-        if base.__module__.partition(".")[0] != _PACKAGE:
-            overrides |= vars(base).keys()
+
+
+def _describe_override(cls: type, hook: str, source: type | None) -> str:
+    """Says that a class overrides a hook, by a method of `source`; `None`: by an attribute."""
+    if source is None:
+        return f"An object of {cls.__name__} overrides {hook}"
+    by = "" if source is cls else f" by {_name_base(cls, source)}.{hook}"
+    return f"{cls.__name__} overrides {hook}{by}"
+
+
+def _name_base(cls: type, base: type) -> str:
+    """Names a base, or the first class of the library by which a class derives from the base."""
+    return next((x for x in cls.__mro__ if _is_ours(x) and issubclass(x, base)), base).__name__
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == _PACKAGE

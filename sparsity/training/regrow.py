@@ -58,10 +58,10 @@ def restart_regrown(
       The new state and the packed mask of the weights that have grown.
     """
 
-    def grow(_: trees.KeyPath, bits: PyTree, old: PyTree) -> PyTree:
-        return bits & ~old
-
-    grown = trees.map_matched(grow, pack_masks(new.masks, params), old_bits, role="new masks")
+    new_bits = pack_masks(new.masks, params)
+    grown = trees.map_matched(
+        lambda _, bits, old: bits & ~old, new_bits, old_bits, role="new masks"
+    )
     regrown = unpack_masks(grown, params)
     # All later code, the new masks included, reads the packed mask of grown weights. The compiler
     # then sees the last read of the old masks, and writes the new masks in their place. Otherwise
@@ -72,24 +72,23 @@ def restart_regrown(
     return new._replace(masks=masks, inner_state=inner_state), grown
 
 
-def without_grown(params: Params, grown: PyTree, *, are_packed: bool) -> Params:
+def without_grown(params: Params, grown: PyTree) -> Params:
     """Returns the arrays for the inner optimizer: zeros where weights have grown.
 
     Args:
       params: tree of parameters, or of kept entries.
       grown: tree of bools like `params`, or of packed masks; `None` if nothing has grown.
-      are_packed: whether `grown` holds packed masks.
     """
 
     def zero(_: trees.KeyPath, param: jax.Array, where: jax.Array | None) -> jax.Array:
         if where is None:
             return param
-        return apply_mask(param, ~(unpack(where, param) > 0 if are_packed else where))
+        return apply_mask(param, ~_read_grown(where, param))
 
     return trees.map_matched(zero, params, grown)
 
 
-def start_from_zero(updates: PyTree, params: Params, grown: PyTree, *, are_packed: bool) -> PyTree:
+def start_from_zero(updates: PyTree, params: Params, grown: PyTree) -> PyTree:
     """Returns updates that start grown weights from zero; arguments as in `without_grown`."""
 
     likes = trees.leaves_by_path(params)
@@ -100,10 +99,14 @@ def start_from_zero(updates: PyTree, params: Params, grown: PyTree, *, are_packe
         param = likes[path]
         dtype = promote(update.dtype, param.dtype)
         update, param = update.astype(dtype), param.astype(dtype)
-        where = unpack(where, likes[path]) > 0 if are_packed else where
-        return jnp.where(where, update - param, update)
+        return jnp.where(_read_grown(where, likes[path]), update - param, update)
 
     return trees.map_matched(restart, updates, grown, role="updates")
+
+
+def _read_grown(where: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns which entries have grown, a bool for each, from bools or a packed mask."""
+    return where if where.dtype == bool else unpack(where, like) > 0
 
 
 def check_resettable(

@@ -163,26 +163,26 @@ def sharding_like(params: Params, opt_state: optax.OptState) -> PyTree:
     if not leaves:
         raise ValueError(f"params hold no array, got params = {params!r}.")
     param_shardings = [leaf.sharding for leaf in leaves.values()]
-    meshes = [each.mesh for each in param_shardings if isinstance(each, NamedSharding)]
+    meshes = [placed.mesh for placed in param_shardings if isinstance(placed, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else param_shardings[0]
 
-    def fit(param: jax.Array | None, leaf: PyTree, names: Path) -> Sharding:
-        fitted = None if param is None else _shard_like(param, jnp.shape(leaf), names)
+    def fit(param: jax.Array | None, leaf: PyTree, path: Path) -> Sharding:
+        fitted = None if param is None else _shard_like(param, jnp.shape(leaf), path)
         if fitted is None and isinstance(replicated, NamedSharding):
             return sharding.with_axes(replicated, [()] * jnp.ndim(leaf))
         return fitted or replicated
 
-    names = jax.tree_util.tree_map_with_path(lambda path, _: trees.path_names(path), opt_state)
-    return owners.map_owned(fit, params, opt_state, names)
+    paths = jax.tree_util.tree_map_with_path(lambda path, _: trees.path_names(path), opt_state)
+    return owners.map_owned(fit, params, opt_state, paths)
 
 
-def _shard_like(param: jax.Array, shape: tuple[int, ...], names: Path) -> Sharding | None:
+def _shard_like(param: jax.Array, shape: tuple[int, ...], path: Path) -> Sharding | None:
     """Returns the sharding of a leaf of the state of a parameter; `None` if no axes tell one.
 
     Args:
       param: the parameter.
       shape: shape of the leaf.
-      names: path of the leaf in the state.
+      path: path of the leaf in the state.
     """
     full, placed = param.shape, param.sharding
     if shape in (full, packed_shape(full)):
@@ -191,7 +191,7 @@ def _shard_like(param: jax.Array, shape: tuple[int, ...], names: Path) -> Shardi
     if len(averaged) > 1:  # axes of one size: optax averages the two largest, the last one in rows
         column, row = (int(axis) for axis in np.argsort(full, stable=True)[-2:])
         by_field = {"v_row": [row], "v_col": [column]}
-        averaged = next((by_field[name] for name in names if name in by_field), [])
+        averaged = next((by_field[name] for name in path if name in by_field), [])
     if len(averaged) == 1 and isinstance(placed, NamedSharding):
         axes = sharding.mesh_axes(placed, len(full))
         del axes[averaged[0]]

@@ -133,7 +133,12 @@ class Step(abc.ABC):
             )
         check_sparse_state(state)
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
-        self.check_inner(state.inner_state, params)
+        option = self.updater.use_compact_state
+        if not self.is_inner_state(state.inner_state, params):
+            raise ValueError(
+                f"use_compact_state={option}, and the state was made with use_compact_state="
+                f"{not option}. Restore it with that option."
+            )
         check_gradients(grads, params, state.masks)
         inputs = self.updater.make_inputs(params, grads, extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
@@ -243,8 +248,8 @@ class Step(abc.ABC):
         """Returns the first state of the inner optimizer."""
 
     @abc.abstractmethod
-    def check_inner(self, inner_state: optax.OptState, params: Params) -> None:
-        """Raises a ValueError unless a step of this class made the state."""
+    def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
+        """Returns whether a step of this class made the state."""
 
     @abc.abstractmethod
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
@@ -301,5 +306,5 @@ class MaskChange(NamedTuple):
 
 def is_placeholder(params: Params) -> bool:
     """Returns whether `params` is the placeholder that `optax.tree.map_params` passes to `init`."""
-    kind = type(params)
-    return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"
+    cls = type(params)
+    return cls.__module__.startswith("optax.") and cls.__name__ == "_ParamsPlaceholder"

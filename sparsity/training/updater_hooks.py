@@ -83,14 +83,14 @@ class UpdaterHooks(DataclassBase):
       needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
         command `prune` leaves out the class.
       unused_hooks: class attribute: maps each hook that the class never calls to the hook to
-        override instead. A subclass that overrides an unused hook raises a TypeError, unless it
-        also overrides a hook that may call the unused one. Classes of the library may override it.
+        override instead. A subclass that overrides an unused hook, itself or by another base,
+        raises a TypeError, unless it also overrides a hook that may call the unused one.
       takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
         False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
-      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
-        these keys to fields.
+      config_keys: class attribute: maps keys of configurations beyond the fields to the fields that
+        `read_config` makes of them.
     """
 
     scheduler: Schedule = NoUpdateSchedule()
@@ -113,7 +113,7 @@ class UpdaterHooks(DataclassBase):
     needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
-    config_keys: ClassVar[tuple[str, ...]] = ()
+    config_keys: ClassVar[Mapping[str, str]] = {}
     unused_hooks: ClassVar[Mapping[str, str]] = {}
     _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
@@ -201,11 +201,7 @@ class UpdaterHooks(DataclassBase):
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
         masked = masks_lib.adapt_scope(self.scope).masked_paths(params, target_sparsities)
-
-        def start(path: trees.KeyPath, param: jax.Array) -> jax.Array | None:
-            return ones_like(param) if path in masked else None
-
-        return trees.map_matched(start, params)
+        return trees.map_matched(lambda path, x: ones_like(x) if path in masked else None, params)
 
     def create_masks(
         self,
@@ -387,14 +383,13 @@ def is_overridden(
     return getattr(hook, "__func__", hook) is not getattr(base, name)
 
 
-def takes_stored_scores(updater: UpdaterHooks) -> bool:
-    """Returns whether an updater overrides `create_masks`, which then gets no lazy scores."""
-    return is_overridden(updater, "create_masks")
-
-
 def choose_draw(updater: UpdaterHooks, weights: PyTree) -> Draw:
-    """Returns the function that draws the random scores that an updater's `create_masks` gets."""
-    return generate_random_scores if takes_stored_scores(updater) else make_draw(weights)
+    """Returns the function that draws the random scores that an updater's `create_masks` gets.
+
+    An override of `create_masks` gets stored scores.
+    """
+    is_stored = is_overridden(updater, "create_masks")
+    return generate_random_scores if is_stored else make_draw(weights)
 
 
 def score_weights(
@@ -409,7 +404,7 @@ def score_weights(
         scores and hooks get no `draw`.
     """
     hook, grads = updater.calculate_scores, inputs.grads
-    if not takes_stored_scores(updater):
+    if not is_overridden(updater, "create_masks"):  # which takes stored scores
         if sparse_state is None:
             scores = masks_lib.host_scores(hook, inputs.weights, grads)
         else:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import safetensors
 import safetensors.numpy
 
 
@@ -53,3 +54,53 @@ def weights(seed=0):
         "bias": rng.normal(size=32).astype(np.float32),
         "count": np.arange(6),
     }
+
+
+COMMON = ["float16", "float32", "float64", "complex64"]
+NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
+# Formats, and the dtypes that can be pruned in them.
+PRUNED = {
+    "a.safetensors": [*COMMON, *NARROW],
+    "a.npz": [*COMMON, "complex128", ">f2", ">f4", ">f8", ">c8", ">c16"],
+    "a.msgpack": [*COMMON, "complex128", *NARROW, "float8_e4m3b11fnuz", "float4_e2m1fn"],
+    "a": [*COMMON, "complex128", *NARROW],
+}
+OTHERS = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
+
+
+def save(path, tree):
+    if path.suffix == ".safetensors":
+        safetensors.numpy.save_file(tree, path)
+    elif path.suffix == ".npz":
+        np.savez(path, **tree)
+    elif path.suffix == ".msgpack":
+        path.write_bytes(flax.serialization.msgpack_serialize(tree))
+    else:
+        ocp.PyTreeCheckpointer().save(path, tree)
+
+
+def load(path):
+    if path.suffix == ".npz":
+        return dict(np.load(path))
+    if path.suffix == ".msgpack":
+        return flax.serialization.msgpack_restore(path.read_bytes())
+    if not path.suffix:
+        return restore_orbax(path)
+    # The package gives numpy no float8: its bytes and the names of its dtypes.
+    dtypes = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    named = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
+    tree = {}
+    for name, entry in safetensors.deserialize(path.read_bytes()):
+        code = entry["dtype"]
+        dtype = dtypes.get(code) or ("bool" if code == "BOOL" else named[code[0]] + code[1:])
+        tree[name] = np.frombuffer(entry["data"], np.dtype(dtype)).reshape(entry["shape"])
+    return tree
+
+
+ORBAX_LAYOUTS = [(database, zarr3) for database in (True, False) for zarr3 in (True, False)]
+
+
+def save_orbax_layout(path, tree, *, database=True, zarr3=False, metadata=None):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=database, use_zarr3=zarr3)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, custom_metadata=metadata))

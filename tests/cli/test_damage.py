@@ -302,7 +302,7 @@ def test_leaves_of_one_name_are_refused(tmp_path, capsys):
     (tmp_path / "a.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
     code, error = code_and_error(capsys, tmp_path / "a.msgpack")
     assert code == 2
-    assert "'a/b' comes twice" in error
+    assert "Two leaves have the path 'a/b'" in error
 
 
 def test_a_key_that_comes_twice_in_msgpack_is_refused(tmp_path, capsys):

@@ -9,15 +9,14 @@ import safetensors.numpy
 
 from sparsity import Delta
 from sparsity.cli import checkpoints, main
+from sparsity.finetuning.entries import arrays_by_name
 from tests.cli.checkpoints import FORMATS, weights
 from tests.helpers import bits
 
 
 def arrays(path):
     """Returns the arrays of a checkpoint by name."""
-    return {
-        name: x.load() for name, x in checkpoints.arrays_by_name(checkpoints.read(path)).items()
-    }
+    return {name: x.load() for name, x in arrays_by_name(checkpoints.read(path)).items()}
 
 
 def tuned_weights():

@@ -11,8 +11,7 @@ from sparsity.sparsity_types import parse_sparsity_type
 
 
 def detect_pattern(mask):
-    mask = np.asarray(mask)
-    return detect.find_patterns(np.packbits(mask), mask.shape)
+    return detect.find_patterns(np.asarray(mask, bool))
 
 
 @functools.cache

@@ -1,29 +1,15 @@
 """Every dtype of every format: a copy holds the same values of the same dtype, or there is none."""
 
-import flax.serialization
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-import safetensors
-import safetensors.numpy
 
 from sparsity.cli import main
-from tests.cli.checkpoints import restore_orbax
+from tests.cli.checkpoints import OTHERS, PRUNED, load, save
 
 HALF = ["--sparsity", "0.5"]
-COMMON = ["float16", "float32", "float64", "complex64"]
-NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
-# Formats, and the dtypes that can be pruned in them.
-PRUNED = {
-    "a.safetensors": [*COMMON, *NARROW],
-    "a.npz": [*COMMON, "complex128", ">f2", ">f4", ">f8", ">c8", ">c16"],
-    "a.msgpack": [*COMMON, "complex128", *NARROW, "float8_e4m3b11fnuz", "float4_e2m1fn"],
-    "a": [*COMMON, "complex128", *NARROW],
-}
 # The compiler does not know it; jax counts it among the numbers since 0.10.
 FLOAT6 = ["float6_e2m3fn"] if jax.__version_info__ >= (0, 10) else []
-OTHERS = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
 # Formats, and dtypes that have no mask, or none that jax can make.
 KEPT = {
     "a.safetensors": OTHERS,
@@ -37,35 +23,6 @@ REFUSED = [
     ("a.msgpack", "longdouble"),
     *(("a.msgpack", name) for name in FLOAT6),
 ]
-
-
-def save(path, tree):
-    if path.suffix == ".safetensors":
-        safetensors.numpy.save_file(tree, path)
-    elif path.suffix == ".npz":
-        np.savez(path, **tree)
-    elif path.suffix == ".msgpack":
-        path.write_bytes(flax.serialization.msgpack_serialize(tree))
-    else:
-        ocp.PyTreeCheckpointer().save(path, tree)
-
-
-def load(path):
-    if path.suffix == ".npz":
-        return dict(np.load(path))
-    if path.suffix == ".msgpack":
-        return flax.serialization.msgpack_restore(path.read_bytes())
-    if not path.suffix:
-        return restore_orbax(path)
-    # The package gives numpy no float8: its bytes and the names of its dtypes.
-    dtypes = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-    named = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
-    tree = {}
-    for name, entry in safetensors.deserialize(path.read_bytes()):
-        code = entry["dtype"]
-        dtype = dtypes.get(code) or ("bool" if code == "BOOL" else named[code[0]] + code[1:])
-        tree[name] = np.frombuffer(entry["data"], np.dtype(dtype)).reshape(entry["shape"])
-    return tree
 
 
 def assert_same(array, expected):

@@ -12,15 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from sparsity.cli import main
+from tests.cli.checkpoints import ORBAX_LAYOUTS, save_orbax_layout
 
 HALF = ["--sparsity", "0.5"]
-LAYOUTS = [(database, zarr3) for database in (True, False) for zarr3 in (True, False)]
-
-
-def save(path, tree, *, database=True, zarr3=False, metadata=None):
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=database, use_zarr3=zarr3)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, custom_metadata=metadata))
 
 
 # Starts processes as copies of one that has imported this module.
@@ -45,7 +39,7 @@ def inspect_alone(path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize(("database", "zarr3"), LAYOUTS)
+@pytest.mark.parametrize(("database", "zarr3"), ORBAX_LAYOUTS)
 def test_a_copy_keeps_the_types_of_values_and_what_is_not_pruned(tmp_path, database, zarr3):
     kernel = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
     tree = {
@@ -58,7 +52,7 @@ def test_a_copy_keeps_the_types_of_values_and_what_is_not_pruned(tmp_path, datab
         "nothing": None,
     }
     source, target = tmp_path / "in put%20#", tmp_path / "out put%41"
-    save(source, tree, database=database, zarr3=zarr3, metadata={"by": "test"})
+    save_orbax_layout(source, tree, database=database, zarr3=zarr3, metadata={"by": "test"})
     (source / "notes.txt").write_text("not of the checkpoint")
     assert main(["prune", str(source), str(target), *HALF, "--filter", "a b/.*"]) == 0
     checkpointer = ocp.PyTreeCheckpointer()
@@ -86,7 +80,7 @@ def test_a_copy_keeps_the_types_of_values_and_what_is_not_pruned(tmp_path, datab
 @pytest.mark.slow
 def test_a_damaged_folder_is_one_line(tmp_path):
     tree = {str(i): np.random.default_rng(i).normal(size=(8, 8)) for i in range(50)}
-    save(tmp_path / "a", tree)
+    save_orbax_layout(tmp_path / "a", tree)
     for file in (tmp_path / "a" / "d").iterdir():
         file.write_bytes(file.read_bytes()[:10])
     # In a process of its own: readers that fail in the background report to whoever runs later.
@@ -101,7 +95,7 @@ def test_files_that_are_cut_off_or_missing_are_one_line(tmp_path, capfd):
     tree = {"w": np.ones((8, 8)), "x": {"y": np.zeros(4)}}
     for database in (True, False):
         path = tmp_path / str(database)
-        save(path, tree, database=database)
+        save_orbax_layout(path, tree, database=database)
         capfd.readouterr()
         for file in sorted(path.rglob("*")):
             if not file.is_file() or file.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
@@ -130,7 +124,9 @@ def test_files_that_are_cut_off_or_missing_are_one_line(tmp_path, capfd):
     ],
 )
 def test_sizes_that_lie_are_refused(tmp_path, zarr3, shape, chunk, message):
-    save(tmp_path / "a", {"w": np.ones((64, 32), np.float32)}, database=False, zarr3=zarr3)
+    save_orbax_layout(
+        tmp_path / "a", {"w": np.ones((64, 32), np.float32)}, database=False, zarr3=zarr3
+    )
     file = tmp_path / "a" / "w" / ("zarr.json" if zarr3 else ".zarray")
     described = json.loads(file.read_text())
     described["shape"] = shape
@@ -147,7 +143,7 @@ def test_sizes_that_lie_are_refused(tmp_path, zarr3, shape, chunk, message):
 
 
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, capsys):
-    save(tmp_path / "a", {"w": np.ones((2, 2))}, database=False)
+    save_orbax_layout(tmp_path / "a", {"w": np.ones((2, 2))}, database=False)
     metadata = tmp_path / "a" / "_METADATA"
     metadata.write_text(metadata.read_text().replace('"key": "w"', '"key": "../b/w"'))
     assert main(["inspect", str(tmp_path / "a")]) == 2

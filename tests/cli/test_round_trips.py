@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsity.cli import main
 from tests import helpers
-from tests.cli.test_dtypes import OTHERS, PRUNED, load, save
+from tests.cli.checkpoints import OTHERS, PRUNED, load, save
 from tests.properties import strategies as draws
 
 # By endings; a folder of Orbax has none.

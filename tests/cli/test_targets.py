@@ -206,17 +206,6 @@ def test_what_comes_to_the_target_meanwhile_is_not_replaced(tmp_path, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "b.npz"}
 
 
-def test_a_format_without_a_writer_can_only_be_inspected(tmp_path, capsys, monkeypatch):
-    source, target = save(tmp_path / "a.npz"), tmp_path / "b.npz"
-    only_read = dataclasses.replace(checkpoints.FORMATS[".npz"], write=None)
-    monkeypatch.setitem(checkpoints.FORMATS, ".npz", only_read)
-    assert main(["inspect", str(source)]) == 0
-    assert main(["prune", str(source), str(target), *HALF]) == 2
-    error = capsys.readouterr().err
-    assert f"{source} has a format that can be inspected and not written. Save" in error
-    assert not target.exists()
-
-
 def test_a_fifo_is_no_checkpoint(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.npz")
     assert main(["inspect", str(tmp_path / "a.npz")]) == 2

@@ -87,6 +87,24 @@ def test_complex_entries_are_frozen_and_come_back():
     np.testing.assert_array_equal(model.dense(model.params)["w"], params["w"])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_nans_among_frozen_entries_come_back_bit_for_bit_in_every_format(dtype):
+    rng, unsigned = np.random.default_rng(0), np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    shape, infinity = (4, 3, 6), np.asarray(np.inf, jnp.dtype(dtype)).view(unsigned)
+    bits = rng.integers(0, np.iinfo(unsigned).max, shape, unsigned, endpoint=True)
+    bits[..., ::2] |= infinity  # NaNs of both signs, signalling ones too
+    w, mask = bits.view(jnp.dtype(dtype)), np.zeros(shape, np.uint8)
+    mask[..., ::3] = 1
+    cotangent = rng.integers(1, 100, shape).astype(w.dtype)
+    graph = trace(lambda w, x: jnp.einsum("bi,ieo->ebo", x, w), w, jnp.ones((2, 4), w.dtype))
+    for name in ("values", "slices", "dense"):
+        model = compact(graph, w, mask, outside="frozen", formats={(): name})
+        for densify in (type(model).dense, jax.jit(type(model).dense)):
+            np.testing.assert_array_equal(densify(model, model.params).view(unsigned), bits)
+        (grad,) = jax.vjp(model.dense, model.params)[1](jnp.asarray(cotangent))
+        np.testing.assert_array_equal(np.sort(grad[grad != 0]), np.sort(cotangent[mask > 0]))
+
+
 @pytest.mark.parametrize(
     ("move", "is_read"),
     [

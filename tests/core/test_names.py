@@ -55,6 +55,11 @@ def test_a_path_of_numbers_and_the_path_of_the_root():
     assert names.matches((), "params")
 
 
+def test_a_text_is_a_path_and_a_regular_expression_and_a_tuple_a_path_alone():
+    assert [name for name in ("a.b", "aXb") if names.matches("a.b", name)] == ["a.b", "aXb"]
+    assert [name for name in ("a.b", "aXb") if names.matches(("a.b",), name)] == ["a.b"]
+
+
 def test_a_path_with_signs_of_regular_expressions_names_itself():
     assert names.matches("blocks[0]/w+", "blocks[0]/w+")
     assert not names.matches("blocks[0]/w+", "blocks0")

@@ -17,7 +17,7 @@ import tensorstore
 
 import sparsity
 from sparsity.cli import main
-from tests.cli import test_orbax
+from tests.cli.checkpoints import ORBAX_LAYOUTS, save_orbax_layout
 from tests.graph import removal
 from tests.malformed import lie
 from tests.properties.strategies import EXAMPLES, FIRST
@@ -273,11 +273,11 @@ def test_a_folder_of_orbax_that_lies_is_refused_or_read(tmp_path, run):
     rng, codes = np.random.default_rng(FIRST), set()
     folder, target = tmp_path / "folder", tmp_path / "target"
     tree = {"w": BASE["w"], "b": BASE["b"], "n": {"m": np.arange(6).reshape(2, 3)}}
-    for number, (has_database, zarr3) in enumerate(test_orbax.LAYOUTS):
-        test_orbax.save(tmp_path / str(number), tree, database=has_database, zarr3=zarr3)
+    for number, (has_database, zarr3) in enumerate(ORBAX_LAYOUTS):
+        save_orbax_layout(tmp_path / str(number), tree, database=has_database, zarr3=zarr3)
     for number in range(FILES):
         shutil.copytree(tmp_path / str(number % 4), folder)
-        spoil_folder(rng, folder, test_orbax.LAYOUTS[number % 4][0])
+        spoil_folder(rng, folder, ORBAX_LAYOUTS[number % 4][0])
         code = run("inspect", folder, "--json")
         pruned = run("prune", folder, target, "--sparsity", "0.5")
         assert pruned in (code, 2)

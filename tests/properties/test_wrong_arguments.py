@@ -421,7 +421,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_argument(name):
 
 def list_keys(algorithm):
     """Keys that a configuration of an algorithm takes, without the choices of names."""
-    fields = api._list_field_names(sparsity.ALGORITHM_REGISTRY[algorithm])
+    fields = {*api._list_field_names(sparsity.ALGORITHM_REGISTRY[algorithm])}
     tables = api.DISTRIBUTIONS, api.SCHEDULES, sparsity.ALGORITHM_REGISTRY
     keys = set.union(fields, *(api._list_config_keys(table.values()) for table in tables))
     if sparsity.ALGORITHM_REGISTRY[algorithm].schedule_type != "polynomial":
@@ -429,7 +429,7 @@ def list_keys(algorithm):
     if algorithm.startswith("global"):
         keys.remove("erk_power_scale")
     if "scope" in fields:
-        keys |= set.union(*map(api._list_field_names, api.SCOPES.values()))
+        keys |= api._list_config_keys(api.SCOPES.values())
     return keys
 
 

@@ -25,6 +25,12 @@ def multiplied(params, x):
     return jnp.tanh(x @ params["first"])
 
 
+def experts(params, x):
+    """Multiplies rows, of which each expert has a copy."""
+    rows = jnp.stack([x.reshape(2, 4, WIDTH)] * LAYERS)
+    return jnp.tanh(jnp.einsum("lsbi,lio->slbo", rows, params["layers"]))
+
+
 def draw(pattern):
     """Pruned parameters and masks."""
     params = {
@@ -58,6 +64,8 @@ def check(devices, pattern, specs, name, fn=scanned):
         np.testing.assert_allclose(
             jax.jit(model.apply)(model.params, x), fn(params, X), rtol=1e-5, atol=1e-5
         )
+        # The sharding is a part of the type on Explicit axes.
+        assert jax.eval_shape(model.apply, model.params, x) == jax.eval_shape(fn, there, x)
         grads = jax.jit(lambda model, params, x: gradients(model.apply, params, x))(
             model, model.params, x
         )
@@ -83,8 +91,37 @@ def stacks_of_values_stay_sharded_by_layer(devices):
 def groups_stay_sharded_by_output(devices):
     specs = {"first": (None, "b")}
     model = check(devices, sparsity.FanIn(4), specs, "grouped", multiplied)
+    dense = model.dense(model.params)["first"]
+    if devices.is_explicit:
+        assert dense.sharding.spec == P(None, "b")
     for leaf in (model.params["first"], model.indices["first"]):
         assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
+
+
+def models_of_groups_are_mapped_over_rows_that_the_mesh_divides(devices):
+    specs = {"first": (None, "b")}
+    model = check(devices, sparsity.FanIn(4), specs, "grouped", multiplied)
+    with jax.set_mesh(devices.mesh):
+        x = devices.put(X, "a")
+        mapped = jax.vmap(lambda row: model.apply(model.params, row[None])[0])
+        np.testing.assert_allclose(
+            jax.jit(mapped)(x), jax.jit(model.apply)(model.params, x), rtol=1e-5, atol=1e-5
+        )
+        step = jax.jit(jax.grad(lambda x: (mapped(x) ** 2).sum()))
+        expected = jax.grad(lambda x: (model.apply(model.params, x) ** 2).sum())(x)
+        np.testing.assert_allclose(step(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def experts_stay_sharded_by_matrix_and_by_output(devices):
+    for pattern, name, spec in (
+        (sparsity.FanIn(4), "grouped", ("b",)),
+        (sparsity.FanIn(4), "grouped", (None, None, "b")),
+        (sparsity.Unstructured(), "values", ("b",)),
+    ):
+        model = check(devices, pattern, {"layers": spec}, name, experts)
+        names = ["b"] if spec[0] else [None, "b"]
+        for leaf in (model.params["layers"], model.indices["layers"]):
+            assert leaf.sharding.is_equivalent_to(devices.sharding(*names), leaf.ndim)
 
 
 def dense_slices_stay_sharded_as_the_model_reads_them(devices):
@@ -186,6 +223,8 @@ _BOTH = [
     models_run_within_shard_map,
     replicated_values_give_the_gradients_of_one_device,
     groups_stay_sharded_by_output,
+    experts_stay_sharded_by_matrix_and_by_output,
+    models_of_groups_are_mapped_over_rows_that_the_mesh_divides,
     dense_slices_stay_sharded_as_the_model_reads_them,
     entries_sharded_within_slices_are_refused_with_a_remedy,
 ]

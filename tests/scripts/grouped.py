@@ -58,15 +58,6 @@ def gradients_agree_and_lie_where_values_and_inputs_lie(devices):
                     assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
 
 
-def matrices_lie_where_their_values_lie(devices):
-    with jax.set_mesh(devices.mesh):
-        values, indices = devices.put(VALUES, "b"), devices.put(INDICES, "b")
-        dense = jax.jit(grouped.densify, static_argnums=(2, 3))(values, indices, INPUTS, 32)
-    np.testing.assert_array_equal(dense, DENSE)
-    if devices.is_explicit:
-        assert dense.sharding.spec == P(None, "b")
-
-
 def products_run_within_shard_map(devices):
     """Gradients of values that all devices share are summed over the devices' rows."""
 
@@ -87,7 +78,6 @@ def products_run_within_shard_map(devices):
 
 _BOTH = [
     gradients_agree_and_lie_where_values_and_inputs_lie,
-    matrices_lie_where_their_values_lie,
     products_run_within_shard_map,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}

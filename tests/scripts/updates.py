@@ -174,6 +174,22 @@ def a_jitted_init_places_masks_as_their_parameters(devices):
                 assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
 
 
+def masks_of_the_user_are_placed_as_their_parameter(devices):
+    draw = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    bits = (draw > 0).astype(np.uint8)
+    params, masks = devices.put(draw, "a", "b"), devices.put(bits, "b", "a")
+    updater = helpers.make_updater("rigl")
+    expected = jax.jit(updater.wrap_optax(optax.sgd(0.1), masks=bits).init)(draw)
+    expected = expected._replace(count=jnp.int32(3))
+    with jax.set_mesh(devices.mesh):
+        tx = updater.wrap_optax(optax.sgd(0.1), masks=masks)
+        state = jax.jit(tx.init)(params)._replace(count=jnp.int32(3))
+        same(state.masks, bits, params)
+        _, moved = jax.jit(tx.update)(params, state, params)
+    _, expected = jax.jit(tx.update)(draw, expected, draw)
+    same(moved.masks, expected.masks, params)
+
+
 def packed_masks_on_fewer_devices_than_their_parameters_compile_one_step(devices):
     """The four devices of "b" divide neither 2 bytes nor 6; the two of "a" divide both."""
     specs = {"narrow": P("a", "b"), "both": P(None, ("a", "b"))}
@@ -387,6 +403,7 @@ _BOTH = [
     a_compact_state_moves_inside_shard_map,
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
+    masks_of_the_user_are_placed_as_their_parameter,
     packed_masks_on_fewer_devices_than_their_parameters_compile_one_step,
     layers_on_several_meshes_are_ranked_alone_and_refused_together,
     a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,

@@ -12,25 +12,19 @@ from sparsity import selection
 from tests.helpers import ON_CPU, counted_programs
 from tests.selection_oracle import any_bits, best, ranks
 
-
 # ------------------------------------------------------------------ topk_mask
 # test_key_search.py covers the order of every dtype: here, each way to find the k best.
-@pytest.mark.slow
+_SLOW = ["float8_e8m0fnu", "float4_e2m1fn", "uint32", "int4", "bool", "float64", "uint64"]
+
+
 @pytest.mark.parametrize(
-    "dtype",
-    ["bfloat16", "float8_e8m0fnu", "float4_e2m1fn", "uint32", "int4", "bool"],
+    "dtype", ["bfloat16", *(pytest.param(x, marks=pytest.mark.slow) for x in _SLOW)]
 )
 def test_keeps_exactly_the_k_best(dtype, every_search):
-    scores = any_bits(dtype, 300)
-    for k in (0, 1, 60, 150, 299, 300):
-        np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "uint64"])
-def test_keeps_exactly_the_k_best_of_64_bit_dtypes(dtype, every_search):
-    with jax.enable_x64(True):
-        test_keeps_exactly_the_k_best(dtype, every_search)
+    with jax.enable_x64("64" in dtype):
+        scores = any_bits(dtype, 300)
+        for k in (0, 1, 60, 150, 299, 300):
+            np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 from sparsity import Coupled, MagnitudePruning, Uniform, budget, shrink, trace
 from sparsity.core.polynomials import Cost, Polynomial
 from tests.graph import models
-from tests.shrinking.test_sizes import SMALL, list_remaining
+from tests.shrinking.networks import SMALL
+from tests.shrinking.oracles import list_remaining
 
 relu = jax.nn.relu
 

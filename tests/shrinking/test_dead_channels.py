@@ -14,8 +14,8 @@ from sparsity import Coupled, Plan, Uniform, shrink, trace
 from sparsity.core import trees
 from tests import helpers
 from tests.graph import fuzz, models
-from tests.shrinking.test_models import difference, drawn, gradients
-from tests.shrinking.test_shrink import Network
+from tests.shrinking.networks import Network
+from tests.shrinking.oracles import difference, drawn, gradients
 
 
 def masked_by(params, masks):

@@ -13,7 +13,7 @@ from jax import lax
 
 import sparsity
 from sparsity import shrink, trace
-from tests.shrinking import test_models
+from tests.shrinking import oracles
 
 WIDTH, HIDDEN, WORDS, LAYERS = 8, 6, 7, 2
 TOKENS = np.random.default_rng(0).integers(0, WORDS, (2, 3))
@@ -127,7 +127,7 @@ def test_a_stream_is_cut_under_every_norm_with_or_without_a_scale(kind):
             norms = [(norm, named("scale", "bias")) for norm in SPELLINGS.values()]
         fn, params = chain(norms)
         assert len(stream(trace(fn, params, TOKENS))) == 1
-        test_models.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
+        oracles.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
 
 
 TABLE = draw(5, 3, WIDTH)  # of positions, which is no parameter
@@ -163,7 +163,7 @@ def test_a_stream_is_cut_under_a_norm_with_a_rule_for_derivatives():
     with jax.enable_x64(True):
         fn, params = chain([(lambda p, x: norm(x, p["scale"]), named("scale"))])
         assert len(stream(trace(fn, params, TOKENS))) == 1
-        test_models.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
+        oracles.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
 
 
 # Layers in a scan.
@@ -198,7 +198,7 @@ def test_a_scanned_stream_is_cut_along_a_ramp_within_a_budget():
     with jax.enable_x64(True):
         params = draw_scanned()
         graph = trace(layer_norm_scanned, params, TOKENS)
-        test_models.check(layer_norm_scanned, params, (TOKENS,), 1e-10, is_each_alone=False)
+        oracles.check(layer_norm_scanned, params, (TOKENS,), 1e-10, is_each_alone=False)
         pruner = sparsity.MagnitudePruning(
             scope=sparsity.Coupled(graph),
             sparsity_distribution_fn=sparsity.budget(graph, macs=0.3),

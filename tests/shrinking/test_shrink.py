@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, Plan, Uniform, shrink, trace
 from tests.helpers import ROOT
+from tests.shrinking.networks import Network
 
 
 @jax.custom_vjp
@@ -316,20 +316,6 @@ def test_channels_move_within_each_layer_of_a_scan():
     assert np.asarray(moved["layers"]["bias"]).sum(axis=1).tolist() == [4, 4, 4]
     assert (np.asarray(moved["layers"]["bias"]) != state.masks["layers"]["bias"]).any()
     assert shrink(graph, params, moved).params["layers"]["up"].shape == (3, 3, 4)
-
-
-class Network(nn.Module):
-    """Convolutions with BatchNorm around a residual stream."""
-
-    train: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        norm = functools.partial(nn.BatchNorm, use_running_average=not self.train)
-        x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
-        y = nn.relu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
-        x = x + norm()(nn.Conv(8, (3, 3), use_bias=False)(y))
-        return nn.Dense(3)(x.mean((1, 2)))
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from sparsity.selection import num_kept
 from sparsity.shrinking.plan import plan_cut
 from tests import helpers
 from tests.graph import models
+from tests.shrinking.networks import SMALL
+from tests.shrinking.oracles import list_remaining
 
 
 def halved(model):
@@ -89,9 +91,6 @@ def test_halves_of_a_vision_transformer():
     assert parameters(graph, graph.groups)[1] == 22_050_664 - inner == 18_504_808
 
 
-SMALL = models.SMALL | {"vit": functools.partial(models.vit, layers=1)}
-
-
 def pruned(name, distribution=None, **options):
     """(graph, params, scope, the smaller model) of magnitude pruning."""
     model = SMALL[name]()
@@ -103,16 +102,6 @@ def pruned(name, distribution=None, **options):
     )
     masks = pruner.instant_sparsify(params)[1]
     return graph, params, pruner.scope, shrink(graph, params, masks)
-
-
-def list_remaining(graph, small):
-    """How many channels are left of each group, looked up along the axis of its first member."""
-    actual, shapes = [], {leaf.path: leaf.shape for leaf in graph.parameters}
-    for group in graph.groups:
-        (path, axis), positions = group.members[0], group.positions[0]
-        stays = small.plan.kept.get(path, {}).get(axis, np.arange(shapes[path][axis]))
-        actual.append(int(np.isin(positions, np.atleast_2d(stays)[0]).any(axis=1).sum()))
-    return actual
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -10,7 +10,7 @@ from jax import export
 
 from sparsity import shrink, trace
 from tests.graph import models
-from tests.shrinking.test_models import drawn, make_masks
+from tests.shrinking.oracles import drawn, make_masks
 
 pytestmark = pytest.mark.slow
 

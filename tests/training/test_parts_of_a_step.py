@@ -175,7 +175,7 @@ def test_updates_of_grown_weights_cancel_the_present_value():
     steps = {"w": jnp.array([0.5, 0.5]), "b": jnp.array([1.0])}
     params = {"w": jnp.array([2.0, 4.0]), "b": jnp.array([3.0])}
     grown = {"w": jnp.array([0b01000000], jnp.uint8), "b": None}
-    result = regrow.start_from_zero(steps, params, grown, are_packed=True)
+    result = regrow.start_from_zero(steps, params, grown)
     np.testing.assert_array_equal(result["w"], [0.5, -3.5])
     assert result["b"] is steps["b"]
 

@@ -14,7 +14,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import sparsity
-from tests.updaters.test_table_of_hooks import ROWS
+from tests.updaters.hook_tables import ROWS
 
 PARAMS = jnp.arange(1.0, 9.0).reshape(2, 4)
 ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
@@ -185,12 +185,47 @@ def test_a_compact_model_asks_a_hook_that_was_assigned_to_an_updater(cls, hook):
     assert updater.slice_rule() is None  # masks move by the hooks, with complete parameters
 
 
-@pytest.mark.parametrize("base", [sparsity.RigL, sparsity.StaticRandomSparse, sparsity.NoPruning])
-def test_classes_of_the_library_may_be_mixins(base):
-    class Mixed(sparsity.MagnitudePruning, base):
-        pass
+@pytest.mark.parametrize(
+    ("mixin", "base", "hook", "remedy"),
+    [
+        (sparsity.algorithms.LampPruning, sparsity.RigL, "calculate_scores", "get_drop_scores"),
+        (sparsity.MagnitudePruning, sparsity.SRigL, "calculate_scores", "get_drop_scores"),
+        (sparsity.MagnitudePruning, sparsity.StaticRandomSparse, "calculate_scores", "get_initial"),
+        (sparsity.SET, sparsity.ADMMPruning, "new_masks", "update_state"),
+    ],
+)
+def test_an_algorithm_ahead_of_another_that_ignores_it_is_an_error(mixin, base, hook, remedy):
+    mixin_hook = rf"{mixin.__name__}\.{hook}"
+    message = (
+        f"Mixed overrides {hook} by {mixin_hook}, which {base.__name__} never calls: .*{remedy}"
+    )
+    with pytest.raises(TypeError, match=message):
+        type("Mixed", (mixin, base), {})
 
-    assert Mixed().create_masks is not None
+
+def test_algorithms_may_be_mixed_if_every_hook_is_called():
+    kinds = sparsity.SET, sparsity.MagnitudePruning  # SET moves the masks
+    assert type("Moving", kinds, {}).new_masks is sparsity.SET.new_masks
+    kinds = sparsity.MagnitudePruning, sparsity.NoPruning
+    assert type("Dense", kinds, {})().instant_sparsify(PARAMS)[1] is None
+    kinds = sparsity.MagnitudePruning, sparsity.RigL
+    type("Mixed", kinds, {"get_grow_scores": sparsity.MagnitudePruning.calculate_scores})
+    kinds = sparsity.algorithms.TopKast, sparsity.RigL  # whose update_state calls its scores
+    assert type("Mixed", kinds, {}).update_state is sparsity.algorithms.TopKast.update_state
+
+
+@pytest.mark.parametrize("base", [sparsity.SET, sparsity.SRigL])
+def test_the_error_of_an_idle_override_names_the_class_of_the_library_that_was_used(base):
+    name = base.__name__
+    message = rf"^Derived overrides create_masks, which {name} never calls"
+    with pytest.raises(TypeError, match=message):
+        type("Derived", (type("Base", (base,), {}),), {"create_masks": _override("", {})})
+    updater = base(**HALF)
+    updater.create_masks = lambda scores, sparsities: scores
+    with pytest.raises(
+        TypeError, match=f"^An object of {name} overrides create_masks, which {name}"
+    ):
+        updater.wrap_optax(optax.sgd(0.1))
 
 
 def test_a_class_made_dense_keeps_its_hooks():

@@ -13,17 +13,8 @@ from sparsity.masks import is_marked_elementwise
 from sparsity.training.hooks import HookArgs
 from sparsity.training.overrides import INFERRED
 from sparsity.training.updater_hooks import UpdaterHooks
-from tests.documents import PAGES
+from tests.updaters.hook_tables import ARGUMENTS, RESETS, ROWS
 
-_PAGE = PAGES["docs/howto/own_algorithm.md"]
-ROWS = dict(re.findall(r"^\| `(\w+)\(.*?\)` \|.*?\| (.*?) \|.*\|$", _PAGE, re.MULTILINE))
-RESETS = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)`, by (`.*`) \|$", _PAGE, re.MULTILINE)
-ARGUMENTS = {
-    name: set(re.findall(r"`(\w+)`", hooks))
-    for name, hooks in re.findall(
-        r"^\| `(\w+)` \| [^|]*\| ((?:`\w+`(?:, )?)+) \|", _PAGE, re.MULTILINE
-    )
-}
 PHASES = {
     "at `init`": "init",
     "in every step": "step",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, auto_axes
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, auto_axes
 
 from sparsity.compacting.formats.narrow_dtypes import (
     is_narrow,
@@ -142,13 +142,12 @@ class FormatLayout(KeptLayout):
 
     # Programs
 
-    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
           token: see `KeptArray.densify`.
-          keep_bits: see `KeptArray.densify`; `Values` reads the flag.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
         if kept.frozen is None or self.frozen_dtype is None:
@@ -316,9 +315,15 @@ class KeptArray:
         return self.frozen is None and self.observer is None
 
     @property
-    def leads_with_stack(self) -> bool:
-        """True if the first axes of the dense array index slices."""
-        return self.axes[: self.depth] == tuple(range(self.depth))
+    def explicit_sharding(self) -> Sharding | None:
+        """Sharding in the type of the dense array; `None` without a mesh of Explicit axes."""
+        placed = sharding.explicit_sharding(jax.typeof(self.values))
+        if placed is None:
+            return None
+        divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
+        spec = dict(zip(divided, placed.spec, strict=False))
+        target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
+        return sharding.fit(target, self.shape)
 
     def read_values(self) -> jax.Array:
         """Returns the values, of `layers` in a step of a scan."""
@@ -328,24 +333,17 @@ class KeptArray:
         """Returns an array of other values, which are computed from `read_values`."""
         return dataclasses.replace(self, values=values, layers=None)
 
-    def densify(self, token: Token = 0, *, keep_bits: bool = False) -> jax.Array:
+    def densify(self, token: Token = 0) -> jax.Array:
         """Returns the dense array; observes no gradient.
 
         Args:
           token: an int32 0; no array is allocated before its value exists.
-          keep_bits: whether to copy frozen entries bit by bit, NaN included; within a scan the copy
-            has no second derivatives.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
-        placed = sharding.explicit_sharding(jax.typeof(kept.values))
-        join_slices = functools.partial(self._join_slices, keep_bits=keep_bits)
+        placed = self.explicit_sharding
         if placed is None:
-            return join_slices(kept, token)
-        divided = [*range(self.depth), *(self.depth + i for i in self.layout.divisible_axes)]
-        spec = dict(zip(divided, placed.spec, strict=False))
-        target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
-        dense = auto_axes(join_slices, out_sharding=sharding.fit(target, self.shape))
-        return dense(kept, token)
+            return self._join_slices(kept, token)
+        return auto_axes(self._join_slices, out_sharding=placed)(kept, token)
 
     def densify_observed(self, token: Token = 0) -> jax.Array:
         """Returns the dense array for an equation of the model, whose gradient `observer` gets.
@@ -360,8 +358,19 @@ class KeptArray:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
-    def _join_slices(self, kept: Self, token: Token, *, keep_bits: bool) -> jax.Array:
-        densify = functools.partial(self.layout.densify_slice, token=token, keep_bits=keep_bits)
+    def densify_bits(self) -> jax.Array:
+        """Returns the dense array with the bits of frozen entries, NaN included.
+
+        Within a scan the array has no second derivatives.
+        """
+        dtype = self.values.dtype
+        has_bits = jnp.issubdtype(dtype, jnp.floating)  # complex numbers have none
+        if self.frozen is None or dtype != self.layout.frozen_dtype or not has_bits:
+            return self.densify()
+        return _densify_bits(self)
+
+    def _join_slices(self, kept: Self, token: Token) -> jax.Array:
+        densify = functools.partial(self.layout.densify_slice, token=token)
         for _ in range(self.depth):
             densify = jax.vmap(densify)
         return densify(kept).reshape(self.sizes).transpose(self.axes)
@@ -384,6 +393,29 @@ class KeptArray:
 jax.tree_util.register_dataclass(
     KeptArray, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
 )
+
+
+@jax.custom_jvp
+def _densify_bits(kept: KeptArray) -> jax.Array:
+    """Returns the dense array of values among frozen entries of the same dtype, as integers.
+
+    XLA on CPUs would widen floats of 16 bits to write them, and NaNs would lose their bits.
+    """
+    unsigned = unsigned_like(kept.values.dtype)
+    arrays = kept.values, kept.frozen
+    values, frozen = jax.tree.map(lambda x: lax.bitcast_convert_type(x, unsigned), arrays)
+    layout = dataclasses.replace(kept.layout, frozen_dtype=unsigned)
+    bits = dataclasses.replace(kept, values=values, frozen=frozen, layout=layout)
+    return lax.bitcast_convert_type(bits.densify(), kept.values.dtype)
+
+
+@_densify_bits.defjvp
+def _densify_bits_tangents(
+    primals: tuple[KeptArray], tangents: tuple[KeptArray]
+) -> tuple[jax.Array, jax.Array]:
+    (kept,), (tangent,) = primals, tangents
+    change = dataclasses.replace(kept, values=tangent.values, frozen=None)
+    return _densify_bits(kept), change.densify()
 
 
 class KeptProduct(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple, Self, cast
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec, reshard
 
 from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.base import (
@@ -21,6 +21,7 @@ from sparsity.compacting.formats.base import (
     Token,
 )
 from sparsity.compacting.formats.find_groups import find_groups
+from sparsity.core.sharding import explicit_sharding
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import AnyArray, SliceLayout
 from sparsity.patterns import FanIn, SparsityType
@@ -50,14 +51,12 @@ class Grouped(FormatLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls.make_automatic(parameter) or cls._make(parameter, is_single=True)
+        return cls.make_automatic(parameter) or cls.make_automatic(parameter, is_single=True)
 
     @classmethod
-    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls._make(parameter, is_single=False)
-
-    @classmethod
-    def _make(cls, parameter: MaskedParameter, is_single: bool) -> tuple[Self, np.ndarray] | None:
+    def make_automatic(
+        cls, parameter: MaskedParameter, is_single: bool = False
+    ) -> tuple[Self, np.ndarray] | None:
         """Returns the layout and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.frozen_dtype is not None or not inputs:
@@ -102,7 +101,7 @@ class Grouped(FormatLayout):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify_slice(self, kept: KeptArray, token: Token, keep_bits: bool) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
         return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
@@ -142,23 +141,18 @@ class Grouped(FormatLayout):
         return dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
 
     def explain_refusal(self, site: Site) -> str:
-        if self.is_full or self._has_groups(site):
+        pattern, has_groups = site.pattern, self.is_full
+        if isinstance(pattern, FanIn):
+            axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.axes}
+            largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
+            has_groups |= axes == {*self.inputs} and largest % self.group == 0
+        if has_groups:
             return ""
         return (
-            f"{site.pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
+            f"{pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
             "as the format 'grouped' has. "
             f"Give compact formats={{{site.name!r}: 'values'}}."
         )
-
-    def _has_groups(self, site: Site) -> bool:
-        """Returns whether all masks of a pattern have the groups of the layout."""
-        if not isinstance(site.pattern, FanIn):
-            return False
-        ndim = len(self.shape)
-        inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in site.pattern.axes}
-        largest = min(site.pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
-        is_multiple: bool = largest % self.group == 0
-        return inputs == {*self.inputs} and is_multiple
 
     @property
     def divisible_axes(self) -> tuple[int, ...]:
@@ -237,27 +231,28 @@ def _sums_all_inputs(contraction: Contraction, kept: KeptArray, num_inputs: int)
 def _contract(
     equation: Equation, contraction: Contraction, kept: KeptArray, num_inputs: int, other: jax.Array
 ) -> jax.Array:
-    """Brings the other operand to [*stack, rows, inputs], and the result to its own axes."""
+    """Brings the other operand to [*stack, *rows, inputs], and the result to its own axes."""
     summed, stacked, free, result = contraction
     stack_axes, inputs_axes = ([axes[i] for i in sorted(axes)] for axes in (stacked, summed))
     x = other.transpose([*stack_axes, *free, *inputs_axes])
-    stack = x.shape[: kept.depth]
-    rows = x.shape[kept.depth : kept.depth + len(free)]
+    rows = x.shape[: kept.depth + len(free)]
+    if placed := explicit_sharding(jax.typeof(x)):  # sharded inputs cannot be joined to one axis
+        x = reshard(x, placed.update(spec=PartitionSpec(*placed.spec[: len(rows)])))
     end = kept.depth + num_inputs
     inputs, outputs = kept.sizes[kept.depth : end], kept.sizes[end:]
-    run = functools.partial(
-        grouped_products.grouped_product,
-        outputs=math.prod(outputs),
-        precision=equation.params["precision"],
-        preferred_element_type=equation.params["preferred_element_type"],
-    )
-    for _ in range(kept.depth):
-        run = jax.vmap(run)
-    x = x.reshape(*stack, math.prod(rows), math.prod(inputs))
-    y = run(kept.read_values(), kept.positions, x).reshape(*stack, *rows, *outputs)
+    y = grouped_products.multiply_stack(
+        kept.read_values(),
+        kept.positions,
+        x.reshape(*rows, math.prod(inputs)),
+        math.prod(outputs),
+        equation.params["precision"],
+        equation.params["preferred_element_type"],
+    ).reshape(*rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, i): i for i in range(kept.depth)}
     places |= {(False, axis): kept.depth + i for i, axis in enumerate(free)}
-    shift = len(rows) - num_inputs
+    shift = len(free) - num_inputs
     places |= {(True, i): i + shift for i in range(end, len(kept.sizes))}
-    return y.transpose([places[source] for source in result])
+    y = y.transpose([places[source] for source in result])
+    placed = explicit_sharding(equation.outputs[0])
+    return reshard(y, placed) if placed else y

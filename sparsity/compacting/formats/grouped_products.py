@@ -13,6 +13,7 @@ of groups at a time.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -20,18 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
 from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
-from sparsity.core.sharding import explicit_sharding, fit, mesh_axes, vary_alike
+from sparsity.core.sharding import explicit_sharding, mesh_axes, vary_alike
 from sparsity.core.trees import PyTree, is_array
 from sparsity.masks.positions import number_padding
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
 Precision: TypeAlias = lax.PrecisionLike
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 Arguments: TypeAlias = "tuple[jax.Array, jax.Array, jax.Array]"
 
 # Bytes of inputs that a step of the loop over groups gathers on a CPU. Groups of 16 at 90 %, times
@@ -101,12 +103,35 @@ def grouped_product(
     _check(values, indices, outputs)
     if not is_array(x) or x.ndim != 2:
         raise ValueError(f"x must have shape [rows, inputs], got {_describe(x)}.")
+    return multiply_stack(values, indices, x, outputs, precision, preferred_element_type)
+
+
+def multiply_stack(
+    values: jax.Array,
+    indices: jax.Array,
+    x: jax.Array,
+    outputs: int,
+    precision: Precision,
+    preferred_element_type: DTypeLike | None,
+) -> jax.Array:
+    """Returns `grouped_product` for each matrix of a stack; checks no argument.
+
+    Args:
+      values: floats [*stack, groups, k, group].
+      indices: integers [*stack, groups, k].
+      x: floats [*stack, *rows, inputs].
+      outputs: as in `grouped_product`, as are the other arguments.
+
+    Returns:
+      An array [*stack, *rows, outputs].
+    """
     indices, dtype = jnp.asarray(indices), promote(values.dtype, x.dtype)
     values, x = jnp.asarray(values, dtype), jnp.asarray(x, dtype)
     result = Result(outputs, jnp.dtype(preferred_element_type or dtype), precision)
-    if explicit_sharding(jax.typeof(x)) or explicit_sharding(jax.typeof(values)):
-        return _multiply_shards(values, indices, x, result)
-    return _multiply_varying(values, indices, x, result)
+    placed = explicit_sharding(jax.typeof(x)) or explicit_sharding(jax.typeof(values))
+    if placed is None:
+        return _multiply_each(values, indices, x, result)
+    return _multiply_shards(values, indices, x, result, placed.mesh)
 
 
 def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) -> jax.Array:
@@ -118,63 +143,60 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
       inputs: number of rows.
       outputs: number of columns, at most groups * group.
 
-    Raises:
-      ValueError: shapes or dtypes do not fit; the error names the argument.
-
     Example:
       >>> densify(jnp.array([[[1, 2], [3, 4]]]), jnp.array([[0, 2]]), inputs=3, outputs=2)
       Array([[1, 2], [0, 0], [3, 4]], dtype=int32)
     """
-    _check(values, indices, outputs)
     groups, _, group = values.shape
-
-    def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
-        # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
-        # buffers of zeros, and with copies of values that are written twice.
-        at = number_padding(indices, inputs)
-        zero = jnp.min(at, initial=0)
-        empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
-        places = empty.at[at, jnp.arange(groups)[:, None]]
-        waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
-        matrix = places.set(waiting, mode="drop", wrap_negative_indices=False, unique_indices=True)
-        return matrix.reshape(inputs, groups * group)[:, :outputs]
-
-    placed = explicit_sharding(jax.typeof(values))
-    if placed is None:
-        return fill(values, indices)
-    columns = NamedSharding(placed.mesh, PartitionSpec(None, *_split_axes(values)[:1]))
-    sharded = auto_axes(fill, out_sharding=fit(columns, (inputs, outputs)))
-    return sharded(values, indices)
+    # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
+    # buffers of zeros, and with copies of values that are written twice.
+    at = number_padding(indices, inputs)
+    zero = jnp.min(at, initial=0)
+    empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
+    places = empty.at[at, jnp.arange(groups)[:, None]]
+    waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
+    matrix = places.set(waiting, mode="drop", wrap_negative_indices=False, unique_indices=True)
+    return matrix.reshape(inputs, groups * group)[:, :outputs]
 
 
-def _multiply_varying(
+def _multiply_each(
     values: jax.Array, indices: jax.Array, x: jax.Array, result: Result
 ) -> jax.Array:
-    """Multiplies arrays that vary along the same axes of a `shard_map`, if inside of one."""
-    values, indices, x = vary_alike([values, indices, x])
-    return _multiply_once(values, indices, x, result)
+    """Multiplies by each matrix of a stack, within a `shard_map` too."""
+    depth = values.ndim - 3
+
+    def multiply(*arrays: jax.Array) -> jax.Array:
+        return _multiply_once(*vary_alike(arrays), result)
+
+    for _ in range(depth):
+        multiply = jax.vmap(multiply)
+    matrices = x.reshape(*x.shape[:depth], math.prod(x.shape[depth:-1]), x.shape[-1])
+    return multiply(values, indices, matrices).reshape(*x.shape[:-1], result.outputs)
 
 
 def _multiply_shards(
-    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result
+    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result, mesh: AnyMesh
 ) -> jax.Array:
-    """Multiplies on a mesh of Explicit axes: each device multiplies its groups by its rows."""
-    mesh = jax.typeof(x).sharding.mesh
-    mesh = jax.typeof(values).sharding.mesh if mesh.empty else mesh
-    names = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
-    row_axes, group_axes = (_split_axes(array)[0] for array in (x, values))
-    # An axis of the mesh splits rows or groups of the result, not both.
-    group_axes = tuple(name for name in group_axes if name not in row_axes)
-    specs = PartitionSpec(group_axes), PartitionSpec(group_axes), PartitionSpec(row_axes)
+    """Multiplies on a mesh of Explicit axes: each device multiplies its groups by its rows.
+
+    The devices that share axes of the stack, in `values` or in `x`, multiply by their matrices.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, kind in kinds if kind == AxisType.Explicit}
+    depth, x_axes, values_axes = values.ndim - 3, _split_axes(x), _split_axes(values)
+    stack_axes = [a or b for a, b in zip(x_axes[:depth], values_axes[:depth], strict=True)]
+    # An axis of the mesh splits one axis of the result.
+    axes, taken = list[tuple[str, ...]](), set[str]()
+    for each in (*stack_axes, *x_axes[depth:-1], values_axes[depth]):
+        axes.append(tuple(name for name in each if name not in taken))
+        taken |= {*each}
+    values_spec = PartitionSpec(*axes[:depth], axes[-1])
+    specs = values_spec, values_spec, PartitionSpec(*axes[:-1])
 
     def multiply_shard(values: jax.Array, indices: jax.Array, x: jax.Array) -> jax.Array:
         # All columns of the groups of this device; those beyond `outputs` are cut at the end.
-        outputs = values.shape[0] * values.shape[2]
-        return _multiply_varying(values, indices, x, result._replace(outputs=outputs))
+        outputs = values.shape[depth] * values.shape[-1]
+        return _multiply_each(values, indices, x, result._replace(outputs=outputs))
 
     arrays = [
         reshard(array, NamedSharding(mesh, spec))
@@ -184,11 +206,12 @@ def _multiply_shards(
         multiply_shard,
         mesh=mesh,
         in_specs=specs,
-        out_specs=PartitionSpec(row_axes, group_axes),
-        axis_names=names,
+        out_specs=PartitionSpec(*axes),
+        # An empty set is all axes but those that a `vmap` maps.
+        axis_names=names if len(names) < len(mesh.axis_names) else set(),
     )(*arrays)
-    if y.shape[1] > result.outputs:
-        y = reshard(y, NamedSharding(mesh, PartitionSpec(row_axes)))[:, : result.outputs]
+    if y.shape[-1] > result.outputs:
+        y = reshard(y, NamedSharding(mesh, PartitionSpec(*axes[:-1])))[..., : result.outputs]
     return y
 
 

@@ -61,11 +61,9 @@ class WholeSlices(FormatLayout):
             rows = slices.any(axis=full_axes, keepdims=True)
             if (slices == rows).all():
                 positions = list_kept(rows.squeeze(full_axes))
-                shape = [*slices.shape]
+                shape, kept = [*slices.shape], int(np.count_nonzero(mask))
                 shape[axis] = positions.shape[-1]
-                kept = int(np.count_nonzero(mask))
-                padding = math.prod(shape) - kept
-                size, along = tuple(shape[depth:]), axis - depth
+                size, padding, along = tuple(shape[depth:]), math.prod(shape) - kept, axis - depth
                 layout = cls(mask.shape, stack, slice_kept_shape=size, padding=padding, axis=along)
                 return None if padding > kept else (layout, positions)
         return None

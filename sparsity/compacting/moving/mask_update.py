@@ -147,7 +147,9 @@ class MaskUpdate:
             if part.gradient is not None:
                 gradient = gradient + densify(part.gradient)
         param = densify(part.values)  # compiled only where a score reads the weight
-        if self.rule is not None and (num_rows := self._count_unit_rows()) is not None:
+        is_stack = self.site.batch_axes == len(layout.stack)
+        num_rows = layout.count_unit_rows(self.site.pattern) if is_stack else None
+        if self.rule is not None and num_rows is not None:  # or the pattern moves masks
             waiting = part._replace(positions=positions + token)
             new = self._move_units(waiting, num_rows, param, gradient)
         else:
@@ -174,11 +176,6 @@ class MaskUpdate:
         grow, fraction = self._grow_scores(part, param, gradient), self.rule.fraction(part.step)
         axes = self.site.batch_axes
         return self.site.pattern.move(mask, jnp.abs(param), grow, fraction, batch_axes=axes)
-
-    def _count_unit_rows(self) -> int | None:
-        """Returns `FormatLayout.count_unit_rows` for a part; `None` if the pattern moves masks."""
-        is_stack = self.site.batch_axes == len(self.part_layout.stack)
-        return self.part_layout.count_unit_rows(self.site.pattern) if is_stack else None
 
     def _move_units(
         self, part: SliceArrays, num_rows: int, param: jax.Array, gradient: jax.Array | None
