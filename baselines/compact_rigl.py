@@ -27,9 +27,13 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import sparsity
-from baselines import compact_transformer as wide
-from baselines import report, store, training
-from baselines import topics_transformer as task
+from baselines import (
+    compact_transformer as wide,
+    report,
+    store,
+    topics_transformer as task,
+    training,
+)
 from benchmarks import compact_steps
 
 SPARSITY, EVERY, SEEDS = 0.9, 15, 2

@@ -25,8 +25,7 @@ import numpy as np
 import optax
 
 import sparsity
-from baselines import report, store, training
-from baselines import topics_transformer as task
+from baselines import report, store, topics_transformer as task, training
 from benchmarks import compact_steps
 
 WIDTH, GROUP, BATCH, STEPS, LEARNING_RATE = 256, 16, 8, 600, 2e-3

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import optax
 
 import sparsity
-from baselines import report, store, training
-from baselines import topics_transformer as task
+from baselines import report, store, topics_transformer as task, training
 
 SEEDS = 5
 BATCHES, BATCH = 32, 16  # of calibration, windows of the text

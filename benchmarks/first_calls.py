@@ -21,8 +21,7 @@ import jax
 import numpy as np
 
 import sparsity
-from benchmarks import compile as trees
-from benchmarks import results
+from benchmarks import compile as trees, results
 
 HEADING = "## First calls"
 CASES = ("magnitude", "global", "coupled and shrink", "oneshot", "oneshot and ADMM")

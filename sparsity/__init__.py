@@ -11,22 +11,24 @@ model.
 """
 
 # Subpackages and modules: not in `__all__`, but reachable as `sparsity.masks` and so on.
-from sparsity import activations as activations
-from sparsity import algorithms as algorithms
-from sparsity import base_updater as base_updater
-from sparsity import calibration as calibration
-from sparsity import compacting as compacting
-from sparsity import compat as compat
-from sparsity import finetuning as finetuning
-from sparsity import graph as graph
-from sparsity import masks as masks
-from sparsity import patterns as patterns
-from sparsity import reports as reports
-from sparsity import selection as selection
-from sparsity import shrinking as shrinking
-from sparsity import sparsity_distributions as sparsity_distributions
-from sparsity import sparsity_schedules as sparsity_schedules
-from sparsity import sparsity_types as sparsity_types
+from sparsity import (
+    activations as activations,
+    algorithms as algorithms,
+    base_updater as base_updater,
+    calibration as calibration,
+    compacting as compacting,
+    compat as compat,
+    finetuning as finetuning,
+    graph as graph,
+    masks as masks,
+    patterns as patterns,
+    reports as reports,
+    selection as selection,
+    shrinking as shrinking,
+    sparsity_distributions as sparsity_distributions,
+    sparsity_schedules as sparsity_schedules,
+    sparsity_types as sparsity_types,
+)
 from sparsity.activations import prune_act_struct, prune_act_unstruct, sparsify_linen, sparsify_nnx
 from sparsity.algorithms import (
     ACDC,
@@ -77,10 +79,14 @@ from sparsity.calibration import (
 from sparsity.compacting import compact
 
 # Names of jaxpruner and jax_pruning: not in `__all__` either.
-from sparsity.compat.jax_pruning import pruning_act_struct as pruning_act_struct
-from sparsity.compat.jax_pruning import pruning_act_unstruct as pruning_act_unstruct
-from sparsity.compat.jaxpruner import apply_mask as apply_mask
-from sparsity.compat.jaxpruner import summarize_intersection as summarize_intersection
+from sparsity.compat.jax_pruning import (
+    pruning_act_struct as pruning_act_struct,
+    pruning_act_unstruct as pruning_act_unstruct,
+)
+from sparsity.compat.jaxpruner import (
+    apply_mask as apply_mask,
+    summarize_intersection as summarize_intersection,
+)
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.finetuning.delta import Delta
 from sparsity.finetuning.train_only import train_only

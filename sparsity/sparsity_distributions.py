@@ -1,13 +1,11 @@
 """Alias of `sparsity.masks.distributions`: programs for jaxpruner import this path."""
 
 from sparsity.masks.distributions import (
-    DISTRIBUTIONS,
-    ERK,
-    Distribution,
-    FilterFn,
-    Uniform,
-    erk,
-    uniform,
+    DISTRIBUTIONS as DISTRIBUTIONS,
+    ERK as ERK,
+    Distribution as Distribution,
+    FilterFn as FilterFn,
+    Uniform as Uniform,
+    erk as erk,
+    uniform as uniform,
 )
-
-__all__ = ["DISTRIBUTIONS", "ERK", "Distribution", "FilterFn", "Uniform", "erk", "uniform"]

@@ -22,8 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from examples.mnist import config as config_lib
-from examples.mnist import train
+from examples.mnist import config as config_lib, train
 from tests.examples.runs import run_in, write_few_digits
 from tests.helpers import start_module
 

@@ -103,8 +103,10 @@ def public_definitions(module):
                 yield item
 
 
-def names_a_type(module, name):
-    return get_origin(getattr(module, name)) is not None
+def list_aliases(module):
+    """Names of types that a folder shows, or a module that lists its names."""
+    names = getattr(module, "__all__", vars(module) if hasattr(module, "__path__") else [])
+    return [name for name in names if get_origin(getattr(module, name)) is not None]
 
 
 def find_any(modules):
@@ -112,8 +114,8 @@ def find_any(modules):
     actual = set()
     for module in modules:
         imported = importlib.import_module(module)
-        shown = [name for name in getattr(imported, "__all__", []) if names_a_type(imported, name)]
-        actual |= {f"{module}: {name}" for name in shown if names_any(module, name)}
+        names = list_aliases(imported)
+        actual |= {f"{module}: {name}" for name in names if names_any(module, name)}
         for item in public_definitions(imported):
             for node in definitions(parse_module(item.__module__).body, item.__qualname__):
                 for what, annotation in list_annotations(node):

@@ -14,6 +14,7 @@ from benchmarks import (
     compact_move,
     compact_state,
     compact_steps,
+    compile as compiling,
     deferred_scores,
     deltas,
     finetuning,
@@ -24,7 +25,6 @@ from benchmarks import (
     skipping,
     train_step,
 )
-from benchmarks import compile as compiling
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import sparsity
-from examples.mnist import compacting, data, moves, shrinking
-from examples.mnist import config as config_lib
+from examples.mnist import compacting, config as config_lib, data, moves, shrinking
 from examples.mnist.checkpoint import Checkpoint, Checkpoints
 from examples.mnist.network import Model, Network, TrainState, make_model, make_network
 from sparsity import sparsity_types

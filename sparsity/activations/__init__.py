@@ -5,7 +5,11 @@
 layer reports the sparsity of its output as the intermediate `activation_sparsity`.
 """
 
-from sparsity.activations.flax_layers import sparsify_linen, sparsify_nnx
-from sparsity.activations.functions import prune_act_struct, prune_act_unstruct
-
-__all__ = ["prune_act_struct", "prune_act_unstruct", "sparsify_linen", "sparsify_nnx"]
+from sparsity.activations.flax_layers import (
+    sparsify_linen as sparsify_linen,
+    sparsify_nnx as sparsify_nnx,
+)
+from sparsity.activations.functions import (
+    prune_act_struct as prune_act_struct,
+    prune_act_unstruct as prune_act_unstruct,
+)

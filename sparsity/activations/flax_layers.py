@@ -218,7 +218,7 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
         if not any(names.matches(key, name) for name in layers):
             raise ValueError(
                 f"layers[{key!r}] matches none. {names.explain_syntax(key)}"
-                f"{names.nearest(key, layers, 'layers')}"
+                f"{names.suggest(key, layers, cutoff=0)}"
             )
 
 

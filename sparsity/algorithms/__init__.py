@@ -1,25 +1,40 @@
 """Pruning and sparse training algorithms, by family, with names for configurations."""
 
-from sparsity.algorithms.acdc import ACDC
-from sparsity.algorithms.admm import ADMMPruning
+from sparsity.algorithms.acdc import ACDC as ACDC
+from sparsity.algorithms.admm import ADMMPruning as ADMMPruning
 from sparsity.algorithms.at_init import (
-    SnipPruning,
-    grasp_scores,
-    prune_at_init,
-    snip_scores,
-    synflow_scores,
+    SnipPruning as SnipPruning,
+    grasp_scores as grasp_scores,
+    prune_at_init as prune_at_init,
+    snip_scores as snip_scores,
+    synflow_scores as synflow_scores,
 )
-from sparsity.algorithms.global_pruners import GlobalMagnitudePruning, GlobalSaliencyPruning
-from sparsity.algorithms.lamp import LampPruning
-from sparsity.algorithms.movement import MovementPruning
-from sparsity.algorithms.no_pruning import NoPruning
-from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, SaliencyPruning
-from sparsity.algorithms.sparse_trainers import SET, GlobalRigL, RigL, StaticRandomSparse
-from sparsity.algorithms.sr_ste import SRSTE
-from sparsity.algorithms.srigl import SRigL
-from sparsity.algorithms.ste import SteMagnitudePruning, SteRandomPruning
-from sparsity.algorithms.tickets import lottery_ticket
-from sparsity.algorithms.top_kast import TopKast
+from sparsity.algorithms.global_pruners import (
+    GlobalMagnitudePruning as GlobalMagnitudePruning,
+    GlobalSaliencyPruning as GlobalSaliencyPruning,
+)
+from sparsity.algorithms.lamp import LampPruning as LampPruning
+from sparsity.algorithms.movement import MovementPruning as MovementPruning
+from sparsity.algorithms.no_pruning import NoPruning as NoPruning
+from sparsity.algorithms.pruners import (
+    MagnitudePruning as MagnitudePruning,
+    RandomPruning as RandomPruning,
+    SaliencyPruning as SaliencyPruning,
+)
+from sparsity.algorithms.sparse_trainers import (
+    SET as SET,
+    GlobalRigL as GlobalRigL,
+    RigL as RigL,
+    StaticRandomSparse as StaticRandomSparse,
+)
+from sparsity.algorithms.sr_ste import SRSTE as SRSTE
+from sparsity.algorithms.srigl import SRigL as SRigL
+from sparsity.algorithms.ste import (
+    SteMagnitudePruning as SteMagnitudePruning,
+    SteRandomPruning as SteRandomPruning,
+)
+from sparsity.algorithms.tickets import lottery_ticket as lottery_ticket
+from sparsity.algorithms.top_kast import TopKast as TopKast
 from sparsity.training.base_updater import ALGORITHM_REGISTRY
 
 ALGORITHM_REGISTRY.update(
@@ -46,31 +61,3 @@ ALGORITHM_REGISTRY.update(
         "global_rigl": GlobalRigL,
     }
 )
-
-__all__ = [
-    "ACDC",
-    "SET",
-    "SRSTE",
-    "ADMMPruning",
-    "GlobalMagnitudePruning",
-    "GlobalRigL",
-    "GlobalSaliencyPruning",
-    "LampPruning",
-    "MagnitudePruning",
-    "MovementPruning",
-    "NoPruning",
-    "RandomPruning",
-    "RigL",
-    "SRigL",
-    "SaliencyPruning",
-    "SnipPruning",
-    "StaticRandomSparse",
-    "SteMagnitudePruning",
-    "SteRandomPruning",
-    "TopKast",
-    "grasp_scores",
-    "lottery_ticket",
-    "prune_at_init",
-    "snip_scores",
-    "synflow_scores",
-]

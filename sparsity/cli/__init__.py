@@ -1,5 +1,3 @@
 """The command `sparsity` inspects, prunes and compares checkpoints, and unpickles nothing."""
 
-from sparsity.cli.main import main
-
-__all__ = ["main"]
+from sparsity.cli.main import main as main

@@ -8,7 +8,5 @@
 - `table` and `tune` describe a model and measure its formats.
 """
 
-from sparsity.compacting.compact import Compact, compact
-from sparsity.compacting.formats.grouped_products import grouped_product
-
-__all__ = ["Compact", "compact", "grouped_product"]
+from sparsity.compacting.compact import Compact as Compact, compact as compact
+from sparsity.compacting.formats.grouped_products import grouped_product as grouped_product

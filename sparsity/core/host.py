@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -90,21 +90,13 @@ def namespace(arrays: Iterable[object]) -> PyTree:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-@runtime_checkable
-class HostFunction(Protocol):
-    """A function of arrays with a second body for arrays of numpy, as `instead` makes them.
-
-    Attributes:
-      on_host: the second body, with the bits of the first; `None` if numpy may round otherwise.
-    """
-
-    @property
-    def on_host(self) -> Callable[..., PyTree] | None: ...
-
-
 def find_body(fn: object) -> Callable[..., PyTree] | None:
-    """Returns the body of a function for arrays of numpy, `None` if there is none."""
-    return fn.on_host if isinstance(fn, HostFunction) else None
+    """Returns the second body of a function, for arrays of numpy, with the bits of the first.
+
+    The body is the attribute `on_host`, as `instead` makes it. `None` if there is none, or if numpy
+    may round otherwise.
+    """
+    return getattr(fn, "on_host", None)
 
 
 def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -113,7 +105,7 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
     Args:
       host_fn: takes the arguments with arrays of numpy, and returns such arrays with the bits of
         the decorated function; or `NotImplemented`, and the decorated function is called. Keyword
-        arguments hold no arrays. The result is a `HostFunction` with this body.
+        arguments hold no arrays. `find_body` of the result returns this body.
 
     Example:
       >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))
@@ -155,7 +147,7 @@ def jit_or_numpy(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def call(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Calls a `HostFunction` on arrays of numpy, for a result of such arrays."""
+    """Calls a function with a second body on arrays of numpy, for a result of such arrays."""
     host_fn = find_body(fn)
     assert host_fn is not None
     with np.errstate(all="ignore"):

@@ -42,22 +42,6 @@ def matches(key: Key, name: str) -> bool:
     return _format_key(key) == name or (isinstance(key, str) and _fullmatch(key, name))
 
 
-def nearest(key: object, names: Iterable[str], role: str) -> str:
-    """Returns the end of an error about a key without a match: the nearest name, and all names.
-
-    Example:
-      >>> nearest("dens", ["conv", "dense"], "layers")
-      "The nearest is 'dense'; the layers are ['conv', 'dense']."
-    """
-    names = list(names)
-    closest = difflib.get_close_matches(_format_key(key), names, n=1, cutoff=0.0)
-    return (
-        f"The nearest is {closest[0]!r}; the {role} are {names}."
-        if closest
-        else f"There are no {role}."
-    )
-
-
 def explain_syntax(key: object) -> str:
     """Returns a sentence that says why a text is no regular expression, "" for any other key.
 
@@ -74,16 +58,23 @@ def explain_syntax(key: object) -> str:
     return ""
 
 
-def suggest(name: object, names: Iterable[str]) -> str:
-    """Returns the end of an error about an unknown name: the nearest name if any, and all names.
+def suggest(key: object, names: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Returns the end of an error about an unknown name or key: the nearest name, and all names.
+
+    Args:
+      key: the unknown name, or a key without a match.
+      names: the known names.
+      cutoff: similarity of the nearest name, in [0, 1], from which on the text says the name.
 
     Example:
       >>> suggest("ridgl", ["magnitude", "rigl"])
       "Did you mean 'rigl'? Known: magnitude, rigl."
     """
     names = list(names)
-    closest = difflib.get_close_matches(str(name).lower(), names, n=1)
-    return (f"Did you mean {closest[0]!r}? " if closest else "") + f"Known: {', '.join(names)}."
+    lower = {name.lower(): name for name in names}
+    closest = difflib.get_close_matches(_format_key(key).lower(), lower, n=1, cutoff=cutoff)
+    question = f"Did you mean {lower[closest[0]]!r}? " if closest else ""
+    return question + (f"Known: {', '.join(names)}." if names else "There are none.")
 
 
 class Registry(dict[str, T]):

@@ -1,5 +1,7 @@
 """Epoch strategies: pruning that follows a dictionary {epoch: method and densities}."""
 
-from sparsity.epochs.updater import EpochStrategy, pruning, pruning_apply
-
-__all__ = ["EpochStrategy", "pruning", "pruning_apply"]
+from sparsity.epochs.updater import (
+    EpochStrategy as EpochStrategy,
+    pruning as pruning,
+    pruning_apply as pruning_apply,
+)

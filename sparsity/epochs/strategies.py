@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import chex
 
-from sparsity.core import names as names_lib
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_int
+from sparsity.core.names import suggest
 from sparsity.core.trees import Params, PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
@@ -79,9 +79,7 @@ class StrategyEntry(NamedTuple):
                 layers = ["/".join(path) for path in paths]
                 if isinstance(key, str) and "/" not in key:
                     layers = ["-".join(path) for path in paths]
-                raise ValueError(
-                    f"{place} names no layer. {names_lib.nearest(key, layers, 'layers')}"
-                )
+                raise ValueError(f"{place} names no layer. {suggest(key, layers, cutoff=0)}")
             if len(matching) > 1:
                 raise ValueError(f"{place} may mean any of {matching}. Give the tuple of names.")
             if matching[0] in owners:
@@ -123,10 +121,7 @@ def _parse_entry(epoch: int, entry: object) -> StrategyEntry:
         )
     method, pattern = entry["method"], entry["prune_rate_pattern"]
     if method not in METHODS:
-        raise ValueError(
-            f"method = {method!r} {place} is not known. "
-            f"{names_lib.nearest(method, METHODS, 'methods')}"
-        )
+        raise ValueError(f"method = {method!r} {place} is not known. {suggest(method, METHODS)}")
     kind, _, scope = method.partition("_")
 
     def parse_rule(name: str, value: Any) -> Rule:

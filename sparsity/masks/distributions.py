@@ -207,7 +207,7 @@ class Uniform:
                 raise ValueError(
                     f"custom_sparsity_map[{key!r}] matches no parameter. "
                     f"{names.explain_syntax(key)}"
-                    f"{names.nearest(key, labels.values(), 'parameters')}"
+                    f"{names.suggest(key, labels.values(), cutoff=0)}"
                 )
         selected: Candidates = {}
         custom: dict[trees.KeyPath, float | None] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -16,7 +16,6 @@ from sparsity.core import host, trees
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
 from sparsity.programs.entrywise import ENTRYWISE
-from sparsity.programs.layout import list_joined_axes
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
 from sparsity.selection import Ranked, Scores
 
@@ -29,9 +28,8 @@ def elementwise(hook: Hook) -> Hook:
     """Marks a hook whose score of a weight depends on that weight and its gradient alone.
 
     The mask search then calls the hook on parts of parameters, and `sparse_state` is `None`. The
-    mark belongs to the method: an override without the mark gets complete trees. A hook that
-    joins entries, as a mean does, is a ValueError when masks are made. A hook that adds axes, as
-    `jnp.stack` does, gets complete trees.
+    mark belongs to the method: an override without the mark gets complete trees. So does a marked
+    hook that closes over arrays, joins entries, as a mean does, or adds axes, as `jnp.stack` does.
 
     Example:
       >>> import dataclasses, sparsity
@@ -57,15 +55,12 @@ def may_score_slices(hook: Callable[..., PyTree]) -> bool:
 
     Args:
       hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
-
-    Raises:
-      ValueError: the hook has the mark but joins entries.
     """
     if not is_marked_elementwise(hook):
         return False
     dtype = np.dtype(np.float32)
     traced = _EntryScore.trace(hook, False, (dtype, dtype))
-    return traced.is_entrywise or bool(traced.program.consts)
+    return traced.is_entrywise
 
 
 def defer_scores(
@@ -73,8 +68,9 @@ def defer_scores(
 ) -> ScoreTree | None:
     """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
 
-    The result is `None` if the hook is not marked, holds arrays as constants, or adds axes. The
-    result is also `None` if a gradient is missing, as the error of the hook itself says more.
+    The result is `None` if the hook is not marked, holds arrays as constants, joins entries or adds
+    axes. The result is also `None` if a gradient is missing, as the error of the hook itself says
+    more.
 
     Args:
       hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
@@ -131,20 +127,14 @@ class _EntryScore:
     def trace(cls, hook: Callable[..., PyTree], masked: bool, dtypes: Dtypes) -> _EntryScore:
         """Traces the hook for a few entries; `read` holds the position of the weight if the
         hook reads no value.
-
-        Raises:
-          ValueError: the hook joins entries.
         """
         call = functools.partial(_call_hook, hook, masked)
         closed = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((_LENGTH,), x) for x in dtypes))
-        if closed.consts:
-            return cls(hook, masked, dtypes, (0,), closed, str(closed), is_entrywise=False)
         program = read_jaxpr(closed)
         steps = _list_live(program)
-        _check_joins(hook, steps)
         used = {*program.outputs, *(value for step in steps for value in step.inputs)}
         read = tuple(i for i, x in enumerate(program.inputs) if x in used) or (0,)
-        is_entrywise = all(map(_is_entrywise, steps))
+        is_entrywise = not closed.consts and all(map(_is_entrywise, steps))
         return cls(hook, masked, dtypes, read, closed, str(closed), is_entrywise)
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
@@ -165,9 +155,7 @@ class _EntryScore:
         return _ON_HOST.get(name) if program.outvars[0] in results else None
 
 
-# Number of the entries for which hooks are traced, which tells their axis from others; a prime, so
-# that no other axes make it.
-_LENGTH = 97
+_LENGTH = 97  # entries for which hooks are traced; not 1, which would be broadcast
 
 
 def _list_live(program: Program) -> list[Equation]:
@@ -182,26 +170,15 @@ def _list_live(program: Program) -> list[Equation]:
     return live
 
 
-def _check_joins(hook: Callable[..., PyTree], steps: Iterable[Equation]) -> None:
-    """Raises a ValueError that names an operation of a hook that joins entries."""
-    for equation in steps:
-        if any(shape[axis] == _LENGTH for shape, axis in list_joined_axes(equation)):
-            name = getattr(hook, "__qualname__", repr(hook))
-            raise ValueError(
-                f"{name} is marked @elementwise but uses {equation.name}, which does more than "
-                "compute entry by entry. The mask search calls the hook on parts of "
-                "parameters: remove the mark, so that the hook gets complete trees."
-            )
-
-
 def _is_entrywise(equation: Equation) -> bool:
     """Returns whether an equation keeps the entries of arrays apart; scalars are one for all."""
     if not any(value.shape for value in [*equation.inputs, *equation.outputs]):
         return True
-    if equation.name in CONTROL:  # the bodies are checked, too
-        return not any(body.layers for body in equation.list_bodies())
+    if equation.name == "scan":  # stacks tell places apart; the body is checked, too
+        [body] = equation.list_bodies()
+        return not body.layers and len(body.outputs) == len(body.carries)
     is_repeated = equation.name == "broadcast_in_dim" and not equation.inputs[0].shape
-    return is_repeated or equation.name in ENTRYWISE
+    return is_repeated or equation.name in ENTRYWISE or equation.name in CONTROL
 
 
 def _call_hook(
@@ -225,13 +202,9 @@ _ON_HOST: dict[str, Callable[..., np.ndarray]] = {
 def host_scores(
     hook: Callable[..., PyTree], params: Params, grads: Grads | None
 ) -> ScoreTree | None:
-    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not.
-
-    Raises:
-      ValueError: the hook is marked but joins entries, wherever the arrays are.
-    """
-    scores = defer_scores(hook, params, None, grads)
+    """Returns lazy scores if numpy computes them from concrete arrays; `None` if not."""
     if host.find_place(params, grads) is None:
         return None
+    scores = defer_scores(hook, params, None, grads)
     is_on_host = all(Ranked.wrap(score).is_on_host for score in jax.tree.leaves(scores))
     return scores if is_on_host else None

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from sparsity.programs.entrywise import REDUCTIONS, read_gather_fill
+from sparsity.programs.entrywise import read_gather_fill
 from sparsity.programs.program import Equation, Value
 
 RelationKind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
@@ -463,27 +463,3 @@ def is_move(equation: Equation) -> bool:
     if equation.name not in LAYOUTS or len(equation.inputs) != 1 or len(equation.outputs) != 1:
         return False
     return all(relation.kind == "product" for relation in LAYOUTS[equation.name].relate(equation))
-
-
-def list_joined_axes(equation: Equation) -> list[tuple[tuple[int, ...], int]]:
-    """Returns (shape, axis) of the axes along which an equation joins or moves entries."""
-    params, shapes = equation.params, [value.shape for value in equation.inputs]
-    match equation.name:
-        case name if name in REDUCTIONS:
-            return [(shapes[0], axis) for axis in params["axes"]]
-        case "cumsum" | "cumprod" | "cummax" | "cummin" | "cumlogsumexp":
-            return [(shapes[0], params["axis"])]
-        case "rev":
-            return [(shapes[0], axis) for axis in params["dimensions"]]
-        case "sort" | "concatenate":
-            return [(shape, params["dimension"]) for shape in shapes]
-        case "iota":
-            return [(equation.outputs[0].shape, params["dimension"])]
-        case "dot_general":
-            contracted, _ = params["dimension_numbers"]
-            pairs = zip(shapes, contracted, strict=True)
-            return [(shape, axis) for shape, axes in pairs for axis in axes]
-        case "slice":
-            axes, after = range(len(shapes[0])), equation.outputs[0].shape
-            return [(shapes[0], axis) for axis in axes if after[axis] != shapes[0][axis]]
-    return []

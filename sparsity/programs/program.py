@@ -14,9 +14,15 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # for other modules, too
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr as ClosedJaxpr,  # for other modules, too
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxpr_as_fun as jaxpr_as_fun,
+)
 from jax.typing import ArrayLike
 
 from sparsity.core import sharding

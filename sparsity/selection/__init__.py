@@ -1,20 +1,16 @@
 """Exact selection of the highest scores: of one tensor, of many, or of all together."""
 
-from sparsity.core.hashing import hash_scores
-from sparsity.selection.kept_counts import num_kept
-from sparsity.selection.nm import nm_mask
-from sparsity.selection.scores import LazyScores, Ranked, Scores, compute_array
-from sparsity.selection.topk import global_topk_mask, topk_mask, topk_masks
-
-__all__ = [
-    "LazyScores",
-    "Ranked",
-    "Scores",
-    "compute_array",
-    "global_topk_mask",
-    "hash_scores",
-    "nm_mask",
-    "num_kept",
-    "topk_mask",
-    "topk_masks",
-]
+from sparsity.core.hashing import hash_scores as hash_scores
+from sparsity.selection.kept_counts import num_kept as num_kept
+from sparsity.selection.nm import nm_mask as nm_mask
+from sparsity.selection.scores import (
+    LazyScores as LazyScores,
+    Ranked as Ranked,
+    Scores as Scores,
+    compute_array as compute_array,
+)
+from sparsity.selection.topk import (
+    global_topk_mask as global_topk_mask,
+    topk_mask as topk_mask,
+    topk_masks as topk_masks,
+)

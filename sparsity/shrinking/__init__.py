@@ -6,8 +6,6 @@ masks and the optimizer's state. `Plan.apply` runs the traced program at the sma
 `CutInterpreter`.
 """
 
-from sparsity.shrinking.plan import Plan
-from sparsity.shrinking.shrink import shrink
-from sparsity.shrinking.small import Small
-
-__all__ = ["Plan", "Small", "shrink"]
+from sparsity.shrinking.plan import Plan as Plan
+from sparsity.shrinking.shrink import shrink as shrink
+from sparsity.shrinking.small import Small as Small

@@ -14,13 +14,13 @@ from typing import Self
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
+from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Site, Sites, packed_shape, unpack_masks
+from sparsity.masks import Site, Sites, read_masks, unpack_masks
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
@@ -201,13 +201,11 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
 
 def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
     """Returns the largest number of entries that a mask, perhaps packed, keeps of a slice."""
-    entries = np.asarray(jax.device_get(mask))
-    if entries.shape == packed_shape(shape) != shape:
-        entries = np.unpackbits(entries, axis=-1, count=(shape or (1,))[-1])
-    elif entries.shape != shape:
-        entries = np.unpackbits(entries, count=math.prod(shape))
+    like = jax.ShapeDtypeStruct(shape, jnp.uint8)
+    with evaluate_now():
+        entries = jax.device_get(read_masks(jax.device_get(mask), like, may_be_packed=True))
     layout = SliceLayout(shape, tuple(range(site.batch_axes)))
-    return int(layout.count_kept(entries.reshape(shape)).max(initial=0))
+    return int(layout.count_kept(entries).max(initial=0))
 
 
 def _read_positions(kept: KeptTree) -> Positions:

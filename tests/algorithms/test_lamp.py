@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.algorithms.lamp import scores as scores_module
-from sparsity.algorithms.lamp import search as search_module
+from sparsity.algorithms.lamp import scores as scores_module, search as search_module
 from sparsity.algorithms.lamp.scores import count_bits, count_digit_bits, lamp_scores
 from tests import helpers
 from tests.algorithms import oracles

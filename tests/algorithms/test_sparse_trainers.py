@@ -443,5 +443,16 @@ def test_slices_of_set_move_alone_where_scores_are_random_or_elementwise():
         def get_grow_scores(self, sparse_state, params, grads):
             return jax.tree.map(lambda w: jnp.stack([w, w])[0], params)
 
-    rules = [cls().slice_rule() for cls in (sparsity.SET, Local, Complete, AddsAxis)]
-    assert [rule is not None for rule in rules] == [True, True, False, False]
+    class Joins(sparsity.SET):
+        @sparsity.elementwise
+        def get_grow_scores(self, sparse_state, params, grads):
+            return jax.tree.map(lambda w: jnp.abs(w - w.mean()), params)
+
+    class ClosesOver(sparsity.SET):
+        @sparsity.elementwise
+        def get_grow_scores(self, sparse_state, params, grads):
+            return jax.tree.map(lambda w: w * np.ones((1, 1), np.float32), params)
+
+    classes = sparsity.SET, Local, Complete, AddsAxis, Joins, ClosesOver
+    rules = [cls().slice_rule() for cls in classes]
+    assert [rule is not None for rule in rules] == [True, True, False, False, False, False]

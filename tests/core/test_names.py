@@ -80,13 +80,17 @@ def test_a_compiled_pattern_is_never_the_exact_key():
 
 @pytest.mark.parametrize("key", ["conv1/kernal", ("conv1", "kernal"), re.compile("conv1/kernal")])
 def test_a_key_that_names_nothing_is_answered_with_the_nearest(key):
-    text = names.nearest(key, NAMES, "parameters")
-    assert text.startswith("The nearest is 'conv1/kernel'; the parameters are [")
-    assert all(name in text for name in NAMES)
+    text = names.suggest(key, NAMES)
+    assert text == f"Did you mean 'conv1/kernel'? Known: {', '.join(NAMES)}."
+
+
+def test_a_key_unlike_all_names_is_answered_with_the_nearest_without_a_cutoff():
+    assert names.suggest("C", ["conv", "dense"]) == "Known: conv, dense."
+    assert names.suggest("C", ["conv", "dense"], cutoff=0).startswith("Did you mean 'conv'? ")
 
 
 def test_where_there_are_no_names_that_is_said():
-    assert names.nearest("a", [], "layers") == "There are no layers."
+    assert names.suggest("a", []) == "There are none."
 
 
 def _shapes():

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.tree_util import DictKey, SequenceKey
 
 from sparsity.core import owners, trees

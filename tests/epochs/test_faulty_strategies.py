@@ -42,7 +42,7 @@ GOOD = strategy(1, "unstr_global", 0.5)  # a fault at another epoch is found all
         (GOOD | strategy(2, "str_global", (5, 4)), "epoch 2.*is no pattern.*Did you mean"),
         (GOOD | strategy(2, "str_global", (0, 4)), "n must be at least 1"),
         (GOOD | strategy(2, "str_global", "2 of 4"), "is no pattern"),
-        (GOOD | strategy(2, "unstr_globl", 0.5), "nearest is 'unstr_global'.*'str_local'"),
+        (GOOD | strategy(2, "unstr_globl", 0.5), "mean 'unstr_global'.*str_local"),
         (GOOD | strategy(2, None, 0.5), "method = None .* is not known"),
         (GOOD | strategy("2", "unstr_global", 0.5), "an epoch of a strategy must be an integer"),
         (GOOD | strategy(2.0, "unstr_global", 0.5), "an epoch of a strategy must be an integer"),
@@ -55,11 +55,11 @@ GOOD = strategy(1, "unstr_global", 0.5)  # a fault at another epoch is found all
         (GOOD | {2: 0.5}, "'method' and 'prune_rate_pattern'"),
         (
             GOOD | strategy(2, "unstr_local", {"Dense_9-kernel": 0.5}),
-            "epoch 2 names no layer. The nearest is 'Dense_1-kernel'.*'Conv_0-bias'",
+            "epoch 2 names no layer. Did you mean 'Dense_1-kernel'.*Conv_0-bias",
         ),
         (
             GOOD | strategy(2, "unstr_local", {"Dense_0/kernal": 0.5}),
-            "names no layer. The nearest is 'Dense_0/kernel'",
+            "names no layer. Did you mean 'Dense_0/kernel'",
         ),
         (
             GOOD | strategy(2, "unstr_local", {"Dense_0-bias": 0.5, "Dense_0/bias": 0.4}),

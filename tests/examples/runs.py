@@ -5,8 +5,7 @@ import struct
 
 import numpy as np
 
-from examples.mnist import config as config_lib
-from examples.mnist import data, train
+from examples.mnist import config as config_lib, data, train
 
 
 @functools.cache

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from examples.mnist import config as config_lib
-from examples.mnist import train
+from examples.mnist import config as config_lib, train
 from tests.examples.runs import write_few_digits
 from tests.helpers import ROOT
 

@@ -65,11 +65,11 @@ def test_accuracy_is_printed_before_and_after_each_pruning_and_after_the_recover
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("activations", (("conv3", 0.9),), "nearest is 'conv"),
+        ("activations", (("conv3", 0.9),), "Did you mean 'conv"),
         ("sparsity.strategy", (), r"strategy must be \(\(epoch, method"),
         ("sparsity.strategy", ((1, "str_global"),), r"strategy must be \(\(epoch, method"),
         ("sparsity.strategy", ((30, "str_global", (2, 4)),), "between 0 and 30"),
-        ("sparsity.strategy", ((3, "str_globl", (2, 4)),), "nearest is 'str_global'"),
+        ("sparsity.strategy", ((3, "str_globl", (2, 4)),), "Did you mean 'str_global'"),
     ],
 )
 def test_bad_options_are_errors_before_training(name, value, message):

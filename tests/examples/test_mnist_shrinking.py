@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from examples.mnist import config as config_lib
-from examples.mnist import train
+from examples.mnist import config as config_lib, train
 from tests import kill_resume
 from tests.examples.runs import run_in
 

@@ -10,8 +10,7 @@ import pytest
 
 import sparsity
 from sparsity.core import trees
-from sparsity.masks import Layerwise as LayerwiseScope
-from sparsity.masks import ScoredSite, Sites
+from sparsity.masks import Layerwise as LayerwiseScope, ScoredSite, Sites
 from sparsity.selection import LazyScores, compute_array
 from tests.helpers import num_kept
 

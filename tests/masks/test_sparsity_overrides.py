@@ -103,13 +103,13 @@ def test_an_override_that_matches_nothing_is_an_error_with_the_nearest(distribut
     with pytest.raises(ValueError, match="matches no parameter") as error:
         distribution(NET, 0.5, custom_sparsity_map={key: 0.1})
     assert f"custom_sparsity_map[{key!r}]" in str(error.value)
-    assert f"nearest is {nearest!r}" in str(error.value)
+    assert f"Did you mean {nearest!r}" in str(error.value)
     for name in ("dense/kernel", "dense/bias", "layers/0/kernel", "layers/1/kernel"):
         assert name in str(error.value)
 
 
 def test_the_name_that_messages_give_a_bare_array_is_a_key_for_it():
-    with pytest.raises(ValueError, match="parameters are \\['params'\\]"):
+    with pytest.raises(ValueError, match="Known: params"):
         uniform(np.ones((4, 4)), 0.5, custom_sparsity_map={"kernel": 0.2})
     assert uniform(np.ones((4, 4)), 0.5, custom_sparsity_map={"params": 0.2}) == 0.2
 

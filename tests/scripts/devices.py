@@ -5,8 +5,7 @@ import re
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-|reduce-scatter|ragged-all"
 

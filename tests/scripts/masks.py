@@ -63,6 +63,24 @@ def groups_of_outputs_share_their_inputs_as_on_one_device(devices):
             same(*both, params[layer]["kernel"])
 
 
+def a_marked_hook_that_joins_entries_makes_the_masks_of_one_device(devices):
+    def normalize(self, params, sparse_state=None, grads=None):
+        return jax.tree.map(lambda w: jnp.abs(w - jnp.max(w, -1, keepdims=True)), params)
+
+    masks = {}
+    for mark in (lambda hook: hook, sparsity.elementwise):
+        cls = type("Marked", (sparsity.MagnitudePruning,), {"calculate_scores": mark(normalize)})
+        updater = cls(sparsity_distribution_fn=sparsity.Uniform(0.5))
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params = place(devices, tree(0), layout)
+                state = jax.jit(updater.init_state)(params)
+                masks[mark, layout] = jax.jit(updater.update_state)(state, params, params).masks
+    first, *others = masks.values()
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
 def initial_weights_are_pruned_as_on_one_device(devices):
     def loss(params, x):
         return sum(jnp.sum(w**2 * jnp.abs(w) * x) for w in jax.tree.leaves(params))
@@ -109,6 +127,7 @@ def budgets_and_rounded_groups_start_inside_shard_map(devices):
 _BOTH = [
     every_second_algorithm_gives_bit_equal_masks,
     groups_of_outputs_share_their_inputs_as_on_one_device,
+    a_marked_hook_that_joins_entries_makes_the_masks_of_one_device,
     initial_weights_are_pruned_as_on_one_device,
     budgets_and_rounded_groups_start_inside_shard_map,
 ]

@@ -5,8 +5,8 @@ from unittest import mock
 import jax
 
 from sparsity.selection import search, topk
-from tests.scripts.selection import CASES as _CASES
 from tests.scripts.selection import (
+    CASES as _CASES,
     groups_are_selected_where_they_are,
     hash_scores_shard_without_communication,
 )

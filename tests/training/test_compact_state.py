@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sparsity
 from sparsity.compacting.optimizer_state import densify_kept_states

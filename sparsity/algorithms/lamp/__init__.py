@@ -1,5 +1,3 @@
 """Layer-adaptive magnitude pruning: the algorithm, its scores, and a search for the highest."""
 
-from sparsity.algorithms.lamp.pruning import LampPruning
-
-__all__ = ["LampPruning"]
+from sparsity.algorithms.lamp.pruning import LampPruning as LampPruning

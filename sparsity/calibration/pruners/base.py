@@ -45,21 +45,8 @@ class Problem(NamedTuple):
 Problems: TypeAlias = Mapping[KeyPath, Problem]
 
 
-class StatisticsReader:
-    """Pruner that reads statistics of inputs; `StatisticsPruning` explains the attributes."""
-
-    statistics_kind: ClassVar[StatisticsKind] = "gram"
-    gram_copies: ClassVar[int] = 2
-
-    def statistic(
-        self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
-    ) -> Statistic:
-        """Returns the checked statistic of a parameter of that shape."""
-        return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
-
-
 @dataclasses.dataclass(kw_only=True)
-class StatisticsPruning(StatisticsReader, BaseUpdater):
+class StatisticsPruning(BaseUpdater):
     """Prunes at once by statistics of the inputs; a subclass overrides `solve`.
 
     `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, kind))` prunes all
@@ -88,6 +75,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
       Array([[1., 0.]], dtype=float32)
     """
 
+    statistics_kind: ClassVar[StatisticsKind] = "gram"
+    gram_copies: ClassVar[int] = 2
     corrects: ClassVar[str | None] = "weights"
 
     def check_fields(self) -> None:
@@ -200,8 +189,8 @@ class StatisticsPruning(StatisticsReader, BaseUpdater):
                     f"{name}.calibrated_paths must return key paths of the params, got "
                     f"{key_path!r}."
                 )
-            site, param = sites[key_path], leaves[key_path]
-            statistic = self.statistic(statistics, site, param.shape)
+            site, param, kind = sites[key_path], leaves[key_path], self.statistics_kind
+            statistic = look_up_statistic(statistics, site, param.shape, kind, name)
             problems[key_path] = Problem(site, param, statistic, sparsities.get(key_path))
         solves_tree = is_overridden(self, "solve_tree", StatisticsPruning)
         label = f"{name}.{'solve_tree' if solves_tree else 'solve'}"

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.pruners.base import StatisticsReader
 from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.validation import look_up_statistic
 from sparsity.core import host, sharding, trees
 from sparsity.core.checks import check_real_array
 from sparsity.core.dtypes import promote
@@ -42,7 +42,7 @@ from sparsity.training.state import SparseState
 
 
 @dataclasses.dataclass(kw_only=True)
-class ScoredPruning(StatisticsReader, BaseUpdater):
+class ScoredPruning(BaseUpdater):
     """Scores weights by their magnitudes and the sums of squares of their inputs.
 
     A subclass overrides `score` alone. Masks follow schedules and scopes as in every updater that
@@ -75,14 +75,14 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
         sites: Sites | None = None,
     ) -> PyTree:
         sites = sites or self.sites(params)
+        kind, label = self.statistics_kind, type(self).__name__
 
         def score(key_path: KeyPath, param: jax.Array) -> jax.Array | None:
             if isinstance(statistics, Mapping) and trees.path_names(key_path) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
-            statistic = self.statistic(statistics, sites[key_path], param.shape)
-            return self._score_leaf(
-                sites[key_path].name, statistic, param, statistic.sums_of_squares()
-            )
+            site = sites[key_path]
+            statistic = look_up_statistic(statistics, site, param.shape, kind, label)
+            return self._score_leaf(site.name, statistic, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
 
@@ -138,10 +138,11 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
         """
         sites = sites or self.sites(scores)
         shapes = trees.leaves_by_path(scores)
+        kind, label = self.statistics_kind, type(self).__name__
         split_axes = {}
         for key_path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(key_path), "shape", ())
-            statistic = self.statistic(statistics, sites[key_path], shape)
+            statistic = look_up_statistic(statistics, sites[key_path], shape, kind, label)
             if self.is_per_output:
                 check_groups(sites[key_path], statistic, shape)
             split_axes[key_path] = (

@@ -7,20 +7,17 @@ portable search counts, and `find_by_guesses` chooses its pivots.
 
 from collections.abc import Sequence
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparsity.core.exact import Words
-from sparsity.core.kernels import use_flat
+from sparsity.core.kernels import use_flat as use_flat
 from sparsity.selection.cpu import sorting, threshold
-from sparsity.selection.cpu.key_search import find_by_guesses
-from sparsity.selection.cpu.visits import MAX_ENTRIES
+from sparsity.selection.cpu.key_search import find_by_guesses as find_by_guesses
+from sparsity.selection.cpu.visits import MAX_ENTRIES as MAX_ENTRIES
 from sparsity.selection.kept_counts import Removed
 from sparsity.selection.scores import Ranked
-
-__all__ = ["MAX_ENTRIES", "find_by_guesses", "select_by_rows", "use_flat"]
 
 
 def select_by_rows(
