@@ -13,7 +13,7 @@ from jax import lax
 
 from sparsity.core.hashing import flat_index
 from sparsity.core.polynomials import Polynomial
-from sparsity.selection import Scores
+from sparsity.selection import EntryScores
 from sparsity.selection.keys import to_keys
 
 
@@ -44,7 +44,7 @@ def total_cost(
 
 
 def within_budget(
-    scores: Sequence[Scores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
+    scores: Sequence[EntryScores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
     """Keeps the highest scores per cost, of all parameters under one threshold.
 

@@ -21,7 +21,7 @@ from sparsity.core.hashing import (
 )
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import Params, PyTree
-from sparsity.selection import Scores
+from sparsity.selection import EntryScores
 
 
 class Draw(Protocol):
@@ -44,8 +44,8 @@ def make_draw(stored: PyTree) -> Draw:
             return generate_random_scores(params, rng_seed, step)
         words = _hash_leaves(trees.leaves_by_path(params), rng_seed, step)
 
-        def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
-            return Scores(hash_entries, (likes[path],), words[path], reads_index=True)
+        def lazy(path: trees.KeyPath, _: jax.Array) -> EntryScores:
+            return EntryScores(hash_entries, (likes[path],), words[path], reads_index=True)
 
         return trees.map_matched(lazy, params)
 

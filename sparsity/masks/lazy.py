@@ -18,7 +18,7 @@ from sparsity.masks.bits import apply_mask
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import list_joined_axes
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
-from sparsity.selection import Ranked, Scores
+from sparsity.selection import EntryScores, Ranked
 
 _MARK = "is_marked_elementwise"  # attribute of a marked hook
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -71,7 +71,7 @@ def may_score_slices(hook: Callable[..., PyTree]) -> bool:
 def defer_scores(
     hook: Callable[..., PyTree], params: Params, masks: Masks | None, grads: Grads | None
 ) -> ScoreTree | None:
-    """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
+    """Returns the lazy scores of an `elementwise` hook, a tree of `EntryScores`.
 
     The result is `None` if the hook is not marked, holds arrays as constants, or adds axes. The
     result is also `None` if a gradient is missing, as the error of the hook itself says more.
@@ -90,12 +90,12 @@ def defer_scores(
 
     def lazy(
         path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
-    ) -> Scores:
+    ) -> EntryScores:
         values = [x for x in (param, mask, grad) if x is not None]
         kind = mask is not None, tuple(x.dtype for x in values)
         if kind not in fns:
             fns[kind] = _EntryScore.trace(hook, *kind)
-        return Scores(fns[kind], tuple(values[i] for i in fns[kind].read))
+        return EntryScores(fns[kind], tuple(values[i] for i in fns[kind].read))
 
     scores: ScoreTree = trees.map_matched(lazy, params, masks, grads)
     return scores if all(fn.is_entrywise for fn in fns.values()) else None

@@ -3,13 +3,13 @@
 from sparsity.core.hashing import hash_scores
 from sparsity.selection.kept_counts import num_kept
 from sparsity.selection.nm import nm_mask
-from sparsity.selection.scores import LazyScores, Ranked, Scores, compute_array
+from sparsity.selection.scores import EntryScores, LazyScores, Ranked, compute_array
 from sparsity.selection.topk import global_topk_mask, topk_mask, topk_masks
 
 __all__ = [
+    "EntryScores",
     "LazyScores",
     "Ranked",
-    "Scores",
     "compute_array",
     "global_topk_mask",
     "hash_scores",

@@ -12,7 +12,7 @@ from jax import lax
 
 from sparsity.core.kernels import at_runtime
 from sparsity.selection.keys import key_range
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import EntryScores, Ranked
 
 
 def in_rows(leaf: Ranked) -> Ranked:
@@ -32,7 +32,7 @@ def in_rows(leaf: Ranked) -> Ranked:
         where = _move(leaf, mask.astype(jnp.uint8))
         return Ranked.wrap(_move(leaf, leaf.compute()), where, batch_axes)
     marked = _move(leaf, jnp.where(mask, _exchange(keys), 0))
-    return Ranked.wrap(Scores(_exchange, (marked,)), marked, batch_axes)
+    return Ranked.wrap(EntryScores(_exchange, (marked,)), marked, batch_axes)
 
 
 def _exchange(keys: jax.Array) -> jax.Array:
