@@ -132,9 +132,8 @@ def _select_best(parts: Sequence[_Entries], count: int) -> None:
     """Writes the masks of the `count` best entries of all parts together."""
     total = sum(len(part.mask) for part in parts)
     if 0 < count < total:
-        bracket = _bracket(parts, count / total) if total > _SAMPLE else None
-        if bracket is None or not _select_within(parts, count, *bracket):
-            _select_within(parts, count, None, None)
+        if total <= _SAMPLE or not _select_within(parts, count, *_bracket(parts, count / total)):
+            _select_within(parts, count, -math.inf, math.inf)
     else:
         for part in parts:
             part.mask[:] = count > 0
@@ -156,23 +155,17 @@ def _bracket(parts: Sequence[_Entries], share: float) -> tuple[int, int]:
     return low, highest if first < 0 else int(sample[first])
 
 
-def _select_within(
-    parts: Sequence[_Entries], count: int, low: int | None, high: int | None
-) -> bool:
+def _select_within(parts: Sequence[_Entries], count: int, low: float, high: float) -> bool:
     """Selects as `_select_best` if the threshold lies in [low, high]; returns whether it does."""
     above, keys, places = 0, [], []
     for part in parts:
         at_part = []
         for at in host.chunks(len(part.mask)):
             chunk = part.keys(at)
-            if low is None or high is None:
-                inside = np.arange(len(chunk))
-                part.mask[at] = 0
-            else:
-                kept = np.greater(chunk, high, out=part.mask[at].view(bool))
-                above += int(np.count_nonzero(kept))
-                # Keys from `low` on that are not above `high`
-                inside = np.flatnonzero((chunk >= low) ^ kept)
+            kept = np.greater(chunk, high, out=part.mask[at].view(bool))
+            above += int(np.count_nonzero(kept))
+            # Keys from `low` on that are not above `high`
+            inside = np.flatnonzero((chunk >= low) ^ kept)
             keys.append(chunk[inside])
             at_part.append((inside + at.start).astype(np.int32))
         places.append(np.concatenate([*at_part, np.zeros(0, np.int32)]))

@@ -47,7 +47,7 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
             n = int(counts)
             return min(n, max(1, round(n * (1 - Fraction(float(np.float32(fraction)))))))
     if one_n and int(counts) >= 2**31:
-        return _count_kept(exact.split(int(counts)), sparsity)
+        return count_kept_words(exact.split(int(counts)), sparsity)
     low = jnp.asarray(n).astype(jnp.uint32)
     return count_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
@@ -79,7 +79,8 @@ def lowest_sparsity(fits: Callable[[float], bool]) -> float:
 
 
 @jax.jit
-def _count_kept(n: Words, sparsity: chex.Numeric) -> Words:
+def count_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
+    """Returns `num_kept` of a traced number that may be 2**31 and more."""
     sparsity = jnp.asarray(sparsity, jnp.float32)
     sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0)
     bits = lax.bitcast_convert_type(sparsity, jnp.uint32)
@@ -96,11 +97,6 @@ def _count_kept(n: Words, sparsity: chex.Numeric) -> Words:
     kept = exact.minus(kept, (zero_like(n[0]), down.astype(jnp.uint32)))
     one = (zero_like(n[0]), jnp.minimum(n[0] | n[1], 1))
     return exact.choose(exact.at_least(kept, one), kept, one)
-
-
-def count_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
-    """Returns `num_kept` of a traced number that may be 2**31 and more."""
-    return _count_kept(n, sparsity)
 
 
 @dataclasses.dataclass(frozen=True)

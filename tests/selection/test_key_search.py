@@ -156,10 +156,10 @@ def worst_counts(pivots, low, high):
 
 def find_key(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
-    groups = key_search.Groups((len(rows[0]),), across_leaves=True)
+    groups = portable.Groups((len(rows[0]),), across_leaves=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     b = key_search.Bracket.begin(
-        *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
+        *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(key_search.sum_rows(rows))
     )
     first = jax.vmap(key_search.even_pivots)(b)
 
@@ -208,7 +208,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
     def above(pivots):
-        return portable.totals([x[:, 0] for x in count(pivots)], across_leaves=True)
+        return portable.Groups((3,), across_leaves=True).totals(key_search.sum_rows(count(pivots)))
 
     @jax.jit
     def both(k):

@@ -16,7 +16,7 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.keys import KeyRange, to_keys
-from sparsity.selection.search import Above, per_leaf, totals
+from sparsity.selection.search import Above, Groups
 
 # The numbers of passes below are means over 13 kinds of 65,600 float32 scores, the hostile ones of
 # tests/selection/test_threshold.py, at five to seven k each: 3.5 as it is, at most 16.
@@ -157,26 +157,6 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
 
 
 # ------------------------------------------------------------------ the search
-class Groups(NamedTuple):
-    """Assignment of segments to brackets: each segment has a bracket, or all share one.
-
-    Attributes:
-      parts: number of segments of each part.
-      across_leaves: whether all segments share one bracket.
-    """
-
-    parts: tuple[int, ...]
-    across_leaves: bool
-
-    def totals(self, rows: Sequence[jax.Array]) -> Words:
-        """Sums up int32[segments, rows, ...] of all parts for each bracket."""
-        return totals([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows], self.across_leaves)
-
-    def spread(self, x: jax.Array) -> list[jax.Array]:
-        """Returns x[brackets, ...] for the segments of each part."""
-        return per_leaf(x, self.parts, self.across_leaves)
-
-
 class State(NamedTuple):
     """State of a search: its brackets, the counts of each row at their ends, and the next pivots.
 
@@ -220,7 +200,7 @@ def search(
 
     def step(state: State) -> State:
         counts = count(state)
-        totals_above = groups.totals(counts)
+        totals_above = groups.totals(sum_rows(counts))
         bracket, at_low, at_high = _narrow_open(state.bracket, state.pivots, totals_above, k)
         return State(
             bracket,
@@ -349,6 +329,11 @@ def _largest(*values: jax.Array) -> Sequence[jax.Array]:
     lowest = tuple(np.array(np.iinfo(x.dtype).min, x.dtype) for x in values)
     axis = values[0].ndim - 1
     return lax.reduce(values, lowest, lambda a, b: tuple(map(lax.max, a, b)), (axis,))
+
+
+def sum_rows(counts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sums up int32[segments, rows, ...] of each part to int32[segments, ...]."""
+    return [jnp.sum(x, axis=1, dtype=jnp.int32) for x in counts]
 
 
 def _counts_at(
