@@ -205,7 +205,7 @@ def _retrace(
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | KeptArray) -> jax.ShapeDtypeStruct:
         dense = sharding.resize_struct(struct, leaf.shape)
         if is_kept(leaf) and leaf.layout.is_quantized:  # the model casts the parameter
-            return sharding.with_dtype(dense, leaf.layout.frozen_dtype)
+            return dense.update(dtype=leaf.layout.frozen_dtype)
         return dense
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])

@@ -155,21 +155,11 @@ def resize_struct(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.S
     )
 
 
-def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStruct:
-    """Returns the struct with another dtype."""
-    return struct.update(dtype=dtype)
-
-
 def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
-    explicit = next(filter(None, (explicit_sharding(jax.typeof(x)) for x in arrays)), None)
-    if explicit is None:
-        return fn(*arrays)
-    # The sharding names the mesh: the context may have none.
-    replicated_sharding = explicit.update(spec=PartitionSpec())
-    with _use_mesh(arrays):
-        result: T = auto_axes(fn, out_sharding=replicated_sharding)(*arrays)
-    return result
+    like = next((x for x in arrays if explicit_sharding(jax.typeof(x))), None)
+    # A result without axes has no sharding but the replicated one, whatever its shape is then.
+    return fn(*arrays) if like is None else shard_like(like, fn, *arrays, shape=())
 
 
 def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
