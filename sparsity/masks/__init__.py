@@ -39,8 +39,7 @@ from sparsity.masks.scopes import (
     adapt_scope,
     find_missing_scope_method,
     is_per_slice,
-    keeps_targets,
-    moves_per_slice,
+    is_stated,
     takes_signed_scores,
 )
 from sparsity.masks.sites import (
@@ -91,12 +90,11 @@ __all__ = [
     "is_layerwise",
     "is_marked_elementwise",
     "is_per_slice",
-    "keeps_targets",
+    "is_stated",
     "leading_axes",
     "make_draw",
     "mask_updates",
     "may_score_slices",
-    "moves_per_slice",
     "pack",
     "pack_masks",
     "packed_shape",

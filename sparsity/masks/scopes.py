@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -194,27 +194,17 @@ def find_missing_scope_method(scope: object) -> str | None:
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Returns whether each slice of a parameter has a mask that depends on its own scores alone."""
+    """Returns whether each slice of a parameter has a mask that depends on its own scores alone.
+
+    Whether moves do so as well says `is_stated(scope, "per_slice")`.
+    """
     return getattr(scope, "per_slice", False) is True
 
 
-def moves_per_slice(scope: object) -> bool:
-    """Returns whether moves, too, depend on the scores of one slice alone."""
-    return _states(scope, "per_slice")
-
-
-def keeps_targets(scope: object) -> bool:
-    """Returns whether each slice keeps the number that its target gives."""
-    return _states(scope, "keeps_targets")
-
-
-def keeps_total(scope: object) -> bool:
-    """Returns whether parameters of one sparsity keep the number of one parameter of their size."""
-    return _states(scope, "keeps_total")
-
-
-def _states(scope: object, attribute: str) -> bool:
-    """Returns whether a class states that an attribute is True of its `select` and `move`.
+def is_stated(
+    scope: object, attribute: Literal["per_slice", "keeps_targets", "keeps_total"]
+) -> bool:
+    """Returns whether a class states that an attribute of `Scope` is True of `select` and `move`.
 
     The statement of a class does not hold for methods that a subclass overrides.
     """
