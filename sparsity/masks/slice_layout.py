@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -16,8 +15,7 @@ import numpy as np
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import list_positions
-
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
+from sparsity.selection.keys import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)

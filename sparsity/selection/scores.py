@@ -7,7 +7,7 @@
   random scores, `EntryScores.wrap` for stored ones. Trees hold them as leaves.
 - `Ranked`, the argument of searches: the same arrays, the mask of the entries that compete, and the
   axes that index slices. A pytree of its arrays, which goes through `jit`.
-- `Recipe`, all of a `Ranked` that makes keys of the arrays. Parameters of one recipe share a search.
+- `Recipe`, how a `Ranked` makes keys of its arrays. Parameters of one recipe share a search.
 
 The page on the design says what each of them saves.
 """
@@ -19,10 +19,11 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import host
@@ -30,9 +31,7 @@ from sparsity.core.exact import Words
 from sparsity.core.hashing import hash_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import eligible_keys, readable
-
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
+from sparsity.selection.keys import AnyArray, key_range, readable, to_keys
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
 _DTYPES: weakref.WeakKeyDictionary[
@@ -177,8 +176,12 @@ class Recipe(NamedTuple):
           index: as in `scores`.
           is_entry: False at padding; None: there is no padding.
         """
-        scores = self.scores(arrays, scalars, index)
-        return eligible_keys(scores, self.eligible(arrays), is_entry)
+        scores = readable(self.scores(arrays, scalars, index))
+        keys = to_keys(scores)
+        lowest = jnp.array(key_range(scores.dtype).low, keys.dtype)
+        for mask in (self.eligible(arrays), is_entry):
+            keys = keys if mask is None else jnp.where(mask, keys, lowest)
+        return keys
 
 
 def _compute_on_host(ranked: Ranked) -> PyTree:
