@@ -16,7 +16,7 @@ from sparsity.core.checks import DataclassBase, check_bool, check_number, is_tra
 from sparsity.core.dtypes import promote
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
-from sparsity.masks.affordable import total_cost, within_budget
+from sparsity.masks.affordable import within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import divide_by_norms
@@ -242,4 +242,4 @@ def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | N
         return None
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in competitors]
     paths = [path_names(x.site.path) for x in competitors]
-    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # reads shapes only
+    return budget.total(list(zip(paths, arrays, strict=True)))  # reads shapes only
