@@ -145,13 +145,14 @@ _hash_scores = jax.jit(hash_scores, static_argnums=0)
 
 def seed_words(rng_seed: Seed, step: chex.Numeric = 0) -> tuple[chex.Numeric, ...]:
     """Returns the words of `hash_scores` that all leaves share."""
-    words: tuple[chex.Numeric, ...]
+    return *_seed_words(rng_seed), on_device(step, np.uint32)
+
+
+def _seed_words(rng_seed: Seed) -> tuple[chex.Numeric, ...]:
     if isinstance(rng_seed, jax.Array | np.ndarray):
         if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
             rng_seed = jax.random.key_data(rng_seed)
         words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
-        words = words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
-    else:
-        seed = int(rng_seed)
-        words = tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))
-    return *words, on_device(step, np.uint32)
+        return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
+    seed = int(rng_seed)
+    return tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))

@@ -27,11 +27,9 @@ from sparsity.masks.lazy import (
     defer_scores,
     elementwise,
     host_scores,
-    is_marked_elementwise,
     may_score_slices,
 )
 from sparsity.masks.scopes import (
-    AdaptedScope,
     MovingSite,
     Scope,
     ScoredSite,
@@ -57,7 +55,6 @@ SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "glob
 
 __all__ = [
     "SCOPES",
-    "AdaptedScope",
     "BatchAxes",
     "Draw",
     "Global",
@@ -88,7 +85,6 @@ __all__ = [
     "find_missing_scope_method",
     "host_scores",
     "is_layerwise",
-    "is_marked_elementwise",
     "is_per_slice",
     "is_stated",
     "leading_axes",

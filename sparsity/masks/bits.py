@@ -157,27 +157,26 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
     likes = trees.leaves_by_path(params)
 
     def read(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
-        shape = jnp.shape(likes[path])
+        shape, name = jnp.shape(likes[path]), trees.path_string(path)
         dtype: PyTree = getattr(mask, "dtype", type(mask))  # of a Python number, its class
         if not is_real(dtype):
             raise ValueError(
-                f"The mask of {trees.path_string(path)!r} among the {role} must have real numbers, "
+                f"The mask of {name!r} among the {role} must have real numbers, "
                 f"got {np.dtype(dtype).name}."
             )
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
             return are_kept(mask)
-        if may_be_packed and jnp.shape(mask) == packed_shape(shape):
-            _check_bits(mask, trees.path_string(path))
-            return unpack(mask, likes[path])
-        if may_be_packed and jnp.shape(mask) == (-(-math.prod(shape) // 8),):
-            _check_bits(mask, trees.path_string(path))
-            count = math.prod(shape)
+        count = math.prod(shape)
+        if may_be_packed and jnp.shape(mask) in (packed_shape(shape), (-(-count // 8),)):
+            _check_bits(mask, name)
+            if jnp.shape(mask) == packed_shape(shape):
+                return unpack(mask, likes[path])
             return sharding.shard_like(
                 likes[path], lambda bits: jnp.unpackbits(bits, count=count).reshape(shape), mask
             )
         raise ValueError(
-            f"The mask of {trees.path_string(path)!r} among the {role} has shape "
+            f"The mask of {name!r} among the {role} has shape "
             f"{jnp.shape(mask)}, but its parameter has shape {shape}"
             + (f", and its packed mask {packed_shape(shape)}." if may_be_packed else ".")
         )

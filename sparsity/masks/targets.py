@@ -51,11 +51,14 @@ def compute_targets(
         check_fraction(f"the sparsity of {name!r}", target)
         if sites.stays_dense(path):
             return None
-        pattern = sites[path].pattern
-        if not sites[path].has_override:
-            _check_scope(scope, sites[path])
+        site = sites[path]
+        if not site.has_override:
+            try:
+                scope.check(site.pattern, site.batch_axes, None)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
         if not is_traced(target):
-            _check_final(pattern, float(target), name)
+            _check_final(site.pattern, float(target), name)
         return target
 
     return trees.map_matched(
@@ -83,8 +86,8 @@ def call_distribution(
     distribution_fn: DistributionFn,
     params: Params,
     batch_axes: BatchAxes,
-    sites: Sites | None = None,
-    scope: Scope | TreeScope | None = None,
+    sites: Sites,
+    scope: Scope | TreeScope,
 ) -> Sparsities:
     """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
     bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
@@ -125,10 +128,3 @@ def check_user_mask(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
             f"other could be made for it later. Give None for it there, or fix this: {error}"
         ) from error
-
-
-def _check_scope(scope: Scope | TreeScope, site: Site) -> None:
-    try:
-        scope.check(site.pattern, site.batch_axes, None)
-    except ValueError as error:
-        raise ValueError(f"{site.name!r}: {error}") from None
