@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from sparsity.core import sharding
+from sparsity.core.host import AnyArray
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import list_positions
-from sparsity.selection.keys import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ NaN ranks below every number, -0.0 equals 0.0, and subnormals keep their order.
 """
 
 import functools
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import chex
 import jax
@@ -14,9 +14,8 @@ from jax import lax
 
 from sparsity.core import host
 from sparsity.core.checks import is_real
+from sparsity.core.host import AnyArray
 from sparsity.core.trees import PyTree
-
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
 
 def readable(scores: chex.Array) -> jax.Array:

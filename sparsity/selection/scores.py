@@ -29,9 +29,10 @@ import numpy as np
 from sparsity.core import host
 from sparsity.core.exact import Words
 from sparsity.core.hashing import hash_index
+from sparsity.core.host import AnyArray
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import AnyArray, key_range, readable, to_keys
+from sparsity.selection.keys import key_range, readable, to_keys
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
 _DTYPES: weakref.WeakKeyDictionary[
