@@ -17,7 +17,7 @@ from sparsity.core import exact
 from sparsity.core.exact import Words
 from sparsity.core.exact_sums import ordered_sum
 
-Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, repeated for powers
+Monomial: TypeAlias = tuple[int, ...]  # indices of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
 Number: TypeAlias = "Polynomial | int | Fraction"
 CombineFn: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
@@ -47,9 +47,9 @@ class Polynomial:
         return value if isinstance(value, Polynomial) else cls({(): Fraction(value)})
 
     @classmethod
-    def variable(cls, number: int) -> Polynomial:
-        """Returns the variable with a number."""
-        return cls({(number,): Fraction(1)})
+    def variable(cls, index: int) -> Polynomial:
+        """Returns the variable with an index."""
+        return cls({(index,): Fraction(1)})
 
     @classmethod
     def maximum(cls, *values: Number) -> Polynomial:
@@ -144,7 +144,7 @@ class _Table(NamedTuple):
     Attributes:
       high: uint32[terms], the high words of the coefficients.
       low: their low words.
-      variables: int32[terms, most], the sizes that multiply each term, filled up with the number
+      variables: int32[terms, most], the sizes that multiply each term, filled up with the index
         after all sizes, which stands for the factor 1.
       largest: lists of polynomials; the largest of each list is added.
     """
