@@ -241,5 +241,5 @@ def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | N
     if budget is None:
         return None
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in competitors]
-    paths = [path_names(x.site.path) for x in competitors]
+    paths = [path_names(x.site.key_path) for x in competitors]
     return budget.total(list(zip(paths, arrays, strict=True)))  # reads shapes only

@@ -89,7 +89,7 @@ def defer_scores(
     fns: dict[tuple[bool, Dtypes], _EntryScore] = {}
 
     def lazy(
-        path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
+        key_path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
     ) -> EntryScores:
         values = [x for x in (param, mask, grad) if x is not None]
         kind = mask is not None, tuple(x.dtype for x in values)

@@ -261,11 +261,11 @@ class AdaptedScope(TreeScope):
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         scored_sites: list[ScoredSite] = []
 
-        def collect(path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
+        def collect(key_path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
-                check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
+                check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
                 target = sparsity if target is None else target
-                scored_sites.append(ScoredSite(self.sites[path], score, sparsity, target))
+                scored_sites.append(ScoredSite(self.sites[key_path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
         masks = self.scope.select(scored_sites, self.topk_fn)
@@ -276,9 +276,9 @@ class AdaptedScope(TreeScope):
     ) -> Masks:
         moving_sites: list[MovingSite] = []
 
-        def collect(path: KeyPath, drop: PyTree, grow: PyTree, mask: jax.Array | None) -> None:
+        def collect(key_path: KeyPath, drop: PyTree, grow: PyTree, mask: jax.Array | None) -> None:
             if mask is not None:
-                moving_sites.append(MovingSite(self.sites[path], mask, drop, grow))
+                moving_sites.append(MovingSite(self.sites[key_path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
         moved = self.scope.move(moving_sites, drop_fraction)
@@ -303,5 +303,5 @@ class AdaptedScope(TreeScope):
         by_path = {}
         for competitor, mask in zip(competitors, masks, strict=True):
             check_real_array(f"the mask of {competitor.site.name!r} by {method}", mask)
-            by_path[competitor.site.path] = mask
-        return trees.map_matched(lambda path, _: by_path.get(path), like)
+            by_path[competitor.site.key_path] = mask
+        return trees.map_matched(lambda key_path, _: by_path.get(key_path), like)

@@ -43,15 +43,15 @@ def compute_targets(
         return None
 
     def check(
-        path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
+        key_path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
     ) -> chex.Numeric | None:
         if target is None or not trees.is_prunable(param):
             return None
-        name = trees.path_string(path)
+        name = trees.path_string(key_path)
         check_fraction(f"the sparsity of {name!r}", target)
-        if sites.stays_dense(path):
+        if sites.stays_dense(key_path):
             return None
-        site = sites[path]
+        site = sites[key_path]
         if not site.has_override:
             try:
                 scope.check(site.pattern, site.batch_axes, None)
@@ -109,20 +109,20 @@ def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
 
 
 def check_user_mask(
-    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], path: trees.KeyPath
+    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], key_path: trees.KeyPath
 ) -> None:
     """Raises a ValueError if a parameter has a mask but no target, and could get no later mask.
 
     Args:
       scope: scope that would create the next mask.
       sites: the sites of the parameters.
-      path: path of the parameter.
+      key_path: path of the parameter in the tree.
     """
-    name = trees.path_string(path)
+    name = trees.path_string(key_path)
     try:
-        if path not in sites:
+        if key_path not in sites:
             raise ValueError(f"{name!r} is no array of floating-point numbers.")
-        scope.check(sites[path].pattern, sites[path].batch_axes, None)
+        scope.check(sites[key_path].pattern, sites[key_path].batch_axes, None)
     except ValueError as error:
         raise ValueError(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "

@@ -125,8 +125,8 @@ def global_topk_mask(
     """
     leaves = list[Ranked]()
 
-    def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        scores, name = EntryScores.wrap(leaf), f"where at {trees.path_string(path)!r}"
+    def rank(key_path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
+        scores, name = EntryScores.wrap(leaf), f"where at {trees.path_string(key_path)!r}"
         leaves.append(Ranked.wrap(scores, _read_where(name, mask, scores.shape)))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
