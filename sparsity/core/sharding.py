@@ -145,14 +145,7 @@ def abstract(tree: PyTree) -> PyTree:
 
 def resize_struct(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the struct with another shape, sharded along the axes that still divide."""
-    sharding = struct.sharding and fit(struct.sharding, shape)
-    return jax.ShapeDtypeStruct(
-        shape,
-        struct.dtype,
-        sharding=sharding,
-        weak_type=struct.weak_type,
-        **_read_manual_axes(jax.typeof(struct)),
-    )
+    return struct.update(shape=shape, sharding=struct.sharding and fit(struct.sharding, shape))
 
 
 def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:

@@ -218,9 +218,9 @@ class Uniform:
             if override is not None:
                 custom[key_path] = overrides[override]
                 continue
-            name = trees.path_names(key_path)
-            axes = leading_axes(batch_axes, name, param)
-            if not (self.filter_fn(name, param) if self.filter_fn else param.ndim - axes > 1):
+            path = trees.path_names(key_path)
+            axes = leading_axes(batch_axes, path, param)
+            if not (self.filter_fn(path, param) if self.filter_fn else param.ndim - axes > 1):
                 continue
             if sites is not None and sites.stays_dense(key_path):
                 dense.append(labels[key_path])

@@ -128,9 +128,8 @@ def norms(ranked: Sequence[Ranked]) -> jax.Array:
     # In two steps: a single factor may be out of range.
     scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
     factors = zip(*map(unstack, scales), strict=True)
-    shapes = [leaf.shape for leaf in leaves]
     summands = max(
-        math.prod(shape[i] for i in summed) for shape, summed in zip(shapes, axes, strict=True)
+        math.prod(x.shape[i] for i in summed) for x, summed in zip(leaves, axes, strict=True)
     )
     # Bits of a digit, so that the digits of all summands add up in an int32
     bits = 31 - max(summands - 1, 1).bit_length()

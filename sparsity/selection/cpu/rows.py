@@ -69,10 +69,7 @@ class Rows:
     @property
     def num_entries(self) -> np.ndarray:
         """Numbers of entries, int32[segments]."""
-        sizes = (
-            (self.num_rows * self.width,) * self.num_segments if self.sizes is None else self.sizes
-        )
-        return np.array(sizes, np.int32)
+        return np.array(self.sizes or [self.num_rows * self.width] * self.num_segments, np.int32)
 
     @property
     def row_ends(self) -> np.ndarray:
