@@ -164,7 +164,8 @@ def find_key(count, low, high, rows, k):
     first = jax.vmap(key_search.even_pivots)(b)
 
     def read(state):
-        return count(state.pivots)
+        counts = count(state.pivots)
+        return groups.totals(key_search.sum_rows(counts)), counts
 
     start = key_search.State(b, rows, [x & 0 for x in rows], first)
     end = key_search.search(read, groups, k, start, max_misses=2, is_float=False)

@@ -110,10 +110,11 @@ def _find_kth_keys(
     low, high = ends + lowest, ends + top
     bracket = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
-    def count(state: State) -> list[jax.Array]:
+    def count(state: State) -> tuple[Words, list[jax.Array]]:
         each = map(groups.spread, (state.pivots, state.bracket.is_open))
         args = zip(parts, *each, state.at_least, state.above, strict=True)
-        return [part.count_above(*values) + zero for part, *values in args]
+        counts = [part.count_above(*values) + zero for part, *values in args]
+        return groups.totals(sum_rows(counts)), counts
 
     first = _first_pivots(parts, groups, k).astype(key_dtype)
     start = State(bracket, eligible, [zero_like(x) for x in eligible], first)
