@@ -20,6 +20,7 @@ than 2**16 slices are added as two words of 32 bits (`exact.total`). Pivots stay
 [lowest, lowest + 2**bits), which the dtype of keys holds, or just above a range that is narrower.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -124,10 +125,11 @@ def select_by_counting(
     eligible = groups.totals([x.count_eligible() + zero for x in counters])
     k = limit_kept(eligible, k)
 
-    def above(pivots: jax.Array) -> Words:
-        each = zip(counters, groups.spread(pivots), strict=True)
-        return groups.totals([x.count_above(rows) for x, rows in each])
+    def count_above(groups: Groups, tied: Sequence[jax.Array | None], pivots: jax.Array) -> Words:
+        each = zip(counters, groups.spread(pivots), tied, strict=True)
+        return groups.totals([x.count_above(rows, key) for x, rows, key in each])
 
+    above = functools.partial(count_above, groups, [None] * len(leaves))
     score_keys = key_range(leaves[0].dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
     keys = groups.spread(find_thresholds(above, k, lowest, score_keys))
@@ -135,13 +137,8 @@ def select_by_counting(
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, groups.totals([x[:, 0] for x in counts]))
     share = tie_shares(ties, need, across_leaves)
-
     by_slice = groups._replace(across_leaves=False)
-
-    def above_among_ties(pivots: jax.Array) -> Words:
-        each = zip(counters, by_slice.spread(pivots), keys, strict=True)
-        return by_slice.totals([x.count_above(rows, key) for x, rows, key in each])
-
+    above_among_ties = functools.partial(count_above, by_slice, keys)
     tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.slice_size for leaf in leaves), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
