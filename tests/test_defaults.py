@@ -93,9 +93,9 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
+Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta EntryScores Equation
 KeptArray KeptParameter LampScores MaskUpdate Model ModelInTraining Observer
-PositionChange Program Ranked Rows Scores SharedEntry SlotMap Small StoredModel Use
+PositionChange Program Ranked Rows SharedEntry SlotMap Small StoredModel Use
 Value Visits _Trainer
 """
 

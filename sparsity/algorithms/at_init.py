@@ -35,7 +35,7 @@ from sparsity.core.dtypes import multiply, promote
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
-from sparsity.masks import AdaptedScope, Global, Scope, Sites, apply_masks, are_ones
+from sparsity.masks import Global, Scope, Sites, adapt_scope, apply_masks, are_ones
 from sparsity.masks.distributions import Uniform
 from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
@@ -257,7 +257,7 @@ def prune_at_init(
 def _select_globally(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all selected leaves together."""
     scope, sites = Global(use_normalization=False), Sites(scores, Unstructured())
-    return AdaptedScope(scope, sites).select_tree(scores, Uniform(sparsity)(scores))
+    return adapt_scope(scope, sites).select_tree(scores, Uniform(sparsity)(scores))
 
 
 def _prune_in_rounds(

@@ -38,7 +38,7 @@ from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.masks.positions import scatter
 from sparsity.patterns import SparsityType
-from sparsity.selection import Scores, compute_array, num_kept, topk_mask
+from sparsity.selection import EntryScores, compute_array, num_kept, topk_mask
 from sparsity.selection.kept_counts import count_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
@@ -156,8 +156,8 @@ class SRigL(RigL):
 
         def move(
             path: trees.KeyPath,
-            drop_score: jax.Array | Scores,
-            grow_score: jax.Array | Scores,
+            drop_score: jax.Array | EntryScores,
+            grow_score: jax.Array | EntryScores,
             mask: jax.Array | None,
             target: chex.Numeric,
         ) -> jax.Array | None:
@@ -239,7 +239,7 @@ def constant_fan_in(
 def move_fan_in(
     positions: jax.Array,
     drop_scores: jax.Array,
-    grow_scores: jax.Array | Scores,
+    grow_scores: jax.Array | EntryScores,
     drop_fraction: chex.Numeric,
     sparsity: float,
 ) -> jax.Array:
@@ -272,10 +272,10 @@ def move_fan_in(
         lambda: kept,
     )
     mask = scatter(inputs * neurons, positions, kept).reshape(inputs, neurons)
-    return _grow_in_turn(mask, Scores.wrap(grow_scores), fan_in)
+    return _grow_in_turn(mask, EntryScores.wrap(grow_scores), fan_in)
 
 
-def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
+def _grow_in_turn(mask: jax.Array, scores: EntryScores, fan_in: int) -> jax.Array:
     """Returns the mask [inputs, neurons] with the best other weights of each neuron up to `fan_in`.
 
     Some neurons at a time, as a search among columns holds several arrays like the scores.

@@ -58,9 +58,9 @@ def is_traced(value: object) -> bool:
 
 def check_values(name: str, tree: object, remedy: str, may_be_traced: bool = False) -> None:
     """Raises a ValueError that names an array of a tree that has no values yet."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) or (is_traced(leaf) and not may_be_traced):
-            label = f"{name}{jax.tree_util.keystr(path)}"
+            label = f"{name}{jax.tree_util.keystr(key_path)}"
             raise ValueError(f"{label} has no values yet, got {label} = {leaf!r}. {remedy}")
 
 

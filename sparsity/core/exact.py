@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.checks import is_traced
-
 Words: TypeAlias = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
 
@@ -40,7 +38,7 @@ def as_words(k: int | jax.Array | Words) -> Words:
     """Converts a result of `num_kept` to words."""
     if isinstance(k, tuple):
         return k
-    if not is_traced(k) and isinstance(k, int):
+    if isinstance(k, int):
         words = split(k)
         return jnp.asarray(words[0]), jnp.asarray(words[1])
     k = jnp.asarray(k)

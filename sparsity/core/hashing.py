@@ -126,18 +126,18 @@ def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 
     """
     shared = seed_words(rng_seed, step)
 
-    def draw(path: trees.KeyPath, param: jax.Array) -> jax.Array:
+    def draw(key_path: trees.KeyPath, param: jax.Array) -> jax.Array:
         draw_scores = functools.partial(_hash_scores, jnp.shape(param))
-        scores = shard_like(param, draw_scores, *shared, on_device(leaf_word(path), np.uint32))
+        scores = shard_like(param, draw_scores, *shared, on_device(leaf_word(key_path), np.uint32))
         # Inside jit XLA places them where they are used.
         return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
 
 
-def leaf_word(path: trees.KeyPath) -> np.uint32:
+def leaf_word(key_path: trees.KeyPath) -> np.uint32:
     """Returns the word of `hash_scores` that tells leaves apart; `seed_words` come before."""
-    return np.uint32(zlib.crc32(trees.path_string(path).encode()))
+    return np.uint32(zlib.crc32(trees.path_string(key_path).encode()))
 
 
 _hash_scores = jax.jit(hash_scores, static_argnums=0)

@@ -105,11 +105,11 @@ def check_state(params: Params, state: PyTree, remedy: str) -> None:
         (x, owner_path) for x, owner_path in owner_paths if trees.is_prunable(x[1]) and x[1].ndim
     ]
     if arrays and all(owner_path is None for _, owner_path in arrays):
-        (path, leaf), _ = arrays[0]
+        (key_path, leaf), _ = arrays[0]
         raise ValueError(
-            f"No leaf of opt_state belongs to one of params, and {trees.path_string(path)!r} is an "
-            f"array of shape {leaf.shape}: opt_state is the state of other params. Give the state "
-            f"of these params, or {remedy}."
+            "No leaf of opt_state belongs to one of params, and "
+            f"{trees.path_string(key_path)!r} is an array of shape {leaf.shape}: opt_state is the "
+            f"state of other params. Give the state of these params, or {remedy}."
         )
 
 
@@ -130,10 +130,10 @@ def _has_paths(node: PyTree, paths: set[KeyPath]) -> bool:
 
     # A placeholder may stand for a subtree of the parameters, and the other way round.
     return (
-        all(trees.is_within(path, covered) for path in paths)
+        all(trees.is_within(key_path, covered) for key_path in paths)
         and all(
-            trees.is_within(path, paths) or any(other[: len(path)] == path for other in paths)
-            for path in covered
+            trees.is_within(x, paths) or any(other[: len(x)] == x for other in paths)
+            for x in covered
         )
-        and all(path in paths for path in trees.leaves_by_path(node))
+        and all(key_path in paths for key_path in trees.leaves_by_path(node))
     )

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from sparsity.core import exact
 from sparsity.core.exact import Words
 from sparsity.core.exact_sums import ordered_sum
 
-Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, repeated for powers
+Monomial: TypeAlias = tuple[int, ...]  # indices of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
 Number: TypeAlias = "Polynomial | int | Fraction"
 CombineFn: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
@@ -47,9 +47,9 @@ class Polynomial:
         return value if isinstance(value, Polynomial) else cls({(): Fraction(value)})
 
     @classmethod
-    def variable(cls, number: int) -> Polynomial:
-        """Returns the variable with a number."""
-        return cls({(number,): Fraction(1)})
+    def variable(cls, index: int) -> Polynomial:
+        """Returns the variable with an index."""
+        return cls({(index,): Fraction(1)})
 
     @classmethod
     def maximum(cls, *values: Number) -> Polynomial:
@@ -111,7 +111,7 @@ class Cost:
     """
 
     def __init__(self, polynomial: Polynomial, sizes: Sequence[int]) -> None:
-        """Prepares the tables of a polynomial, for sizes of at most `sizes`."""
+        """Checks a polynomial for sizes of at most `sizes`."""
         reduced_sizes = [[n - (i == j) for j, n in enumerate(sizes)] for i in range(len(sizes))]
         full = polynomial.value(sizes, sum)
         self.savings: list[Fraction] = [full - polynomial.value(x, sum) for x in reduced_sizes]
@@ -123,80 +123,70 @@ class Cost:
                 f"The model costs {float(full):.3g}, more than can be counted exactly. Trace it "
                 "with smaller inputs, or let no groups or leaves compete."
             )
-        self._table = _Table.build(variable_part, self.steps_per_unit, len(sizes))
+        self._variable_part, self._num_sizes = variable_part, len(sizes)
 
     def at(self, sizes: jax.Array) -> Words:
         """Returns the cost of uint32[sizes]."""
-        return self._table.evaluate(
-            functools.partial(_evaluate_exactly, jnp.append(sizes, jnp.uint32(1)))
-        )
+        factors = jnp.append(sizes, jnp.uint32(1))
+        return self._evaluate(self._variable_part, functools.partial(_sum_exactly, factors))
 
     def limit(self, sizes: jax.Array) -> Words:
         """Returns the cost of float32[sizes], rounded down; exact for integers."""
         one = jnp.float32(1)
         upper, lower = jnp.append(sizes, one), jnp.append(jnp.floor(sizes), one)
-        return self._table.evaluate(functools.partial(_evaluate_lower_bound, upper, lower))
+        sum_terms = functools.partial(_sum_lower_bounds, upper, lower)
+        return self._evaluate(self._variable_part, sum_terms)
 
+    def _evaluate(
+        self, polynomial: Polynomial, sum_terms: Callable[[Words, np.ndarray], Words]
+    ) -> Words:
+        """Adds the sum of the terms and the largest value of each list of polynomials.
 
-class _Table(NamedTuple):
-    """A polynomial as tables.
-
-    Attributes:
-      high: uint32[terms], the high words of the coefficients.
-      low: their low words.
-      variables: int32[terms, most], the sizes that multiply each term, filled up with the number
-        after all sizes, which stands for the factor 1.
-      largest: lists of polynomials; the largest of each list is added.
-    """
-
-    high: np.ndarray
-    low: np.ndarray
-    variables: np.ndarray
-    largest: list[list[_Table]]
-
-    @classmethod
-    def build(cls, polynomial: Polynomial, steps_per_unit: int, count: int) -> _Table:
+        Args:
+          polynomial: a part of the cost.
+          sum_terms: sums up terms with coefficients [terms], and factors from `_list_factors`.
+        """
         terms = polynomial.terms or {(): Fraction(0)}
-        degree = max(map(len, terms))
-        variables = np.array([[*x, *[count] * (degree - len(x))] for x in terms], np.int32)
-        words = [exact.split(int(a * steps_per_unit)) for a in terms.values()]
-        high, low = (np.array(word, np.uint32) for word in zip(*words, strict=True))
-        largest = [
-            [cls.build(x, steps_per_unit, count) for x in alternatives]
-            for alternatives in polynomial.largest
-        ]
-        return cls(high, low, variables.reshape(len(terms), degree), largest)
-
-    def evaluate(self, sum_terms: Callable[[_Table], Words]) -> Words:
-        total = sum_terms(self)
-        for alternatives in self.largest:
-            values = [table.evaluate(sum_terms) for table in alternatives]
+        words = [exact.split(int(a * self.steps_per_unit)) for a in terms.values()]
+        high, low = (jnp.asarray(np.array(x, np.uint32)) for x in zip(*words, strict=True))
+        total = sum_terms((high, low), self._list_factors(terms))
+        for alternatives in polynomial.largest:
+            values = [self._evaluate(x, sum_terms) for x in alternatives]
             total = exact.plus(total, functools.reduce(_take_larger, values))
         return total
 
+    def _list_factors(self, terms: Terms) -> np.ndarray:
+        """Returns the sizes that multiply each term, int32[terms, most].
 
-def _evaluate_exactly(factors: jax.Array, table: _Table) -> Words:
-    terms = jnp.asarray(table.high), jnp.asarray(table.low)
-    for column in table.variables.T:
+        Rows are filled up with the index after all sizes, which stands for the factor 1.
+        """
+        degree = max(map(len, terms))
+        rows = [[*x, *[self._num_sizes] * (degree - len(x))] for x in terms]
+        return np.array(rows, np.int32).reshape(len(terms), degree)
+
+
+def _sum_exactly(factors: jax.Array, terms: Words, variables: np.ndarray) -> Words:
+    for column in variables.T:
         terms = exact.times(terms, factors[column])
     return exact.total_words(terms)
 
 
-def _evaluate_lower_bound(upper: jax.Array, lower: jax.Array, table: _Table) -> Words:
+def _sum_lower_bounds(
+    upper: jax.Array, lower: jax.Array, terms: Words, variables: np.ndarray
+) -> Words:
     # The excess of the products over those at the base, which are integers. No summand is negative,
     # so that the rounding is relative to the excess alone.
-    product = jnp.ones(len(table.variables), jnp.float32)
+    product = jnp.ones(len(variables), jnp.float32)
     growth = product - 1
-    for column in table.variables.T:
+    for column in variables.T:
         # The product rule for differences: growth = prod(upper) - prod(lower)
         growth = growth * upper[column] + product * (upper[column] - lower[column])
         product = product * lower[column]
-    terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * growth
-    excess = ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
+    excess = ordered_sum(exact.to_float(terms) * growth, (0,)) * jnp.float32(_MARGIN)
     high = jnp.floor(excess * jnp.float32(2.0**-32))
     low = excess - high * jnp.float32(2.0**32)
     words = high.astype(jnp.uint32), low.astype(jnp.uint32)
-    return exact.plus(_evaluate_exactly(lower.astype(jnp.uint32), table), words)
+    return exact.plus(_sum_exactly(lower.astype(jnp.uint32), terms, variables), words)
 
 
 def _take_larger(a: Words, b: Words) -> Words:

@@ -145,31 +145,14 @@ def abstract(tree: PyTree) -> PyTree:
 
 def resize_struct(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the struct with another shape, sharded along the axes that still divide."""
-    sharding = struct.sharding and fit(struct.sharding, shape)
-    return jax.ShapeDtypeStruct(
-        shape,
-        struct.dtype,
-        sharding=sharding,
-        weak_type=struct.weak_type,
-        **_read_manual_axes(jax.typeof(struct)),
-    )
-
-
-def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStruct:
-    """Returns the struct with another dtype."""
-    return struct.update(dtype=dtype)
+    return struct.update(shape=shape, sharding=struct.sharding and fit(struct.sharding, shape))
 
 
 def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
-    explicit = next(filter(None, (explicit_sharding(jax.typeof(x)) for x in arrays)), None)
-    if explicit is None:
-        return fn(*arrays)
-    # The sharding names the mesh: the context may have none.
-    replicated_sharding = explicit.update(spec=PartitionSpec())
-    with _use_mesh(arrays):
-        result: T = auto_axes(fn, out_sharding=replicated_sharding)(*arrays)
-    return result
+    like = next((x for x in arrays if explicit_sharding(jax.typeof(x))), None)
+    # A result without axes has no sharding but the replicated one, whatever its shape is then.
+    return fn(*arrays) if like is None else shard_like(like, fn, *arrays, shape=())
 
 
 def place_like(like: jax.Array, array: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 
 
 def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
-    """Returns `{path: leaf}` in tree order; `None` and other empty nodes have no leaf.
+    """Returns `{key_path: leaf}` in tree order; `None` and other empty nodes have no leaf.
 
     Raises:
       ValueError: a node of the user gives two children one key. The message names the path.
@@ -49,8 +49,8 @@ def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
     pairs = _flatten(tree)[0]
     by_path = dict(pairs)
     if len(by_path) < len(pairs):
-        paths = [path for path, _ in pairs]
-        name = next(path_string(path) for path in paths if paths.count(path) > 1)
+        paths = [key_path for key_path, _ in pairs]
+        name = next(path_string(key_path) for key_path in paths if paths.count(key_path) > 1)
         raise ValueError(
             f"Two leaves have the path {name!r}, and leaves are told apart by path alone. Give "
             "each child a key of its own in tree_flatten_with_keys."
@@ -65,7 +65,7 @@ def leaves_by_names(tree: PyTree) -> dict[Path, PyTree]:
       >>> leaves_by_names({"a": [1.0, None], "b": 2.0})
       {('a', '0'): 1.0, ('b',): 2.0}
     """
-    return {path_names(path): leaf for path, leaf in leaves_by_path(tree).items()}
+    return {path_names(key_path): leaf for key_path, leaf in leaves_by_path(tree).items()}
 
 
 def leaves_and_none(tree: PyTree) -> dict[KeyPath, PyTree]:
@@ -75,7 +75,7 @@ def leaves_and_none(tree: PyTree) -> dict[KeyPath, PyTree]:
 
 def covered_paths(tree: PyTree) -> set[KeyPath]:
     """Returns the paths of leaves and of placeholders for subtrees: `None`, `MaskedNode`."""
-    return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
+    return {key_path for key_path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
 
 def node_paths(tree: PyTree) -> set[KeyPath]:
@@ -86,17 +86,17 @@ def node_paths(tree: PyTree) -> set[KeyPath]:
       ['a', 'a/0', 'a/1', 'b', 'params']
     """
     ends = _flatten(tree, is_leaf=lambda node: not children(node))[0]
-    return {path[:end] for path, _ in ends for end in range(len(path) + 1)}
+    return {key_path[:end] for key_path, _ in ends for end in range(len(key_path) + 1)}
 
 
-def path_names(path: KeyPath) -> Path:
+def path_names(key_path: KeyPath) -> Path:
     """Returns the path as users see it: a string a key, index or attribute; `()` at the root."""
-    return tuple(_entry_name(entry) for entry in path)
+    return tuple(_entry_name(entry) for entry in key_path)
 
 
-def path_string(path: KeyPath) -> str:
+def path_string(key_path: KeyPath) -> str:
     """Returns the path joined by '/', for messages and tables; 'params' at the root."""
-    return join_names(path_names(path))
+    return join_names(path_names(key_path))
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -111,11 +111,11 @@ def map_matched(
     role: str = "params",
     others_role: str = "masks (or scores or sparsities) that go with them",
 ) -> PyTree:
-    """Maps `fn(path, leaf, *other_leaves)` over `tree`; leaves of `others` are found by path.
+    """Maps `fn(key_path, leaf, *other_leaves)` over `tree`; leaves of `others` are found by path.
 
     Args:
-      fn: its first argument is the path, its last ones are the leaves of `others` at the same path,
-        or `None` where such a tree has none.
+      fn: its first argument is the key path, its last ones are the leaves of `others` at the same
+        path, or `None` where such a tree has none.
       tree: gives the structure of the result.
       *others: trees whose leaves all occur in `tree`, in whatever containers.
       role: what `tree` is, for the message.
@@ -125,7 +125,7 @@ def map_matched(
       ValueError: a tree of `others` has leaves at paths where `tree` has none; the paths are named.
 
     Example:
-      >>> scale = lambda path, leaf, factor: leaf if factor is None else leaf * factor
+      >>> scale = lambda key_path, leaf, factor: leaf if factor is None else leaf * factor
       >>> map_matched(scale, {"a": 2.0, "b": 3.0}, {"a": 10.0, "b": None})
       {'a': 20.0, 'b': 3.0}
     """
@@ -133,18 +133,17 @@ def map_matched(
     leaves, lookups = dict(pairs), [leaves_by_path(other) for other in others]
     for lookup in lookups:
         check_paths(leaves, lookup, role, others_role)
-    return jax.tree.unflatten(
-        treedef, [fn(path, leaf, *(lookup.get(path) for lookup in lookups)) for path, leaf in pairs]
-    )
+    mapped = [fn(key_path, leaf, *(x.get(key_path) for x in lookups)) for key_path, leaf in pairs]
+    return jax.tree.unflatten(treedef, mapped)
 
 
 def check_paths(
     leaves: Collection[KeyPath], others: Collection[KeyPath], role: str, others_role: str
 ) -> None:
     """Raises a ValueError that names the paths of `others` that `leaves` lacks."""
-    if missing := [path for path in others if path not in leaves]:
+    if missing := [key_path for key_path in others if key_path not in leaves]:
         remedy = "Both must be made for the same model."
-        if any(is_within(path[:-1], leaves) for path in missing):
+        if any(is_within(key_path[:-1], leaves) for key_path in missing):
             remedy = "Give an array in place of a list or a dict, whose entries are leaves."
         raise ValueError(
             f"The {role} have no leaf at {listed(list(map(path_string, missing)))}, which the "
@@ -153,9 +152,9 @@ def check_paths(
         )
 
 
-def is_within(path: KeyPath, paths: Collection[KeyPath]) -> bool:
+def is_within(key_path: KeyPath, paths: Collection[KeyPath]) -> bool:
     """Returns whether the path, or one that leads to it, is among the paths."""
-    return any(path[:end] in paths for end in range(len(path), -1, -1))
+    return any(key_path[:end] in paths for end in range(len(key_path), -1, -1))
 
 
 def is_prunable(leaf: object) -> bool:
@@ -176,10 +175,10 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
       like: tree of the same paths whose leaves decide; by default `tree` itself.
     """
     deciding = leaves_by_path(tree if like is None else like)
-    unprunable = {path for path, leaf in deciding.items() if not is_prunable(leaf)}
+    unprunable = {key_path for key_path, leaf in deciding.items() if not is_prunable(leaf)}
     if not unprunable:
         return tree
-    return map_matched(lambda path, leaf: None if path in unprunable else leaf, tree)
+    return map_matched(lambda key_path, leaf: None if key_path in unprunable else leaf, tree)
 
 
 def is_array(leaf: object) -> bool:
@@ -207,15 +206,15 @@ def split_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[object]
       {'name': 'relu', 'w': 1}
     """
     leaves, treedef = jax.tree.flatten(tree)
-    numbers = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def rebuild(arrays: Sequence[object]) -> PyTree:
         filled = list(leaves)
-        for i, array in zip(numbers, arrays, strict=True):
+        for i, array in zip(indices, arrays, strict=True):
             filled[i] = array
         return jax.tree.unflatten(treedef, filled)
 
-    return [leaves[i] for i in numbers], rebuild
+    return [leaves[i] for i in indices], rebuild
 
 
 def are_alike(one: PyTree, other: PyTree) -> bool:
@@ -239,14 +238,14 @@ def are_alike(one: PyTree, other: PyTree) -> bool:
 def find_nodes(tree: PyTree, node_class: type[N]) -> list[tuple[KeyPath, N]]:
     """Returns all nodes of the NamedTuple `node_class` with their paths, nested ones included."""
     nodes: list[tuple[KeyPath, N]] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(
+    for key_path, node in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, node_class)
     ):
         if isinstance(node, node_class):
-            nodes.append((path, node))
+            nodes.append((key_path, node))
             for field, child in zip(node._fields, node, strict=True):
                 nodes += [
-                    ((*path, GetAttrKey(field), *subpath), inner_node)
+                    ((*key_path, GetAttrKey(field), *subpath), inner_node)
                     for subpath, inner_node in find_nodes(child, node_class)
                 ]
     return nodes
@@ -262,7 +261,8 @@ def replace_node(tree: Tree, node: PyTree, replacement: PyTree) -> Tree:
 def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """Returns the nodes one level below, with their paths; those of a variable are its value's."""
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
-    return [((), child) if _is_variable(node) else (path, child) for path, child in below if path]
+    is_value = _is_variable(node)
+    return [(() if is_value else key_path, child) for key_path, child in below if key_path]
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -289,14 +289,14 @@ def _flatten(
     if _find_variable_class() is None:
         return pairs, treedef
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
-    variables = {path for path, node in nodes if _is_variable(node)}
+    variables = {key_path for key_path, node in nodes if _is_variable(node)}
 
-    def drop_value_entries(path: KeyPath) -> KeyPath:
-        return tuple(entry for length, entry in enumerate(path) if path[:length] not in variables)
+    def drop_value_entries(key_path: KeyPath) -> KeyPath:
+        return tuple(x for end, x in enumerate(key_path) if key_path[:end] not in variables)
 
-    return [
-        (drop_value_entries(path) if variables else path, leaf) for path, leaf in pairs
-    ], treedef
+    if not variables:
+        return pairs, treedef
+    return [(drop_value_entries(key_path), leaf) for key_path, leaf in pairs], treedef
 
 
 def _find_variable_class() -> type | None:

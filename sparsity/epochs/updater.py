@@ -24,12 +24,12 @@ from sparsity.core.checks import check_int
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Tree
 from sparsity.epochs import strategies
 from sparsity.masks import (
-    AdaptedScope,
     Global,
     Layerwise,
     Site,
     Sites,
     TopkFn,
+    adapt_scope,
     apply_masks,
     leading_axes,
     pack_masks,
@@ -282,7 +282,7 @@ def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Ma
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )
     scope = _GLOBAL if stage.is_global else Layerwise()
-    new_masks = AdaptedScope(scope, stage.sites).select_tree(scores, sparsities)
+    new_masks = adapt_scope(scope, stage.sites).select_tree(scores, sparsities)
     return trees.map_matched(
         lambda _, score, mask, old: old if mask is None else mask, scores, new_masks, masks
     )

@@ -19,8 +19,7 @@ from sparsity.core.trees import KeyPath, Params, Path, PyTree, Sparsities
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
-from sparsity.masks import BatchAxes, Overrides, Sites
-from sparsity.masks.affordable import CoupledBudget
+from sparsity.masks import BatchAxes, MaskBudget, Overrides, Sites
 from sparsity.masks.distributions import Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import read_final_sparsity
@@ -29,7 +28,7 @@ from sparsity.selection.kept_counts import lowest_sparsity
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget(CoupledBudget):
+class Budget(MaskBudget):
     """Distribution whose masks leave a part of a model's cost. Made by `budget`.
 
     Attributes:

@@ -27,11 +27,9 @@ from sparsity.masks.lazy import (
     defer_scores as defer_scores,
     elementwise as elementwise,
     host_scores as host_scores,
-    is_marked_elementwise as is_marked_elementwise,
     may_score_slices as may_score_slices,
 )
 from sparsity.masks.scopes import (
-    AdaptedScope as AdaptedScope,
     MovingSite as MovingSite,
     Scope as Scope,
     ScoredSite as ScoredSite,
@@ -39,8 +37,7 @@ from sparsity.masks.scopes import (
     adapt_scope as adapt_scope,
     find_missing_scope_method as find_missing_scope_method,
     is_per_slice as is_per_slice,
-    keeps_targets as keeps_targets,
-    moves_per_slice as moves_per_slice,
+    is_stated as is_stated,
     takes_signed_scores as takes_signed_scores,
 )
 from sparsity.masks.sites import (

@@ -13,7 +13,7 @@ from jax import lax
 
 from sparsity.core.hashing import flat_index
 from sparsity.core.polynomials import Polynomial
-from sparsity.selection import Scores
+from sparsity.selection import EntryScores
 from sparsity.selection.keys import to_keys
 
 
@@ -24,27 +24,20 @@ class MaskBudget(abc.ABC):
     def cost(self, path: tuple[str, ...], param: jax.Array) -> float:
         """Returns the cost of a weight of a parameter; the scope divides scores by this cost."""
 
-
-class CoupledBudget(MaskBudget):
-    """Base of budgets in which the cost of a weight depends on other kept weights."""
-
-    @abc.abstractmethod
     def total(self, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
-        """Returns the cost of masks as a polynomial in each parameter's number of kept weights."""
+        """Returns the cost of masks, a polynomial in each parameter's number of kept weights.
 
+        Budgets in which the cost of a weight depends on other kept weights override this method.
 
-def total_cost(
-    budget: MaskBudget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]
-) -> Polynomial:
-    """Returns the cost of masks of parameters, a polynomial in the numbers of kept weights."""
-    if isinstance(budget, CoupledBudget):
-        return budget.total(leaves)
-    costs = [Fraction(float(np.float32(budget.cost(*leaf)))) for leaf in leaves]
-    return sum((Polynomial.variable(i) * x for i, x in enumerate(costs)), Polynomial({}))
+        Args:
+          leaves: path and parameter, by the number of its variable.
+        """
+        costs = [Fraction(float(np.float32(self.cost(*leaf)))) for leaf in leaves]
+        return sum((Polynomial.variable(i) * x for i, x in enumerate(costs)), Polynomial({}))
 
 
 def within_budget(
-    scores: Sequence[Scores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
+    scores: Sequence[EntryScores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
     """Keeps the highest scores per cost, of all parameters under one threshold.
 

@@ -91,7 +91,7 @@ def pack_masks(masks: Tree, params: Params) -> Tree:
     """
     check_masks(params, masks, are_packed=False)
     likes = trees.leaves_by_path(params)
-    return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
+    return trees.map_matched(lambda key_path, mask: pack(mask, likes[key_path]), masks)
 
 
 def unpack_masks(masks: Tree, params: Params) -> Tree:
@@ -114,7 +114,7 @@ def unpack_masks(masks: Tree, params: Params) -> Tree:
     """
     check_masks(params, masks, are_packed=True)
     likes = trees.leaves_by_path(params)
-    return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
+    return trees.map_matched(lambda key_path, bits: unpack(bits, likes[key_path]), masks)
 
 
 def are_packed(masks: Masks, likes: PyTree) -> bool:
@@ -128,15 +128,15 @@ def are_packed(masks: Masks, likes: PyTree) -> bool:
     """
     arrays = trees.leaves_by_path(likes)
     return any(
-        path in arrays and jnp.shape(mask) != jnp.shape(arrays[path])
-        for path, mask in trees.leaves_by_path(masks).items()
+        key_path in arrays and jnp.shape(mask) != jnp.shape(arrays[key_path])
+        for key_path, mask in trees.leaves_by_path(masks).items()
     )
 
 
 def place_masks(masks: Masks, params: Params) -> Masks:
     """Gives fresh masks, packed or not, the sharding of their parameters."""
     likes = trees.leaves_by_path(params)
-    return trees.map_matched(lambda path, mask: sharding.place_like(likes[path], mask), masks)
+    return trees.map_matched(lambda key_path, x: sharding.place_like(likes[key_path], x), masks)
 
 
 def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "masks") -> Masks:
@@ -156,28 +156,27 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
     check_complete(params, masks, role)
     likes = trees.leaves_by_path(params)
 
-    def read(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
-        shape = jnp.shape(likes[path])
+    def read(key_path: trees.KeyPath, mask: jax.Array) -> jax.Array:
+        shape, name = jnp.shape(likes[key_path]), trees.path_string(key_path)
         dtype: PyTree = getattr(mask, "dtype", type(mask))  # of a Python number, its class
         if not is_real(dtype):
             raise ValueError(
-                f"The mask of {trees.path_string(path)!r} among the {role} must have real numbers, "
+                f"The mask of {name!r} among the {role} must have real numbers, "
                 f"got {np.dtype(dtype).name}."
             )
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
             return are_kept(mask)
-        if may_be_packed and jnp.shape(mask) == packed_shape(shape):
-            _check_bits(mask, trees.path_string(path))
-            return unpack(mask, likes[path])
-        if may_be_packed and jnp.shape(mask) == (-(-math.prod(shape) // 8),):
-            _check_bits(mask, trees.path_string(path))
-            count = math.prod(shape)
+        count = math.prod(shape)
+        if may_be_packed and jnp.shape(mask) in (packed_shape(shape), (-(-count // 8),)):
+            _check_bits(mask, name)
+            if jnp.shape(mask) == packed_shape(shape):
+                return unpack(mask, likes[key_path])
             return sharding.shard_like(
-                likes[path], lambda bits: jnp.unpackbits(bits, count=count).reshape(shape), mask
+                likes[key_path], lambda bits: jnp.unpackbits(bits, count=count).reshape(shape), mask
             )
         raise ValueError(
-            f"The mask of {trees.path_string(path)!r} among the {role} has shape "
+            f"The mask of {name!r} among the {role} has shape "
             f"{jnp.shape(mask)}, but its parameter has shape {shape}"
             + (f", and its packed mask {packed_shape(shape)}." if may_be_packed else ".")
         )
@@ -208,13 +207,13 @@ def check_complete(
     """
     leaves, nodes = trees.leaves_by_path(params), trees.node_paths(params)
     entries = trees.leaves_and_none(masks).items()
-    unknown = [path for path, mask in entries if path not in (nodes if mask is None else leaves)]
+    unknown = [x for x, mask in entries if x not in (nodes if mask is None else leaves)]
     trees.check_paths(leaves, unknown, "params", role)
     covered = trees.covered_paths(masks)
     lacking = [
-        trees.path_string(path)
-        for path, param in leaves.items()
-        if trees.is_prunable(param) and not trees.is_within(path, covered)
+        trees.path_string(key_path)
+        for key_path, param in leaves.items()
+        if trees.is_prunable(param) and not trees.is_within(key_path, covered)
     ]
     if lacking:
         raise ValueError(f"The {role} have nothing for {trees.listed(lacking)}. Give {remedy}.")
@@ -238,10 +237,10 @@ def check_shapes(
       role: name of `tree` in messages.
     """
 
-    def check(path: trees.KeyPath, array: PyTree, mask: jax.Array | None) -> None:
+    def check(key_path: trees.KeyPath, array: PyTree, mask: jax.Array | None) -> None:
         if mask is None:
             return
-        shape, got, name = jnp.shape(array), jnp.shape(mask), trees.path_string(path)
+        shape, got, name = jnp.shape(array), jnp.shape(mask), trees.path_string(key_path)
         shapes = shape, packed_shape(shape)
         expected, other = shapes[are_packed], shapes[not are_packed]
         if got == expected:

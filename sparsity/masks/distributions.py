@@ -22,14 +22,15 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
 from sparsity.core.names import Registry
 from sparsity.core.trees import Params, PyTree, Sparsities
-from sparsity.masks.scopes import keeps_targets, keeps_total
+from sparsity.masks.scopes import is_stated
 from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
 from sparsity.selection.kept_counts import count_kept_int, lowest_sparsity
 
 FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
-Candidates: TypeAlias = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
+# Selected parameters: {key path: (parameter, batch axes)}
+Candidates: TypeAlias = dict[trees.KeyPath, tuple[PyTree, int]]
 
 
 class Distribution(Protocol):
@@ -140,13 +141,14 @@ class Uniform:
             return self._spread_entries(params, batch_axes, sites, scope)
         selected, custom = self._filter_params(params, batch_axes, sites)
         sparsities = self._share(selected) | custom
-        return trees.map_matched(lambda path, _: sparsities.get(path), params)
+        return trees.map_matched(lambda key_path, _: sparsities.get(key_path), params)
 
     def _spread_entries(
         self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
     ) -> PyTree:
         """Returns the lowest sparsities whose masks keep no more than `entries`."""
-        if not (scope is None or keeps_total(scope) or keeps_targets(scope)):
+        keeps_total = is_stated(scope, "keeps_total")
+        if not (scope is None or keeps_total or is_stated(scope, "keeps_targets")):
             raise ValueError(
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=). A scope "
@@ -166,16 +168,16 @@ class Uniform:
             targets = spread(sparsity)
             kept = count_kept(targets)
             ranked = {
-                path: float(np.float32(target))
-                for path, target in trees.leaves_by_path(targets).items()
-                if not sites[path].has_override
+                key_path: float(np.float32(target))
+                for key_path, target in trees.leaves_by_path(targets).items()
+                if not sites[key_path].has_override
             }
-            if keeps_total(scope) and len(shares := {*ranked.values()}) == 1:
+            if keeps_total and len(shares := {*ranked.values()}) == 1:
                 # Parameters of one share count as one parameter.
                 total = count_kept_int(
-                    sum(math.prod(arrays[path].shape) for path in ranked), *shares
+                    sum(math.prod(arrays[key_path].shape) for key_path in ranked), *shares
                 )
-                return total + sum(n for path, n in kept.items() if path not in ranked)
+                return total + sum(n for key_path, n in kept.items() if key_path not in ranked)
             return sum(kept.values())
 
         if (fewest := count(1.0)) > int(self.entries or 0):
@@ -187,7 +189,7 @@ class Uniform:
         return spread(lowest_sparsity(lambda sparsity: count(sparsity) <= int(self.entries or 0)))
 
     def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
-        """Returns the sparsities of the selected parameters: {path: (parameter, batch axes)}."""
+        """Returns the sparsities of the selected parameters, by key path."""
         return dict.fromkeys(selected, self.sparsity)
 
     def _filter_params(
@@ -197,11 +199,11 @@ class Uniform:
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
         overrides: dict[names.Key, float | None] = dict((self.custom_sparsity_map or {}).items())
         prunable = {
-            path: leaf
-            for path, leaf in trees.leaves_by_path(params).items()
+            key_path: leaf
+            for key_path, leaf in trees.leaves_by_path(params).items()
             if trees.is_prunable(leaf)
         }
-        labels = {path: trees.path_string(path) for path in prunable}
+        labels = {key_path: trees.path_string(key_path) for key_path in prunable}
         for key in overrides:
             if prunable and not any(names.matches(key, label) for label in labels.values()):
                 raise ValueError(
@@ -212,19 +214,19 @@ class Uniform:
         selected: Candidates = {}
         custom: dict[trees.KeyPath, float | None] = {}
         dense: list[str] = []  # selected by the filter, without a pattern
-        for path, param in prunable.items():
-            override = names.best_key(overrides, labels[path])
+        for key_path, param in prunable.items():
+            override = names.best_key(overrides, labels[key_path])
             if override is not None:
-                custom[path] = overrides[override]
+                custom[key_path] = overrides[override]
                 continue
-            name = trees.path_names(path)
-            axes = leading_axes(batch_axes, name, param)
-            if not (self.filter_fn(name, param) if self.filter_fn else param.ndim - axes > 1):
+            path = trees.path_names(key_path)
+            axes = leading_axes(batch_axes, path, param)
+            if not (self.filter_fn(path, param) if self.filter_fn else param.ndim - axes > 1):
                 continue
-            if sites is not None and sites.stays_dense(path):
-                dense.append(labels[path])
+            if sites is not None and sites.stays_dense(key_path):
+                dense.append(labels[key_path])
             else:
-                selected[path] = (param, axes)
+                selected[key_path] = (param, axes)
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         removes |= self.entries is not None
         if prunable and removes and not selected and not custom:
@@ -289,10 +291,10 @@ class ERK(Uniform):
     def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
         if self.sparsity is None:
             return {}
-        sizes = {path: param.size for path, (param, _) in selected.items()}
+        sizes = {key_path: param.size for key_path, (param, _) in selected.items()}
         raw = {
-            path: _power(sum(shape) / math.prod(shape), self.power_scale)
-            for path, (param, axes) in selected.items()
+            key_path: _power(sum(shape) / math.prod(shape), self.power_scale)
+            for key_path, (param, axes) in selected.items()
             if math.prod(shape := param.shape[axes:] or (1,)) and param.size
         }
         if not all(0 < density < math.inf for density in raw.values()):
@@ -301,7 +303,7 @@ class ERK(Uniform):
                 "leave the range of floats. 1 is the exponent of the source."
             )
         densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
-        return {path: 1.0 - densities.get(path, 1.0) for path in selected}
+        return {key_path: 1.0 - densities.get(key_path, 1.0) for key_path in selected}
 
 
 def kept_counter(params: Params, sites: Sites) -> Callable[[Sparsities], dict[trees.KeyPath, int]]:
@@ -309,12 +311,12 @@ def kept_counter(params: Params, sites: Sites) -> Callable[[Sparsities], dict[tr
     arrays = trees.leaves_by_path(params)
 
     @functools.cache
-    def counter(path: trees.KeyPath) -> Callable[[float], int]:
-        site = sites[path]
-        return entry_counter(site.pattern, arrays[path].shape, site.batch_axes, site.name)
+    def count(key_path: trees.KeyPath) -> Callable[[float], int]:
+        site = sites[key_path]
+        return entry_counter(site.pattern, arrays[key_path].shape, site.batch_axes, site.name)
 
     return lambda targets: {
-        path: counter(path)(float(x)) for path, x in trees.leaves_by_path(targets).items()
+        key_path: count(key_path)(float(x)) for key_path, x in trees.leaves_by_path(targets).items()
     }
 
 
@@ -408,8 +410,8 @@ def _scale_to_total(
 ) -> dict[trees.KeyPath, float]:
     """Returns the densities `min(1, eps * raw)` that keep `budget` weights in total."""
     densities: dict[trees.KeyPath, float] = {}
-    open_paths = sorted(raw, key=lambda path: raw[path])
-    weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
+    open_paths = sorted(raw, key=lambda key_path: raw[key_path])
+    weighted = math.fsum(raw[key_path] * sizes[key_path] for key_path in open_paths)
     while open_paths:
         eps = budget / weighted
         densest = open_paths[-1]
@@ -417,5 +419,5 @@ def _scale_to_total(
             break
         densities[open_paths.pop()] = 1.0
         budget -= sizes[densest]
-        weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
-    return densities | {path: eps * raw[path] for path in open_paths}
+        weighted = math.fsum(raw[key_path] * sizes[key_path] for key_path in open_paths)
+    return densities | {key_path: eps * raw[key_path] for key_path in open_paths}

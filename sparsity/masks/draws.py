@@ -21,7 +21,7 @@ from sparsity.core.hashing import (
 )
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import Params, PyTree
-from sparsity.selection import Scores
+from sparsity.selection import EntryScores
 
 
 class Draw(Protocol):
@@ -44,8 +44,8 @@ def make_draw(stored: PyTree) -> Draw:
             return generate_random_scores(params, rng_seed, step)
         words = _hash_leaves(trees.leaves_by_path(params), rng_seed, step)
 
-        def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
-            return Scores(hash_entries, (likes[path],), words[path], reads_index=True)
+        def lazy(key_path: trees.KeyPath, _: jax.Array) -> EntryScores:
+            return EntryScores(hash_entries, (likes[key_path],), words[key_path], reads_index=True)
 
         return trees.map_matched(lazy, params)
 
@@ -62,7 +62,7 @@ def _hash_leaves(
       rng_seed: as in `generate_random_scores`.
       step: as in `generate_random_scores`.
     """
-    leaf_words = np.array([leaf_word(path) for path in leaves], np.uint32)
+    leaf_words = np.array([leaf_word(key_path) for key_path in leaves], np.uint32)
     states, offsets = hash_words(*seed_words(rng_seed, step), leaf_words)
     # One kernel reads the words of every leaf, at a place that it gets when it runs. Such reads
     # would change how XLA partitions arrays over devices: there each leaf has its kernel.

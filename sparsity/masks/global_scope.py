@@ -16,14 +16,14 @@ from sparsity.core.checks import DataclassBase, check_bool, check_number, is_tra
 from sparsity.core.dtypes import promote
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
-from sparsity.masks.affordable import total_cost, within_budget
+from sparsity.masks.affordable import within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import divide_by_norms
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import LazyScores, Ranked, Scores, num_kept, topk_masks
+from sparsity.selection import EntryScores, LazyScores, Ranked, num_kept, topk_masks
 from sparsity.selection.kept_counts import count_kept_int
 
 
@@ -143,13 +143,15 @@ class Global(DataclassBase):
         active = [Ranked.wrap(x, moving.mask) for x, moving in zip(drop, moving_sites, strict=True)]
         return move_units(active, [Ranked.wrap(x) for x in grow], drop_fraction, across_leaves=True)
 
-    def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[Scores]:
+    def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[EntryScores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
-        lazy = [Scores.wrap(score) for score in scores]
+        lazy = [EntryScores.wrap(score) for score in scores]
         if self.use_normalization:
             lazy = divide_by_norms(lazy, self.normalization_eps)
         dtype = promote(*(x.dtype for x in lazy))
-        return [x if x.dtype == dtype else Scores.wrap(x.compute().astype(dtype)) for x in lazy]
+        return [
+            x if x.dtype == dtype else EntryScores.wrap(x.compute().astype(dtype)) for x in lazy
+        ]
 
 
 def _check(
@@ -239,5 +241,5 @@ def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | N
     if budget is None:
         return None
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in competitors]
-    paths = [path_names(x.site.path) for x in competitors]
-    return total_cost(budget, list(zip(paths, arrays, strict=True)))  # reads shapes only
+    paths = [path_names(x.site.key_path) for x in competitors]
+    return budget.total(list(zip(paths, arrays, strict=True)))  # reads shapes only

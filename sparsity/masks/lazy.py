@@ -17,7 +17,7 @@ from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
-from sparsity.selection import Ranked, Scores
+from sparsity.selection import EntryScores, Ranked
 
 _MARK = "is_marked_elementwise"  # attribute of a marked hook
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -66,7 +66,7 @@ def may_score_slices(hook: Callable[..., PyTree]) -> bool:
 def defer_scores(
     hook: Callable[..., PyTree], params: Params, masks: Masks | None, grads: Grads | None
 ) -> ScoreTree | None:
-    """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
+    """Returns the lazy scores of an `elementwise` hook, a tree of `EntryScores`.
 
     The result is `None` if the hook is not marked, holds arrays as constants, joins entries or adds
     axes. The result is also `None` if a gradient is missing, as the error of the hook itself says
@@ -85,13 +85,13 @@ def defer_scores(
     fns: dict[tuple[bool, Dtypes], _EntryScore] = {}
 
     def lazy(
-        path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
-    ) -> Scores:
+        key_path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
+    ) -> EntryScores:
         values = [x for x in (param, mask, grad) if x is not None]
         kind = mask is not None, tuple(x.dtype for x in values)
         if kind not in fns:
             fns[kind] = _EntryScore.trace(hook, *kind)
-        return Scores(fns[kind], tuple(values[i] for i in fns[kind].read))
+        return EntryScores(fns[kind], tuple(values[i] for i in fns[kind].read))
 
     scores: ScoreTree = trees.map_matched(lazy, params, masks, grads)
     return scores if all(fn.is_entrywise for fn in fns.values()) else None

@@ -17,14 +17,14 @@ from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import sums
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import PyTree
-from sparsity.selection import Ranked, Scores
+from sparsity.selection import EntryScores, Ranked
 
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
 _LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
 
 
-def divide_by_norms(scores: Sequence[Scores], eps: float) -> list[Scores]:
+def divide_by_norms(scores: Sequence[EntryScores], eps: float) -> list[EntryScores]:
     """Divides the scores of each parameter by their L2 norm; integers and empty ones stay.
 
     Args:
@@ -34,7 +34,7 @@ def divide_by_norms(scores: Sequence[Scores], eps: float) -> list[Scores]:
     divided = list(scores)
     places = [i for i, x in enumerate(scores) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
     if places:
-        factors = _compute_factors(norms([scores[i] for i in places]), eps)
+        factors = _compute_factors(norms([Ranked.wrap(scores[i]) for i in places]), eps)
         for i, factor in zip(places, factors, strict=True):
             fn, scalars = _Scaled(scores[i].fn), (*scores[i].scalars, factor)
             divided[i] = dataclasses.replace(scores[i], fn=fn, scalars=scalars)
@@ -75,20 +75,6 @@ class _Scaled:
         return host.product(score.astype(wide, copy=False), values[-1].astype(wide))
 
 
-def norms(scores: Sequence[Scores]) -> jax.Array:
-    """Returns the L2 norm of the finite scores of each parameter.
-
-    Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
-
-    Args:
-      scores: floating-point scores of parameters that are not empty.
-
-    Returns:
-      float32[parameters]; float64 if any scores are.
-    """
-    return _norms([Ranked.wrap(x) for x in scores])
-
-
 def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
     """Computes `norms` from sums of the same integers."""
     if not all(leaf.is_on_host for leaf in leaves):
@@ -123,7 +109,17 @@ def _square_on_host(leaf: Ranked, real: np.dtype) -> tuple[int, int]:
 
 
 @host.instead(_norms_on_host)
-def _norms(ranked: Sequence[Ranked]) -> jax.Array:
+def norms(ranked: Sequence[Ranked]) -> jax.Array:
+    """Returns the L2 norm of the finite scores of each parameter.
+
+    Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
+
+    Args:
+      ranked: floating-point scores of parameters that are not empty.
+
+    Returns:
+      float32[parameters]; float64 if any scores are.
+    """
     real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in ranked)))
     leaves, axes = zip(*(_in_rows(x) for x in ranked), strict=True)
     rows = [_largest(*leaf, real) for leaf in zip(leaves, axes, strict=True)]
@@ -132,9 +128,8 @@ def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     # In two steps: a single factor may be out of range.
     scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
     factors = zip(*map(unstack, scales), strict=True)
-    shapes = [leaf.shape for leaf in leaves]
     summands = max(
-        math.prod(shape[i] for i in summed) for shape, summed in zip(shapes, axes, strict=True)
+        math.prod(x.shape[i] for i in summed) for x, summed in zip(leaves, axes, strict=True)
     )
     # Bits of a digit, so that the digits of all summands add up in an int32
     bits = 31 - max(summands - 1, 1).bit_length()

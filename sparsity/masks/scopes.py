@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -194,27 +194,17 @@ def find_missing_scope_method(scope: object) -> str | None:
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Returns whether each slice of a parameter has a mask that depends on its own scores alone."""
+    """Returns whether each slice of a parameter has a mask that depends on its own scores alone.
+
+    Whether moves do so as well says `is_stated(scope, "per_slice")`.
+    """
     return getattr(scope, "per_slice", False) is True
 
 
-def moves_per_slice(scope: object) -> bool:
-    """Returns whether moves, too, depend on the scores of one slice alone."""
-    return _states(scope, "per_slice")
-
-
-def keeps_targets(scope: object) -> bool:
-    """Returns whether each slice keeps the number that its target gives."""
-    return _states(scope, "keeps_targets")
-
-
-def keeps_total(scope: object) -> bool:
-    """Returns whether parameters of one sparsity keep the number of one parameter of their size."""
-    return _states(scope, "keeps_total")
-
-
-def _states(scope: object, attribute: str) -> bool:
-    """Returns whether a class states that an attribute is True of its `select` and `move`.
+def is_stated(
+    scope: object, attribute: Literal["per_slice", "keeps_targets", "keeps_total"]
+) -> bool:
+    """Returns whether a class states that an attribute of `Scope` is True of `select` and `move`.
 
     The statement of a class does not hold for methods that a subclass overrides.
     """
@@ -271,11 +261,11 @@ class AdaptedScope(TreeScope):
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         scored_sites: list[ScoredSite] = []
 
-        def collect(path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
+        def collect(key_path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
-                check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
+                check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
                 target = sparsity if target is None else target
-                scored_sites.append(ScoredSite(self.sites[path], score, sparsity, target))
+                scored_sites.append(ScoredSite(self.sites[key_path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
         masks = self.scope.select(scored_sites, self.topk_fn)
@@ -286,9 +276,9 @@ class AdaptedScope(TreeScope):
     ) -> Masks:
         moving_sites: list[MovingSite] = []
 
-        def collect(path: KeyPath, drop: PyTree, grow: PyTree, mask: jax.Array | None) -> None:
+        def collect(key_path: KeyPath, drop: PyTree, grow: PyTree, mask: jax.Array | None) -> None:
             if mask is not None:
-                moving_sites.append(MovingSite(self.sites[path], mask, drop, grow))
+                moving_sites.append(MovingSite(self.sites[key_path], mask, drop, grow))
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
         moved = self.scope.move(moving_sites, drop_fraction)
@@ -313,5 +303,5 @@ class AdaptedScope(TreeScope):
         by_path = {}
         for competitor, mask in zip(competitors, masks, strict=True):
             check_real_array(f"the mask of {competitor.site.name!r} by {method}", mask)
-            by_path[competitor.site.path] = mask
-        return trees.map_matched(lambda path, _: by_path.get(path), like)
+            by_path[competitor.site.key_path] = mask
+        return trees.map_matched(lambda key_path, _: by_path.get(key_path), like)

@@ -29,7 +29,7 @@ class Site(NamedTuple):
     """Prunable parameter.
 
     Attributes:
-      path: key path of the parameter.
+      key_path: path of the parameter in the tree.
       pattern: pattern of the weights that are kept or removed together.
       batch_axes: number of leading axes that index separate matrices.
       has_override: whether an override sets the sparsity of the parameter, which then competes with
@@ -38,7 +38,7 @@ class Site(NamedTuple):
       budget: budget of the masks of all sites together, `None` if there is no budget.
     """
 
-    path: trees.KeyPath
+    key_path: trees.KeyPath
     pattern: SparsityType
     batch_axes: int
     has_override: bool = False
@@ -47,7 +47,7 @@ class Site(NamedTuple):
 
     @property
     def name(self) -> str:
-        return trees.path_string(self.path)
+        return trees.path_string(self.key_path)
 
     def check_size(self, shape: tuple[int, ...]) -> None:
         """Raises a ValueError if a slice of the parameter has more entries than a search counts."""
@@ -84,7 +84,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         budget: MaskBudget | None = None,
     ) -> None:
         leaves = trees.leaves_by_path(params)
-        self._params = {path: leaf for path, leaf in leaves.items() if trees.is_prunable(leaf)}
+        self._params = {x: leaf for x, leaf in leaves.items() if trees.is_prunable(leaf)}
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
         self._budget = budget
@@ -97,11 +97,11 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def __len__(self) -> int:
         return len(self._params)
 
-    def __getitem__(self, path: trees.KeyPath) -> Site:
-        if path not in self._sites:
-            param, name = self._params[path], trees.path_string(path)
-            axes = leading_axes(self._batch_axes, trees.path_names(path), param)
-            pattern = self._find_pattern(path)
+    def __getitem__(self, key_path: trees.KeyPath) -> Site:
+        if key_path not in self._sites:
+            param, name = self._params[key_path], trees.path_string(key_path)
+            axes = leading_axes(self._batch_axes, trees.path_names(key_path), param)
+            pattern = self._find_pattern(key_path)
             if pattern is None:
                 raise ValueError(
                     f"sparsity_type keeps {name!r} of shape {param.shape} dense, so that it can "
@@ -110,32 +110,33 @@ class Sites(Mapping[trees.KeyPath, Site]):
             if self._checked:
                 pattern.check(param.shape, axes, name)
             budget = self._budget
-            cost = 1.0 if budget is None else budget.cost(trees.path_names(path), param)
-            self._sites[path] = Site(path, pattern, axes, self._has_override(path), cost, budget)
-        return self._sites[path]
+            cost = 1.0 if budget is None else budget.cost(trees.path_names(key_path), param)
+            is_fixed = self._has_override(key_path)
+            self._sites[key_path] = Site(key_path, pattern, axes, is_fixed, cost, budget)
+        return self._sites[key_path]
 
-    def stays_dense(self, path: trees.KeyPath) -> bool:
+    def stays_dense(self, key_path: trees.KeyPath) -> bool:
         """Returns whether a parameter has neither a pattern nor an override of its sparsity."""
-        return self._find_pattern(path) is None and not self._has_override(path)
+        return self._find_pattern(key_path) is None and not self._has_override(key_path)
 
-    def _has_override(self, path: trees.KeyPath) -> bool:
-        return names.best_key(self._overrides, trees.path_string(path)) is not None
+    def _has_override(self, key_path: trees.KeyPath) -> bool:
+        return names.best_key(self._overrides, trees.path_string(key_path)) is not None
 
-    def _find_pattern(self, path: trees.KeyPath) -> SparsityType | None:
+    def _find_pattern(self, key_path: trees.KeyPath) -> SparsityType | None:
         """Returns the pattern of a parameter; calls a function of (path, param) once."""
-        if path not in self._patterns:
-            param, source = self._params[path], self._pattern
+        if key_path not in self._patterns:
+            param, source = self._params[key_path], self._pattern
             pattern: object = source
             if not isinstance(source, SparsityType):
-                pattern = source(trees.path_names(path), param)
+                pattern = source(trees.path_names(key_path), param)
             if not (pattern is None or isinstance(pattern, SparsityType)):
                 raise ValueError(
                     "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
                     f"SparsityType, or None for a parameter that stays dense, got {pattern!r} "
-                    f"for parameter {trees.path_string(path)!r} of shape {param.shape}."
+                    f"for parameter {trees.path_string(key_path)!r} of shape {param.shape}."
                 )
-            self._patterns[path] = pattern
-        return self._patterns[path]
+            self._patterns[key_path] = pattern
+        return self._patterns[key_path]
 
 
 def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:

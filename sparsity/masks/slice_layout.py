@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import numpy as np
 
 from sparsity.core import sharding
+from sparsity.core.host import AnyArray
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import list_positions
-
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,19 +43,22 @@ def compute_targets(
         return None
 
     def check(
-        path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
+        key_path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
     ) -> chex.Numeric | None:
         if target is None or not trees.is_prunable(param):
             return None
-        name = trees.path_string(path)
+        name = trees.path_string(key_path)
         check_fraction(f"the sparsity of {name!r}", target)
-        if sites.stays_dense(path):
+        if sites.stays_dense(key_path):
             return None
-        pattern = sites[path].pattern
-        if not sites[path].has_override:
-            _check_scope(scope, sites[path])
+        site = sites[key_path]
+        if not site.has_override:
+            try:
+                scope.check(site.pattern, site.batch_axes, None)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
         if not is_traced(target):
-            _check_final(pattern, float(target), name)
+            _check_final(site.pattern, float(target), name)
         return target
 
     return trees.map_matched(
@@ -83,8 +86,8 @@ def call_distribution(
     distribution_fn: DistributionFn,
     params: Params,
     batch_axes: BatchAxes,
-    sites: Sites | None = None,
-    scope: Scope | TreeScope | None = None,
+    sites: Sites,
+    scope: Scope | TreeScope,
 ) -> Sparsities:
     """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
     bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
@@ -106,29 +109,22 @@ def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
 
 
 def check_user_mask(
-    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], path: trees.KeyPath
+    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], key_path: trees.KeyPath
 ) -> None:
     """Raises a ValueError if a parameter has a mask but no target, and could get no later mask.
 
     Args:
       scope: scope that would create the next mask.
       sites: the sites of the parameters.
-      path: path of the parameter.
+      key_path: path of the parameter in the tree.
     """
-    name = trees.path_string(path)
+    name = trees.path_string(key_path)
     try:
-        if path not in sites:
+        if key_path not in sites:
             raise ValueError(f"{name!r} is no array of floating-point numbers.")
-        scope.check(sites[path].pattern, sites[path].batch_axes, None)
+        scope.check(sites[key_path].pattern, sites[key_path].batch_axes, None)
     except ValueError as error:
         raise ValueError(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
             f"other could be made for it later. Give None for it there, or fix this: {error}"
         ) from error
-
-
-def _check_scope(scope: Scope | TreeScope, site: Site) -> None:
-    try:
-        scope.check(site.pattern, site.batch_axes, None)
-    except ValueError as error:
-        raise ValueError(f"{site.name!r}: {error}") from None

@@ -80,16 +80,13 @@ class SparsityType(DataclassBase):
           batch_axes: number of leading axes that index separate slices.
           name: the parameter's path, joined by '/'.
         """
-        del shape, batch_axes, name
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         """Pools the scores of the entries to scores of the units, [*batch, *groups, ...units]."""
-        del batch_axes
         return scores
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         """Expands the mask of the units to the mask of the entries, of shape `shape`."""
-        del shape, batch_axes
         return units
 
     def renumber_axes(self, fn: Callable[[int], int]) -> Self:
@@ -101,7 +98,6 @@ class SparsityType(DataclassBase):
         Raises:
           ValueError: the pattern numbers an `axis` and does not override this method.
         """
-        del fn
         if isinstance(getattr(self, "axis", None), int):
             raise ValueError(
                 f"{self} numbers an axis and has no renumber_axes, which oneshot calls for a layer "
@@ -126,7 +122,6 @@ class SparsityType(DataclassBase):
           sparsity: fraction to remove, in [0, 1].
           batch_axes: number of leading axes that index separate slices.
         """
-        del shape, sparsity, batch_axes
         return None
 
     def select(
@@ -154,7 +149,6 @@ class SparsityType(DataclassBase):
         Returns:
           uint8 mask of the shape of `scores`.
         """
-        del target
         check_select(scores, sparsity, batch_axes)
         check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
 

@@ -4,9 +4,9 @@ from sparsity.core.hashing import hash_scores as hash_scores
 from sparsity.selection.kept_counts import num_kept as num_kept
 from sparsity.selection.nm import nm_mask as nm_mask
 from sparsity.selection.scores import (
+    EntryScores as EntryScores,
     LazyScores as LazyScores,
     Ranked as Ranked,
-    Scores as Scores,
     compute_array as compute_array,
 )
 from sparsity.selection.topk import (

@@ -8,14 +8,15 @@ the bracket misses the threshold, a second pass collects all entries. Short slic
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sparsity.core import host
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import mask_by_sorting, numpy_keys
+from sparsity.selection.keys import mask_by_sorting, readable_dtype, to_keys
 from sparsity.selection.scores import Ranked
 
 _SAMPLE = 1 << 13
@@ -38,9 +39,9 @@ def select_on_host(
     if across_leaves:
         _select_best([x.entries(0) for x in rows], counts[0])
     else:
-        ends = np.cumsum([len(x.mask) for x in rows])
-        for x, end in zip(rows, ends, strict=True):
-            x.write_mask(counts[end - len(x.mask) : end])
+        ends = np.cumsum([len(x.mask) for x in rows])[:-1]
+        for x, row_counts in zip(rows, np.split(counts, ends), strict=True):
+            x.write_mask(row_counts)
     return [x.leaf.from_slices(x.mask) for x in rows]
 
 
@@ -78,7 +79,7 @@ class _Rows:
         step = max(1, host.CHUNK // self.mask.shape[1])
         for start in range(0, len(self.mask), step):
             at = slice(start, start + step)
-            keys, kept = _compute_keys(self.leaf, self.arrays, at), counts[at, None]
+            keys, kept = self.compute_keys(self.arrays, at), counts[at, None]
             eligible = None if self.eligible is None else self.eligible[at]
             if eligible is not None:
                 kept = np.minimum(kept, eligible.sum(axis=1, keepdims=True))
@@ -89,11 +90,16 @@ class _Rows:
         """Returns the eligible entries of a row."""
         arrays, mask = [x[row] for x in self.arrays], self.mask[row]
         if self.eligible is None:
-            return _Entries(self.leaf, arrays, mask)
+            return _Entries(functools.partial(self.compute_keys, arrays), mask)
         index = np.flatnonzero(self.eligible[row])
         mask[:] = 0
-        picked = [x[index] for x in arrays]
-        return _Entries(self.leaf, picked, np.empty(len(index), np.uint8), mask, index)
+        keys = functools.partial(self.compute_keys, [x[index] for x in arrays])
+        return _Entries(keys, np.empty(len(index), np.uint8), mask, index)
+
+    def compute_keys(self, arrays: Sequence[np.ndarray], at: slice | np.ndarray) -> np.ndarray:
+        """Returns the keys of entries at some places of arrays of the scores."""
+        scores = self.leaf.compute_on_host([x[at] for x in arrays])
+        return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +107,16 @@ class _Entries:
     """Entries that compete, of one row.
 
     Attributes:
-      leaf: the parameter.
-      arrays: the arrays of the scores, at these entries.
+      keys: computes the keys of some entries.
       mask: the mask of the entries, to be written.
       row_mask: the mask of the row, to be written; `None` if all entries of the row compete.
       index: places of the entries in the row.
     """
 
-    leaf: Ranked
-    arrays: Sequence[np.ndarray]
+    keys: Callable[[slice | np.ndarray], np.ndarray]
     mask: np.ndarray
     row_mask: np.ndarray | None = None
     index: np.ndarray | None = None
-
-    def keys(self, at: slice | np.ndarray) -> np.ndarray:
-        """Returns the keys of some entries."""
-        return _compute_keys(self.leaf, self.arrays, at)
 
     def finish(self) -> None:
         """Writes the mask to the row."""
@@ -124,17 +124,12 @@ class _Entries:
             self.row_mask[self.index] = self.mask
 
 
-def _compute_keys(leaf: Ranked, arrays: Sequence[np.ndarray], at: slice | np.ndarray) -> np.ndarray:
-    return numpy_keys(leaf.compute_on_host([x[at] for x in arrays]))
-
-
 def _select_best(parts: Sequence[_Entries], count: int) -> None:
     """Writes the masks of the `count` best entries of all parts together."""
     total = sum(len(part.mask) for part in parts)
     if 0 < count < total:
-        bracket = _bracket(parts, count / total) if total > _SAMPLE else None
-        if bracket is None or not _select_within(parts, count, *bracket):
-            _select_within(parts, count, None, None)
+        if total <= _SAMPLE or not _select_within(parts, count, *_bracket(parts, count / total)):
+            _select_within(parts, count, -math.inf, math.inf)
     else:
         for part in parts:
             part.mask[:] = count > 0
@@ -156,23 +151,17 @@ def _bracket(parts: Sequence[_Entries], share: float) -> tuple[int, int]:
     return low, highest if first < 0 else int(sample[first])
 
 
-def _select_within(
-    parts: Sequence[_Entries], count: int, low: int | None, high: int | None
-) -> bool:
+def _select_within(parts: Sequence[_Entries], count: int, low: float, high: float) -> bool:
     """Selects as `_select_best` if the threshold lies in [low, high]; returns whether it does."""
     above, keys, places = 0, [], []
     for part in parts:
         at_part = []
         for at in host.chunks(len(part.mask)):
             chunk = part.keys(at)
-            if low is None or high is None:
-                inside = np.arange(len(chunk))
-                part.mask[at] = 0
-            else:
-                kept = np.greater(chunk, high, out=part.mask[at].view(bool))
-                above += int(np.count_nonzero(kept))
-                # Keys from `low` on that are not above `high`
-                inside = np.flatnonzero((chunk >= low) ^ kept)
+            kept = np.greater(chunk, high, out=part.mask[at].view(bool))
+            above += int(np.count_nonzero(kept))
+            # Keys from `low` on that are not above `high`
+            inside = np.flatnonzero((chunk >= low) ^ kept)
             keys.append(chunk[inside])
             at_part.append((inside + at.start).astype(np.int32))
         places.append(np.concatenate([*at_part, np.zeros(0, np.int32)]))

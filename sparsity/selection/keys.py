@@ -4,7 +4,7 @@ NaN ranks below every number, -0.0 equals 0.0, and subnormals keep their order.
 """
 
 import functools
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import chex
 import jax
@@ -14,9 +14,8 @@ from jax import lax
 
 from sparsity.core import host
 from sparsity.core.checks import is_real
+from sparsity.core.host import AnyArray
 from sparsity.core.trees import PyTree
-
-A = TypeVar("A", jax.Array, np.ndarray)
 
 
 def readable(scores: chex.Array) -> jax.Array:
@@ -85,7 +84,7 @@ def _bits(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"int{8 if dtype == jnp.bool_ else max(8, jnp.iinfo(dtype).bits)}")
 
 
-def to_keys(scores: A) -> A:
+def to_keys(scores: AnyArray) -> AnyArray:
     """Returns signed integers in the order of the scores, by numpy for arrays of numpy."""
     xp, dtype = host.namespace([scores]), scores.dtype
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
@@ -96,7 +95,7 @@ def to_keys(scores: A) -> A:
         return _read_bits(moved, bits).astype(key)
     if not jnp.issubdtype(dtype, jnp.floating):
         return scores.astype(key)
-    raw: A = _read_bits(scores, bits).astype(key, copy=False)
+    raw: AnyArray = _read_bits(scores, bits).astype(key, copy=False)
     if xp is np and raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their keys
         return raw
     # All bits but the sign: magnitudes have the order of their bits, negative floats its reverse.
@@ -117,22 +116,7 @@ def _read_bits(x: PyTree, dtype: np.dtype) -> PyTree:
     return lax.bitcast_convert_type(x, dtype)
 
 
-def numpy_keys(scores: np.ndarray) -> np.ndarray:
-    """Applies `readable` and `to_keys` to an array of numpy."""
-    return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
-
-
-def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:
-    """Returns keys of the scores: the lowest key where one of the masks, None aside, is False."""
-    scores = readable(scores)
-    keys = to_keys(scores)
-    lowest = jnp.array(key_range(scores.dtype).low, keys.dtype)
-    for mask in masks:
-        keys = keys if mask is None else jnp.where(mask, keys, lowest)
-    return keys
-
-
-def mask_by_sorting(keys: A, eligible: A | None, counts: A) -> A:
+def mask_by_sorting(keys: AnyArray, eligible: AnyArray | None, counts: AnyArray) -> AnyArray:
     """Returns the mask of the highest keys of each row, bool[rows, size]; by numpy for its arrays.
 
     Args:

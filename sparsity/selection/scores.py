@@ -1,17 +1,15 @@
 """Scores to rank: stored, or computed where they are read.
 
-    name                       made by                          read by
-    -------------------------  -------------------------------  ------------------------------------
-    LazyScores                 `LampPruning`, classes of users  scopes: `compute`, `select_together`
-    Scores, of an entry        `masks.defer_scores` for hooks   scopes
-                               marked `elementwise`;
-                               `masks.make_draw`, at random;
-                               `Scores.wrap`, of an array
-    Ranked, with the mask of   `Ranked.wrap`, in scopes and     searches, by its `Recipe`
-    entries that compete       in `topk_mask`
+- `LazyScores`, the base: anything that computes an array of scores on demand. `LampPruning` and
+  users subclass the base; scopes call `compute` or `select_together`.
+- `EntryScores`, the usual lazy scores: a function of an entry, and the arrays that the function
+  reads. `masks.defer_scores` makes them for hooks marked `elementwise`, `masks.make_draw` for
+  random scores, `EntryScores.wrap` for stored ones. Trees hold them as leaves.
+- `Ranked`, the argument of searches: the same arrays, the mask of the entries that compete, and the
+  axes that index slices. A pytree of its arrays, which goes through `jit`.
+- `Recipe`, how a `Ranked` makes keys of its arrays. Parameters of one recipe share a search.
 
-Trees hold `Scores` as leaves. A search takes a `Ranked`, a pytree that goes through `jit`. The page
-on the design says what each of them saves.
+The page on the design says what each of them saves.
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import host
 from sparsity.core.exact import Words
 from sparsity.core.hashing import hash_index
+from sparsity.core.host import AnyArray
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import eligible_keys, readable
-
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
+from sparsity.selection.keys import key_range, readable, to_keys
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
 _DTYPES: weakref.WeakKeyDictionary[
@@ -42,17 +40,10 @@ _DTYPES: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
-class _Itself:
-    """Function that returns its argument."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def on_host(self, x: np.ndarray) -> np.ndarray:
-        return x
-
-
-_itself = _Itself()
+@host.instead(lambda x: x)
+def _itself(x: jax.Array) -> jax.Array:
+    """Returns stored scores."""
+    return x
 
 
 class LazyScores:
@@ -87,7 +78,7 @@ class LazyScores:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scores(LazyScores):
+class EntryScores(LazyScores):
     """Scores that are computed entry by entry, where they are read, and never stored.
 
     Leaves whose `fn` is the same object are searched by the same part of the program.
@@ -107,9 +98,9 @@ class Scores(LazyScores):
     reads_index: bool = False
 
     @classmethod
-    def wrap(cls, scores: chex.Array | LazyScores) -> Scores:
+    def wrap(cls, scores: chex.Array | LazyScores) -> EntryScores:
         """Returns stored scores, checked, or lazy scores as they are."""
-        if isinstance(scores, Scores):
+        if isinstance(scores, EntryScores):
             return scores
         return cls(_itself, (readable(compute_array(scores)),))
 
@@ -136,7 +127,7 @@ class Recipe(NamedTuple):
     """Recipe for the keys of entries, from their values in the arrays of a `Ranked`.
 
     Attributes:
-      fn: as in `Scores`.
+      fn: as in `EntryScores`.
       num_arrays: number of arrays that `fn` takes, the first ones; 0 if it takes the index.
       where_position: position of the array that says which entries are eligible; None: all are.
       eligible_is_zero: an entry is eligible where this array is zero, else where it is not zero.
@@ -186,8 +177,12 @@ class Recipe(NamedTuple):
           index: as in `scores`.
           is_entry: False at padding; None: there is no padding.
         """
-        scores = self.scores(arrays, scalars, index)
-        return eligible_keys(scores, self.eligible(arrays), is_entry)
+        scores = readable(self.scores(arrays, scalars, index))
+        keys = to_keys(scores)
+        lowest = jnp.array(key_range(scores.dtype).low, keys.dtype)
+        for mask in (self.eligible(arrays), is_entry):
+            keys = keys if mask is None else jnp.where(mask, keys, lowest)
+        return keys
 
 
 def _compute_on_host(ranked: Ranked) -> PyTree:
@@ -239,7 +234,7 @@ class Ranked:
           batch_axes: as in `Ranked`.
           last_axes: as in `Ranked`.
         """
-        lazy = Scores.wrap(scores)
+        lazy = EntryScores.wrap(scores)
         recipe = Recipe(lazy.fn, 0 if lazy.reads_index else len(lazy.arrays))
         ranked = cls(lazy.arrays, lazy.scalars, recipe, batch_axes, last_axes)
         return ranked if where is None else ranked.restrict_to(where)

@@ -20,9 +20,10 @@ than 2**16 slices are added as two words of 32 bits (`exact.total`). Pivots stay
 [lowest, lowest + 2**bits), which the dtype of keys holds, or just above a range that is narrower.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,32 @@ State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 Above: TypeAlias = Callable[[jax.Array], Words]
 FindThresholds: TypeAlias = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
 _BITS = 4  # of a digit: for 1e7 floats 4 take 76 ms of one CPU core, 3 take 87, and 2 take 97
+
+
+class Groups(NamedTuple):
+    """Assignment of slices to brackets: each slice has a bracket, or all share one.
+
+    Attributes:
+      slices: number of slices of each parameter.
+      across_leaves: whether all slices share one bracket.
+    """
+
+    slices: tuple[int, ...]
+    across_leaves: bool
+
+    def totals(self, counts: Sequence[jax.Array]) -> Words:
+        """Returns int32[slices, ...] of each parameter as words [brackets, ...], or their sum."""
+        joined = jnp.concatenate(counts)
+        if not self.across_leaves:
+            return exact.as_words(joined)
+        high, low = exact.total(joined)
+        return high[None], low[None]
+
+    def spread(self, x: jax.Array) -> list[jax.Array]:
+        """Returns x[brackets, ...] for the slices of each parameter."""
+        if self.across_leaves:
+            return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in self.slices]
+        return jnp.split(x, np.cumsum(self.slices)[:-1])
 
 
 def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
@@ -91,28 +118,27 @@ def select_by_counting(
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
       as words like k.
     """
-    counters, sizes = [SliceCounter(leaf) for leaf in leaves], [leaf.num_slices for leaf in leaves]
+    counters = [SliceCounter(leaf) for leaf in leaves]
+    groups = Groups(tuple(leaf.num_slices for leaf in leaves), across_leaves)
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
-    eligible = totals([x.count_eligible() + zero for x in counters], across_leaves)
+    eligible = groups.totals([x.count_eligible() + zero for x in counters])
     k = limit_kept(eligible, k)
 
-    def above(pivots: jax.Array) -> Words:
-        each = zip(counters, per_leaf(pivots, sizes, across_leaves), strict=True)
-        return totals([x.count_above(rows) for x, rows in each], across_leaves)
+    def count_above(groups: Groups, tied: Sequence[jax.Array | None], pivots: jax.Array) -> Words:
+        each = zip(counters, groups.spread(pivots), tied, strict=True)
+        return groups.totals([x.count_above(rows, key) for x, rows, key in each])
 
+    above = functools.partial(count_above, groups, [None] * len(leaves))
     score_keys = key_range(leaves[0].dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
-    keys = per_leaf(find_thresholds(above, k, lowest, score_keys), sizes, across_leaves)
+    keys = groups.spread(find_thresholds(above, k, lowest, score_keys))
     counts = [x.count_above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
-    need = exact.minus(k, totals([x[:, 0] for x in counts], across_leaves))
+    need = exact.minus(k, groups.totals([x[:, 0] for x in counts]))
     share = tie_shares(ties, need, across_leaves)
-
-    def above_among_ties(pivots: jax.Array) -> Words:
-        each = zip(counters, per_leaf(pivots, sizes), keys, strict=True)
-        return totals([x.count_above(rows, key) for x, rows, key in each])
-
+    by_slice = groups._replace(across_leaves=False)
+    above_among_ties = functools.partial(count_above, by_slice, keys)
     tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.slice_size for leaf in leaves), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
@@ -121,7 +147,7 @@ def select_by_counting(
         lambda: all_ties,
     )
     # Each ~index is below 0, so that a cut of 0 keeps no tie.
-    cuts = per_leaf(jnp.where(share > 0, cut, 0), sizes)
+    cuts = by_slice.spread(jnp.where(share > 0, cut, 0))
     return [x.mask(*ends) for x, *ends in zip(counters, keys, cuts, strict=True)], eligible
 
 
@@ -190,22 +216,6 @@ class SliceCounter:
 def mask_entries(leaf: Ranked, key: jax.Array, cut: jax.Array) -> jax.Array:
     """Returns `SliceCounter.mask` of a parameter."""
     return SliceCounter(leaf).mask(key, cut)
-
-
-def totals(counts: Sequence[jax.Array], across_leaves: bool = False) -> Words:
-    """Returns int32[slices, ...] of each parameter as words [brackets, ...], or their sum."""
-    joined = jnp.concatenate(counts)
-    if not across_leaves:
-        return exact.as_words(joined)
-    high, low = exact.total(joined)
-    return high[None], low[None]
-
-
-def per_leaf(x: jax.Array, slices: Sequence[int], across_leaves: bool = False) -> list[jax.Array]:
-    """Returns x[brackets, ...] for the slices of each parameter, from their numbers of slices."""
-    if across_leaves:
-        return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in slices]
-    return jnp.split(x, np.cumsum(slices)[:-1])
 
 
 def tie_shares(ties: jax.Array, need: Words, across_leaves: bool) -> jax.Array:

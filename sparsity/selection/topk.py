@@ -35,11 +35,11 @@ from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
 from sparsity.selection.host import select_on_host
 from sparsity.selection.kept_counts import Removed
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import EntryScores, Ranked
 
 
 def topk_mask(
-    scores: chex.Array | Scores,
+    scores: chex.Array | EntryScores,
     k: chex.Numeric | Words,
     *,
     where: chex.Array | None = None,
@@ -72,7 +72,7 @@ def topk_mask(
       >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2, where=jnp.array([1, 0, 1, 1]))
       Array([0, 0, 1, 1], dtype=uint8)
     """
-    lazy = Scores.wrap(scores)
+    lazy = EntryScores.wrap(scores)
     ndim = len(lazy.shape)
     check_int("batch_axes", batch_axes, 0, ndim)
     check_int("last_axes", last_axes, 0, ndim - batch_axes)
@@ -125,8 +125,8 @@ def global_topk_mask(
     """
     leaves = list[Ranked]()
 
-    def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        scores, name = Scores.wrap(leaf), f"where at {trees.path_string(path)!r}"
+    def rank(key_path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
+        scores, name = EntryScores.wrap(leaf), f"where at {trees.path_string(key_path)!r}"
         leaves.append(Ranked.wrap(scores, _read_where(name, mask, scores.shape)))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")

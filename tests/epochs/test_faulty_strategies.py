@@ -22,7 +22,7 @@ def attempt(request, monkeypatch):
     def refuse(*args, **kwargs):
         pytest.fail("A mask was made before the strategy was checked.")
 
-    monkeypatch.setattr(epoch_strategy, "AdaptedScope", refuse)
+    monkeypatch.setattr(epoch_strategy, "adapt_scope", refuse)
     if request.param == "function":
         return lambda schedule: pruning(parameters(), 1, None, schedule)
     return lambda schedule: EpochStrategy(schedule, 10).init_state(parameters())

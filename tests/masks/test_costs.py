@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.masks.affordable import within_budget
-from sparsity.selection import Scores
+from sparsity.selection import EntryScores
 
 
 def keep(scores, costs, kept):
     """Masks that cost no more than so many weights of each leaf."""
-    lazy = [Scores.wrap(jnp.asarray(x)) for x in scores]
+    lazy = [EntryScores.wrap(jnp.asarray(x)) for x in scores]
     limit = sum(np.multiply(np.float32(costs), kept))
     return jax.jit(
         lambda: within_budget(lazy, costs, lambda n: jnp.dot(n, jnp.float32(costs)) <= limit)

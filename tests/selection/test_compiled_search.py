@@ -9,7 +9,7 @@ import pytest
 
 import sparsity
 from sparsity import selection
-from sparsity.selection import Ranked, Scores
+from sparsity.selection import EntryScores, Ranked
 from sparsity.selection.cpu import visits
 from sparsity.selection.cpu.rows import cut_rows
 from tests import helpers
@@ -20,7 +20,7 @@ def compiled(shapes, across_leaves=False):
 
     def masks(leaves):
         k = jnp.full(1 if across_leaves else len(leaves), 1000, jnp.uint32)
-        lazy = [Ranked.wrap(Scores(jnp.abs, (x,))) for x in leaves]
+        lazy = [Ranked.wrap(EntryScores(jnp.abs, (x,))) for x in leaves]
         return selection.topk_masks(lazy, (k & 0, k), across_leaves=across_leaves)
 
     return jax.jit(masks).lower(leaves).compile()
@@ -47,7 +47,7 @@ def test_large_leaves_are_counted_where_they_are(both_searches):
 @pytest.mark.slow
 def test_rows_of_bfloat16_are_widened_as_they_are_read():
     def count(x, pivots, ends):
-        leaf = cut_rows([Ranked.wrap(Scores(jnp.abs, (x,)))], *x.shape)
+        leaf = cut_rows([Ranked.wrap(EntryScores(jnp.abs, (x,)))], *x.shape)
         return visits._count_above(leaf, pivots, *ends)
 
     leaf = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)

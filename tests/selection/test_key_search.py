@@ -156,15 +156,16 @@ def worst_counts(pivots, low, high):
 
 def find_key(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
-    groups = key_search.Groups((len(rows[0]),), across_leaves=True)
+    groups = portable.Groups((len(rows[0]),), across_leaves=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     b = key_search.Bracket.begin(
-        *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
+        *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(key_search.sum_rows(rows))
     )
     first = jax.vmap(key_search.even_pivots)(b)
 
     def read(state):
-        return count(state.pivots)
+        counts = count(state.pivots)
+        return groups.totals(key_search.sum_rows(counts)), counts
 
     start = key_search.State(b, rows, [x & 0 for x in rows], first)
     end = key_search.search(read, groups, k, start, max_misses=2, is_float=False)
@@ -208,7 +209,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
     def above(pivots):
-        return portable.totals([x[:, 0] for x in count(pivots)], across_leaves=True)
+        return portable.Groups((3,), across_leaves=True).totals(key_search.sum_rows(count(pivots)))
 
     @jax.jit
     def both(k):

@@ -168,7 +168,8 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
 
     by_guesses = key_search.search
     find = key_search.find_by_guesses if search == "mesh" else portable.find_by_digits
-    monkeypatch.setattr(key_search, "search", guessed)
+    if search == "cpu":
+        monkeypatch.setattr(key_search, "search", guessed)
     most = visits.MAX_ENTRIES if search == "cpu" else 2**31 - 1
     big = jax.ShapeDtypeStruct((most,), jnp.float32)
     small = jax.ShapeDtypeStruct((2**30,), jnp.float32)

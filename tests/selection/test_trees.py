@@ -11,7 +11,7 @@ import pytest
 from sparsity import selection
 from sparsity.core import exact
 from sparsity.core.hashing import hash_scores
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import EntryScores, Ranked
 from sparsity.selection.topk import topk_masks
 from tests.selection_oracle import best_first
 
@@ -114,7 +114,9 @@ def test_lazy_scores_are_those_that_they_compute():
     def masked(weight, mask, scale):
         return jnp.abs(jnp.where(mask > 0, weight, 0)) * scale
 
-    lazy = [Scores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)]
+    lazy = [
+        EntryScores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)
+    ]
     ks = [30_000, 500, 2]
     actual = jax.jit(lambda: topk_masks([Ranked.wrap(x) for x in lazy], words(ks)))()
     for x, k, mask in zip(lazy, ks, actual, strict=True):
@@ -132,7 +134,7 @@ def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
         return (index.astype(jnp.uint32) + word) * jnp.uint32(2654435761)
 
     leaves = [
-        Ranked.wrap(Scores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), True), None, len(s) > 1)
+        Ranked.wrap(EntryScores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), True), None, len(s) > 1)
         for i, s in enumerate(shapes)
     ]
     ks = [np.full(x.batch, 31) for x in leaves]
@@ -165,7 +167,9 @@ def test_a_search_may_stand_in_a_function_that_is_differentiated():
     x = jnp.linspace(-1, 1, 20_000)
 
     def loss(x):
-        masks = topk_masks([Ranked.wrap(Scores(jnp.abs, (y,))) for y in (x, x + 1)], words([9, 9]))
+        masks = topk_masks(
+            [Ranked.wrap(EntryScores(jnp.abs, (y,))) for y in (x, x + 1)], words([9, 9])
+        )
         return jnp.sum(x**2 * masks[0])
 
     grad = jax.jit(jax.grad(loss))(x)
@@ -188,7 +192,7 @@ def test_no_cache_keeps_a_function_that_computes_scores():
     def doubled(x):
         return x * scale
 
-    scores = Scores(doubled, (jnp.arange(5.0),))
+    scores = EntryScores(doubled, (jnp.arange(5.0),))
     assert topk_masks([Ranked.wrap(scores)], words([2]))[0].tolist() == [0, 0, 0, 1, 1]
     assert scores.dtype == jnp.float32
     gone = weakref.ref(doubled)
@@ -200,7 +204,7 @@ def test_no_cache_keeps_a_function_that_computes_scores():
 
 def test_an_array_that_scores_and_their_mask_share_is_one_argument():
     weights, mask = jnp.array([3.0, 2.0, -5.0, 1.0]), jnp.array([1.0, 1, 0, 1])
-    scores = Scores(lambda weight, mask: -weight * mask, (weights, mask))
+    scores = EntryScores(lambda weight, mask: -weight * mask, (weights, mask))
     shared = Ranked.wrap(scores, mask)
     separate = Ranked.wrap(scores, mask.copy())
     assert [len(jax.tree.leaves(ranked)) for ranked in (shared, separate)] == [2, 3]

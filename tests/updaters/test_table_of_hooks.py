@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.masks import is_marked_elementwise
+from sparsity.masks.lazy import is_marked_elementwise
 from sparsity.training.hooks import HookArgs
 from sparsity.training.overrides import INFERRED
 from sparsity.training.updater_hooks import UpdaterHooks

@@ -113,7 +113,7 @@ class OSSCARPruning(ChannelPruning):
             )
         for use in self.readers.graph.uses:
             is_other = sorted(use.contracting) != sorted(statistic.contracting)
-            if use.path == trees.path_names(site.path) and is_other:
+            if use.path == trees.path_names(site.key_path) and is_other:
                 raise ValueError(
                     f"{site.name!r} reads channels along axes {statistic.contracting}, and a "
                     f"{use.primitive} at {use.source} reads it along {use.contracting}: weights "

@@ -259,7 +259,7 @@ class SplitScope(Layerwise):
 
     def _list_axes(self, scored: ScoredSite) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
-        return self.split_axes[scored.site.path] if scored.site.pattern.is_elementwise else ()
+        return self.split_axes[scored.site.key_path] if scored.site.pattern.is_elementwise else ()
 
 
 @host.instead(np.moveaxis)

@@ -213,7 +213,7 @@ def _make_select(
         sparsity = share * target
         # Both the current and the final sparsity, so that N:M keeps n of m at every share.
         scored = ScoredSite(site, scores, sparsity, sparsity)
-        matrices = SplitScope(pruner.scope, {site.path: statistic.batch})
+        matrices = SplitScope(pruner.scope, {site.key_path: statistic.batch})
         (mask,) = matrices.select([scored], pruner.topk_fn)
         return mask
 

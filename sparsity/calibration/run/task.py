@@ -139,11 +139,11 @@ class PruningTask:
         # Each device solves a part of the outputs.
         dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
         single_tree = trees.map_matched(
-            lambda x, _: dense if x == site.path else None, weights.dense
+            lambda x, _: dense if x == site.key_path else None, weights.dense
         )
         statistics = {path: statistic}
-        pruned_tree, masks = prune_at_once(pruner, single_tree, statistics, [site.path])
-        pruned, mask = (trees.leaves_by_path(x)[site.path] for x in (pruned_tree, masks))
+        pruned_tree, masks = prune_at_once(pruner, single_tree, statistics, [site.key_path])
+        pruned, mask = (trees.leaves_by_path(x)[site.key_path] for x in (pruned_tree, masks))
         refitted = pruned
         if not (self.refit is None or isinstance(self.refit, BiasRefit)):
             refitted, mask = refit_layer(
@@ -193,7 +193,7 @@ class PruningTask:
         pattern = site.pattern.renumber_axes(renumber) if index else site.pattern
         label = f"{site.pattern}.renumber_axes of {site.name!r}"
         check_kind(label, pattern, SparsityType, "a pattern")
-        return Site(site.path, pattern, batch_axes)
+        return Site(site.key_path, pattern, batch_axes)
 
 
 def make_task(
@@ -212,7 +212,7 @@ def make_task(
         refit,
         graph,
         sites,
-        targets={path: targets[site.path] for path, site in sites.items()},
+        targets={path: targets[site.key_path] for path, site in sites.items()},
         needs=combine_needs(pruner, refit),
         biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
     )

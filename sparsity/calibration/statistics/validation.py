@@ -47,7 +47,7 @@ def look_up_statistic(
         lacks the kind, or is not finite.
     """
     check_statistics_kind(kind, label)
-    name, path = site.name, trees.path_names(site.path)
+    name, path = site.name, trees.path_names(site.key_path)
     check_kind("statistics", statistics, Mapping | None, "a dict {path: Statistic}")
     if statistics is None:
         raise ValueError(

@@ -126,7 +126,7 @@ class FormatLayout(KeptLayout):
     def describe_values(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Returns the type of the kept values of a parameter."""
         values = sharding.resize_struct(leaf, self.kept_shape)
-        return sharding.with_dtype(values, np.float32) if self.is_quantized else values
+        return values.update(dtype=np.float32) if self.is_quantized else values
 
     def wrap(
         self,

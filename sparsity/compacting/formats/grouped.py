@@ -21,9 +21,10 @@ from sparsity.compacting.formats.base import (
     Token,
 )
 from sparsity.compacting.formats.find_groups import find_groups
+from sparsity.core.host import AnyArray
 from sparsity.core.sharding import explicit_sharding
 from sparsity.masks import Site
-from sparsity.masks.slice_layout import AnyArray, SliceLayout
+from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import Product, read_product

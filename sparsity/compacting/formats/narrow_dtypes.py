@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 
 
@@ -21,7 +20,7 @@ def to_bits(array: PyTree) -> PyTree:
         return array
     dtype = unsigned_like(array.dtype)
     if isinstance(array, jax.ShapeDtypeStruct):
-        return sharding.with_dtype(array, dtype)
+        return array.update(dtype=dtype)
     return lax.bitcast_convert_type(array, dtype)
 
 

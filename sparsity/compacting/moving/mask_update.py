@@ -22,7 +22,7 @@ from sparsity.core.trees import Params, Path, PyTree
 from sparsity.masks import Site, Sites, defer_scores
 from sparsity.masks.positions import map_rows, scatter
 from sparsity.patterns.base import keep_active
-from sparsity.selection import Scores, topk_mask
+from sparsity.selection import EntryScores, topk_mask
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import call_mask_hooks
@@ -186,7 +186,7 @@ class MaskUpdate:
         drop = layout.pool(jnp.abs(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
         shape = (num_rows, -1) if move_matrix is None else (-1, layout.slice_shape[-1])
-        grow: jax.Array | Scores | None = None
+        grow: jax.Array | EntryScores | None = None
         if pattern.is_elementwise:
             flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
             grow = defer_scores(self.rule.grow, flat[0], None, flat[1])
@@ -270,7 +270,10 @@ def move_all(
 
 
 def _drop_and_grow(
-    drop: jax.Array, grow: jax.Array | Scores, positions: jax.Array, drop_fraction: chex.Numeric
+    drop: jax.Array,
+    grow: jax.Array | EntryScores,
+    positions: jax.Array,
+    drop_fraction: chex.Numeric,
 ) -> jax.Array:
     """Returns the mask of each row after an update; see `SparsityType.move`.
 

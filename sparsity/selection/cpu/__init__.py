@@ -41,12 +41,10 @@ def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
     is_limited = any(mask is not None for mask in masks)
     stored = list[Ranked]()
     for leaf, mask in zip(leaves, masks, strict=True):
-        where = None
-        if mask is not None:
-            where = mask.astype(jnp.uint8)
-        elif is_limited:
+        if mask is None and is_limited:
             # Behind the barrier, or XLA would count a mask of ones as it compiles.
             one = lax.optimization_barrier(jnp.uint8(1))
-            where = jnp.broadcast_to(one, leaf.shape)
+            mask = jnp.broadcast_to(one, leaf.shape)
+        where = None if mask is None else mask.astype(jnp.uint8)
         stored.append(Ranked.wrap(leaf.compute(), where, leaf.batch_axes, leaf.last_axes))
     return stored

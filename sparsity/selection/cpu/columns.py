@@ -12,7 +12,7 @@ from jax import lax
 
 from sparsity.core.kernels import at_runtime
 from sparsity.selection.keys import key_range
-from sparsity.selection.scores import Ranked, Scores
+from sparsity.selection.scores import EntryScores, Ranked
 
 
 def in_rows(leaf: Ranked) -> Ranked:
@@ -24,15 +24,12 @@ def in_rows(leaf: Ranked) -> Ranked:
     if not leaf.last_axes:
         return leaf
     batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible()
-    if mask is None:
-        return Ranked.wrap(_move(leaf, leaf.compute()), None, batch_axes)
-    _, _, top, _ = key_range(leaf.dtype)
-    keys = leaf.keys()
-    if top == np.iinfo(keys.dtype).max:  # no key is free to mark an entry
-        where = _move(leaf, mask.astype(jnp.uint8))
+    key_dtype, _, top, _ = key_range(leaf.dtype)
+    if mask is None or top == np.iinfo(key_dtype).max:  # no key is free to mark an entry
+        where = None if mask is None else _move(leaf, mask.astype(jnp.uint8))
         return Ranked.wrap(_move(leaf, leaf.compute()), where, batch_axes)
-    marked = _move(leaf, jnp.where(mask, _exchange(keys), 0))
-    return Ranked.wrap(Scores(_exchange, (marked,)), marked, batch_axes)
+    marked = _move(leaf, jnp.where(mask, _exchange(leaf.keys()), 0))
+    return Ranked.wrap(EntryScores(_exchange, (marked,)), marked, batch_axes)
 
 
 def _exchange(keys: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.keys import KeyRange, to_keys
-from sparsity.selection.search import Above, per_leaf, totals
+from sparsity.selection.search import Above, Groups
 
 # The numbers of passes below are means over 13 kinds of 65,600 float32 scores, the hostile ones of
 # tests/selection/test_threshold.py, at five to seven k each: 3.5 as it is, at most 16.
@@ -157,26 +157,6 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
 
 
 # ------------------------------------------------------------------ the search
-class Groups(NamedTuple):
-    """Assignment of segments to brackets: each segment has a bracket, or all share one.
-
-    Attributes:
-      parts: number of segments of each part.
-      across_leaves: whether all segments share one bracket.
-    """
-
-    parts: tuple[int, ...]
-    across_leaves: bool
-
-    def totals(self, rows: Sequence[jax.Array]) -> Words:
-        """Sums up int32[segments, rows, ...] of all parts for each bracket."""
-        return totals([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows], self.across_leaves)
-
-    def spread(self, x: jax.Array) -> list[jax.Array]:
-        """Returns x[brackets, ...] for the segments of each part."""
-        return per_leaf(x, self.parts, self.across_leaves)
-
-
 class State(NamedTuple):
     """State of a search: its brackets, the counts of each row at their ends, and the next pivots.
 
@@ -193,7 +173,7 @@ class State(NamedTuple):
     pivots: jax.Array
 
 
-Count: TypeAlias = Callable[[State], list[jax.Array]]
+Count: TypeAlias = Callable[[State], tuple[Words, list[jax.Array]]]
 
 
 def search(
@@ -206,8 +186,8 @@ def search(
     passes.
 
     Args:
-      count: maps the state to the numbers of keys above each pivot, int32[segments, rows, pivots]
-        of each part, in one pass.
+      count: maps the state to the numbers of keys above each pivot, in one pass: of each bracket,
+        and int32[segments, rows, pivots] of each part.
       groups: the bracket of each segment.
       k: the rank of the key in each bracket, from 1.
       start: the state before the first pass; its pivots need not lie within the brackets.
@@ -219,14 +199,20 @@ def search(
     """
 
     def step(state: State) -> State:
-        counts = count(state)
-        totals_above = groups.totals(counts)
-        bracket, at_low, at_high = _narrow_open(state.bracket, state.pivots, totals_above, k)
+        totals_above, counts = count(state)
+        old, is_open = state.bracket, state.bracket.is_open
+        bracket, *ends = jax.vmap(narrow)(old, state.pivots, totals_above, k)
+        # Brackets of one key stay, and get no end.
+        bracket = jax.tree.map(lambda x, y: jnp.where(is_open, x, y), bracket, old)
+        at_low, at_high = (groups.spread(end & is_open[:, None]) for end in ends)
+        guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(bracket, k)
+        is_guessed = (bracket.misses < max_misses)[:, None]
+        pivots = jnp.where(is_guessed, guesses, jax.vmap(even_pivots)(bracket))
         return State(
             bracket,
-            at_least=_counts_at(counts, groups.spread(at_low), state.at_least),
-            above=_counts_at(counts, groups.spread(at_high), state.above),
-            pivots=_next_pivots(bracket, k, max_misses, is_float),
+            at_least=_counts_at(counts, at_low, state.at_least),
+            above=_counts_at(counts, at_high, state.above),
+            pivots=_move_inside(bracket, pivots),
         )
 
     start = start._replace(pivots=_move_inside(start.bracket, start.pivots))
@@ -242,39 +228,21 @@ def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -
     highest = lowest + np.array(keys.top - keys.low).astype(lowest.dtype)
     b = Bracket.begin(jnp.where(is_some, lowest, highest), highest, k)
     first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(b)[:, 1:]], axis=1)
+    start, no_parts = State(b, [], [], first), Groups((), across_leaves=True)
 
-    def step(carry: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
-        b, pivots = carry
-        b, *_ = _narrow_open(b, pivots, above(pivots), k)
-        return b, _next_pivots(b, k, _MAX_MISSES_ON_MESH, keys.is_float)
+    def count(state: State) -> tuple[Words, list[jax.Array]]:
+        return above(state.pivots), []
 
-    carry = b, _move_inside(b, first)
-    b, _ = lax.while_loop(lambda carry: jnp.any(carry[0].is_open), step, carry)
+    misses = _MAX_MISSES_ON_MESH
+    b = search(count, no_parts, k, start, max_misses=misses, is_float=keys.is_float).bracket
     # A pivot with exactly k keys above is no such key; the next one is.
     return b.high + (is_some & exact.equal(b.above, k)).astype(b.high.dtype)
-
-
-def _next_pivots(b: Bracket, k: Words, max_misses: int, is_float: bool) -> jax.Array:
-    """Guesses pivots[brackets, pivots], or returns even ones after max_misses misses."""
-    guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(b, k)
-    is_guessed = (b.misses < max_misses)[:, None]
-    return _move_inside(b, jnp.where(is_guessed, guesses, jax.vmap(even_pivots)(b)))
 
 
 def _move_inside(b: Bracket, pivots: jax.Array) -> jax.Array:
     """Moves pivots between low and the key below high: no key lies below the lowest one."""
     last = jnp.where(b.is_open, b.high - 1, b.high)
     return jnp.clip(pivots, b.low[:, None], last[:, None])
-
-
-def _narrow_open(
-    b: Bracket, pivots: jax.Array, total: Words, k: Words
-) -> tuple[Bracket, jax.Array, jax.Array]:
-    """Narrows many brackets by `narrow`; those of one key stay, and get no end."""
-    new, *ends = jax.vmap(narrow)(b, pivots, total, k)
-    new = jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b)
-    at_low, at_high = (end & b.is_open[:, None] for end in ends)
-    return new, at_low, at_high
 
 
 def narrow(
@@ -349,6 +317,11 @@ def _largest(*values: jax.Array) -> Sequence[jax.Array]:
     lowest = tuple(np.array(np.iinfo(x.dtype).min, x.dtype) for x in values)
     axis = values[0].ndim - 1
     return lax.reduce(values, lowest, lambda a, b: tuple(map(lax.max, a, b)), (axis,))
+
+
+def sum_rows(counts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sums up int32[segments, rows, ...] of each part to int32[segments, ...]."""
+    return [jnp.sum(x, axis=1, dtype=jnp.int32) for x in counts]
 
 
 def _counts_at(

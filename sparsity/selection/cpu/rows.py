@@ -69,10 +69,7 @@ class Rows:
     @property
     def num_entries(self) -> np.ndarray:
         """Numbers of entries, int32[segments]."""
-        sizes = (
-            (self.num_rows * self.width,) * self.num_segments if self.sizes is None else self.sizes
-        )
-        return np.array(sizes, np.int32)
+        return np.array(self.sizes or [self.num_rows * self.width] * self.num_segments, np.int32)
 
     @property
     def row_ends(self) -> np.ndarray:
@@ -111,30 +108,30 @@ class Rows:
         )
         return jnp.stack(counts, axis=-1)
 
-    def segment(self, number: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
+    def segment(self, index: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
         """Returns one segment, arrays [1, rows, width]; all segments have one size.
 
         Args:
-          number: int32 scalar.
+          index: int32 scalar.
           scalars: the scalars of the segment, each [1].
           start: int32[1], the start of the segment.
         """
         arrays, sizes = self.arrays, self.sizes and self.sizes[:1]
         if self.num_segments > 1:
             arrays = tuple(
-                lax.dynamic_slice_in_dim(x, number, 1, allow_negative_indices=False) for x in arrays
+                lax.dynamic_slice_in_dim(x, index, 1, allow_negative_indices=False) for x in arrays
             )
         return Rows(arrays, scalars, start, self.recipe, sizes)
 
-    def copy_rows(self, numbers: jax.Array) -> Rows:
+    def copy_rows(self, index: jax.Array) -> Rows:
         """Copies rows of one segment without padding; each becomes a segment, [count, 1, width].
 
         Args:
-          numbers: int32[count], the rows.
+          index: int32[count], the rows.
         """
-        arrays = tuple(jnp.swapaxes(jnp.take(x, numbers, axis=1), 0, 1) for x in self.arrays)
-        scalars = tuple(jnp.broadcast_to(x, numbers.shape) for x in self.scalars)
-        return Rows(arrays, scalars, self.starts + numbers * self.width, self.recipe, None)
+        arrays = tuple(jnp.swapaxes(jnp.take(x, index, axis=1), 0, 1) for x in self.arrays)
+        scalars = tuple(jnp.broadcast_to(x, index.shape) for x in self.scalars)
+        return Rows(arrays, scalars, self.starts + index * self.width, self.recipe, None)
 
     def _keys(self, offset: jax.Array) -> jax.Array:
         """Computes the keys of the entries, of the shape of the arrays.
@@ -215,7 +212,7 @@ def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
 
 
 def _list_places(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns every stride-th place: numbers of segments, and places in them, both [count]."""
+    """Returns every stride-th place: indices of segments, and places in them, both [count]."""
     each = [
         np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.num_entries
     ]
@@ -257,7 +254,7 @@ def _join_segments(
 
     Args:
       leaves: the segments.
-      segment: numbers of the segments of the entries, [count].
+      segment: index of the segment of each entry, [count].
       arrays: arrays of each leaf at these entries, [segments of the leaf, ...] or [count] together.
     """
     sizes = np.concatenate([leaf.num_entries for leaf in leaves])

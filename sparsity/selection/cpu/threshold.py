@@ -22,12 +22,12 @@ from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search, rows
 from sparsity.selection.cpu.columns import in_rows
-from sparsity.selection.cpu.key_search import Bracket, Groups, State
+from sparsity.selection.cpu.key_search import Bracket, State, sum_rows
 from sparsity.selection.cpu.visits import Parts, arrange
 from sparsity.selection.kept_counts import Removed, limit_kept
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
-from sparsity.selection.search import mask_entries, tie_shares
+from sparsity.selection.search import Groups, mask_entries, tie_shares
 
 _SAMPLE_SHIFT = 8  # together, every 256th key is sampled: to sort them costs less than a pass,
 _SAMPLE_SIZES = (256, 4096)  # but at least and at most so many: 4096 are sorted in 0.15 ms
@@ -100,7 +100,7 @@ def _find_kth_keys(
       The brackets of the keys, k but at most n, and the number n of eligible entries.
     """
     eligible = [part.count_eligible() + zero for part in parts]
-    n = groups.totals(eligible)
+    n = groups.totals(sum_rows(eligible))
     k = limit_kept(n, k)
     key_dtype, lowest, top, is_float = key_range(dtype)
     is_empty = (k[0] | k[1]) == 0
@@ -110,10 +110,11 @@ def _find_kth_keys(
     low, high = ends + lowest, ends + top
     bracket = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
-    def count(state: State) -> list[jax.Array]:
+    def count(state: State) -> tuple[Words, list[jax.Array]]:
         each = map(groups.spread, (state.pivots, state.bracket.is_open))
         args = zip(parts, *each, state.at_least, state.above, strict=True)
-        return [part.count_above(*values) + zero for part, *values in args]
+        counts = [part.count_above(*values) + zero for part, *values in args]
+        return groups.totals(sum_rows(counts)), counts
 
     first = _first_pivots(parts, groups, k).astype(key_dtype)
     start = State(bracket, eligible, [zero_like(x) for x in eligible], first)
@@ -150,8 +151,7 @@ def _shares(
     """Returns the number of ties that each segment keeps, int32[segments] of each part."""
     if not groups.across_leaves:
         return groups.spread(need[1].astype(jnp.int32))
-    segment_ties = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in ties])
-    shares = tie_shares(_permute(segment_ties, order), need, across_leaves=True)
+    shares = tie_shares(_permute(jnp.concatenate(sum_rows(ties)), order), need, across_leaves=True)
     return groups._replace(across_leaves=False).spread(_permute(shares, np.argsort(order)))
 
 

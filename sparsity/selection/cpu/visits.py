@@ -1,7 +1,7 @@
 """Leaves cut into segments; large ones are visited one after another.
 
 The visits are a loop that leaves out segments that are done. The loop has a branch for each leaf.
-Leaves of one shape share a kernel, as the number of a segment is read at run time. Small
+Leaves of one shape share a kernel, as the index of a segment is read at run time. Small
 segments are padded to one of three sizes and counted at once.
 """
 
@@ -34,11 +34,11 @@ _BRANCHES = 16  # of one switch: its time to compile grows with their square
 
 Parts: TypeAlias = Sequence["Rows | Visits"]
 # Busy segments, their leaves, and their slices.
-Numbers: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+Indices: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
-    """Returns the segments of leaves of one kind, and the number of each leaf's first segment."""
+    """Returns the segments of leaves of one kind, and the index of each leaf's first segment."""
     kinds: dict[int | str | None, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.slice_size >= LARGE:
@@ -49,11 +49,11 @@ def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
             kind = next(size for size in _PADDED if leaf.slice_size <= size)
         kinds.setdefault(kind, []).append(i)
     parts: list[Rows | Visits] = []
-    first, number = [0] * len(leaves), 0
+    first, index = [0] * len(leaves), 0
     for kind, members in kinds.items():
         for i in members:
-            first[i] = number
-            number += leaves[i].num_slices
+            first[i] = index
+            index += leaves[i].num_slices
         group = [leaves[i] for i in members]
         if kind is None:
             counts = [_row_count(leaf.slice_size) for leaf in group]
@@ -131,12 +131,12 @@ class Visits:
             return jax.vmap(self._count_at_once, in_axes=axes, axis_size=size)(*args), True
 
         ends = np.cumsum(self._counts)
-        leaf_numbers = np.repeat(np.arange(len(ends)), self._counts)
-        slice_numbers = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
-        numbers = busy, jnp.asarray(leaf_numbers, jnp.int32), jnp.asarray(slice_numbers, jnp.int32)
+        leaf_index = np.repeat(np.arange(len(ends)), self._counts)
+        slice_index = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
+        indices = busy, jnp.asarray(leaf_index, jnp.int32), jnp.asarray(slice_index, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
-        return visits(leaves, numbers, pivots, at_least, above)
+        return visits(leaves, indices, pivots, at_least, above)
 
     def _count_at_once(
         self, leaves: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
@@ -146,13 +146,13 @@ class Visits:
         return jnp.concatenate([pad(leaf.count_above(x), self.num_rows) for leaf, x in pairs])
 
     def _count_in_turn(
-        self, leaves: Sequence[Rows], numbers: Numbers, pivots: jax.Array, *rows: jax.Array
+        self, leaves: Sequence[Rows], indices: Indices, pivots: jax.Array, *rows: jax.Array
     ) -> jax.Array:
         """Counts the keys of one busy segment after the other; `rows` are counts at both ends."""
-        busy, leaf_numbers, slice_numbers = numbers
+        busy, leaf_index, slice_index = indices
         scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
         starts = jnp.concatenate([leaf.starts for leaf in leaves])
-        tables = slice_numbers, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
+        tables = slice_index, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
         branches = [functools.partial(self._count_segment, leaf) for leaf in leaves]
 
         def visit(at: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ class Visits:
                 return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
             segment = jax.tree.map(read, tables)
-            return _switch(leaf_numbers[at], branches, segment)[0]
+            return _switch(leaf_index[at], branches, segment)[0]
 
         # The zeros vary over a mesh as the counts do.
         like = pivots[:, None].astype(jnp.int32)
@@ -169,10 +169,10 @@ class Visits:
 
     def _count_segment(self, leaf: Rows, segment: PyTree) -> jax.Array:
         """Counts keys of one segment of a leaf, int32[1, rows, pivots]."""
-        number, scalars, start, pivots, row_counts = segment
+        index, scalars, start, pivots, row_counts = segment
         rows = [x[:, : leaf.num_rows] for x in row_counts]
         return pad(
-            _count_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.num_rows
+            _count_above(leaf.segment(index[0], scalars, start), pivots, *rows), self.num_rows
         )
 
     @property
@@ -191,10 +191,10 @@ def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.
 
     def count_few() -> jax.Array:
         # Zeros at the end count row 0 again, with the same result.
-        numbers = _list_chosen(holds)
+        indices = _list_chosen(holds)
 
         def count_rows(i: jax.Array, counts: jax.Array) -> jax.Array:
-            rows = lax.dynamic_slice_in_dim(numbers, i * _AT_ONCE, _AT_ONCE)
+            rows = lax.dynamic_slice_in_dim(indices, i * _AT_ONCE, _AT_ONCE)
             # Without a barrier XLA:CPU turns all of a bfloat16 leaf into float32 before the loop.
             arrays, rows = lax.optimization_barrier((leaf.arrays, rows))
             few = dataclasses.replace(leaf, arrays=arrays).copy_rows(rows)
@@ -209,32 +209,32 @@ def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.
 
 
 def _list_chosen(chosen: jax.Array) -> jax.Array:
-    """Returns the numbers of the chosen segments in order, then zeros: int32 like bool[count]."""
+    """Returns the indices of the chosen segments in order, then zeros: int32 like bool[count]."""
     place = jnp.cumsum(chosen.astype(jnp.int32))
-    numbers = jnp.arange(len(chosen), dtype=jnp.int32)
+    indices = jnp.arange(len(chosen), dtype=jnp.int32)
     todo = jnp.where(chosen, place - 1, len(chosen))
-    return (numbers & 0).at[todo].set(numbers, mode="drop")
+    return (indices & 0).at[todo].set(indices, mode="drop")
 
 
 def _switch(
-    number: jax.Array, branches: Sequence[Callable[..., jax.Array]], *args: PyTree
+    index: jax.Array, branches: Sequence[Callable[..., jax.Array]], *args: PyTree
 ) -> jax.Array:
     """Switches in groups: the time to compile a switch grows with the square of its branches."""
     if len(branches) <= _BRANCHES:
-        return lax.switch(number, branches, *args)
+        return lax.switch(index, branches, *args)
 
     def group(members: Sequence[Callable[..., jax.Array]]) -> Callable[..., jax.Array]:
-        return lambda args: lax.switch(number % _BRANCHES, members, *args)
+        return lambda args: lax.switch(index % _BRANCHES, members, *args)
 
     starts = range(0, len(branches), _BRANCHES)
     groups = [group(branches[start : start + _BRANCHES]) for start in starts]
-    return lax.switch(number // _BRANCHES, groups, args)
+    return lax.switch(index // _BRANCHES, groups, args)
 
 
 def _for_each(
     chosen: jax.Array, visit: Callable[[jax.Array], jax.Array], zeros: jax.Array
 ) -> jax.Array:
-    """Calls visit(number) for each chosen number, one after another; the others get zeros."""
+    """Calls visit(index) for each chosen index, one after another; the others get zeros."""
     todo = _list_chosen(chosen)
 
     def step(i: jax.Array, results: jax.Array) -> jax.Array:
