@@ -34,7 +34,7 @@ class Lockstep:
     Args:
       calibration: the uses of the weights, and the sums of their inputs.
       batches: all of one shape.
-      read: `read(number, *layers)` returns the current value of a parameter, or of its layer.
+      read: `read(path, *layers)` returns the current value of a parameter, or of its layer.
       is_done: `is_done(path, index)` returns whether a weight needs no stop.
       on_reached: `on_reached(path, index, reached)` is called at each stop, and may change
         parameters.
@@ -72,8 +72,8 @@ class Lockstep:
                 )
         data = [dict(zip(program.inputs[count:], arrays, strict=True)) for arrays in inputs]
         param_inputs = {
-            value: functools.partial(self._read, number)
-            for number, value in enumerate(program.inputs[:count])
+            value: functools.partial(self._read, param.path)
+            for value, param in graph.model.parameter_inputs.items()
         }
         self._run(Frame(program, param_inputs, data, {}))
 

@@ -164,7 +164,7 @@ class PruningTask:
     ) -> jax.Array:
         """Returns the bias of a parameter after the refit."""
         assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
-        read = self.graph.model.make_reader(weights.list_current())
+        read = self.graph.model.make_reader(weights.current)
         leaves = layer.dense, layer.refitted, layer.statistic
         return self.refit.shift(self.biases[path], bias, *leaves, read)
 
