@@ -30,9 +30,8 @@ class Frame:
     param_inputs: Mapping[Value, Callable[..., jax.Array]]
     data: list[dict[Value, jax.Array]]
     layers: ScanLayers
-    # Of parameters alone: values, and layers of inputs. They change whenever a weight is pruned.
-    _param_values: dict[Value, jax.Array] = dataclasses.field(default_factory=dict)
-    _param_layers: dict[tuple[Value, tuple[int, ...]], jax.Array] = dataclasses.field(
+    # Values, or some of their layers, of parameters alone, which change as weights are pruned.
+    _from_params: dict[tuple[Value, tuple[int, ...]], jax.Array] = dataclasses.field(
         default_factory=dict
     )
 
@@ -43,25 +42,25 @@ class Frame:
 
     def read_from_params(self, value: Value, *layers: int) -> jax.Array:
         """Returns a value that depends on parameters alone, or one of its layers."""
+        values = self._from_params
         if value in self.param_inputs:
             if not self.layers:  # all layers would be held
                 return self.param_inputs[value](*layers)
-            if (value, layers) not in self._param_layers:  # once for all batches
-                self._param_layers[value, layers] = self.param_inputs[value](*layers)
-            return self._param_layers[value, layers]
-        if value not in self._param_values and value in self.program.makers:
+            if (value, layers) not in values:  # once for all batches
+                values[value, layers] = self.param_inputs[value](*layers)
+            return values[value, layers]
+        if (value, ()) not in values and value in self.program.makers:
             equation = self.program.makers[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
                 return equation.bind([self.read_from_params(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.read_from_params(x) for x in equation.inputs])
-            self._param_values.update(zip(equation.outputs, outputs, strict=True))
-        result: jax.Array = self._param_values.get(value, value.constant)
+            values.update(zip([(x, ()) for x in equation.outputs], outputs, strict=True))
+        result: jax.Array = values.get((value, ()), value.constant)
         return result[layers] if layers else result
 
     def forget_params(self) -> None:
         """Drops values computed from parameters, which have changed."""
-        self._param_values.clear()
-        self._param_layers.clear()
+        self._from_params.clear()
 
     def read(self, batch: int, value: Value) -> jax.Array:
         """Returns a value for a batch."""
