@@ -73,7 +73,8 @@ class ReachedWeight:
         """Returns the losses by programs that the run needs anyway; `None` if there are none."""
         if self.equation.inner_programs:
             return None
-        operands = {number: self._list_operands(number) for number in self.layers}
+        batches = range(len(self.frame.data))
+        operands = {n: [self._read_operand(batch, n) for batch in batches] for n in self.layers}
         place = host.find_place(operands, matrices)
         if place is None:
             return None
@@ -87,26 +88,19 @@ class ReachedWeight:
         dtype = promote(matrices[0].dtype, jnp.float32)
         return place.put(total.astype(dtype))
 
-    def _list_operands(self, number: int) -> list[jax.Array]:
-        """Returns the other operand of a product with a weight outside of loops, for each batch."""
+    def _read_operand(self, batch: int, number: int) -> jax.Array:
+        """Returns the other operand of a product with a weight outside of loops, for a batch."""
         value = self.equation.inputs[1 - self.calibration.uses[number].operand]
-        return [self.frame.read(batch, value) for batch in range(len(self.frame.data))]
+        return self.frame.read(batch, value)
 
     def _sum_batches(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
         """Yields the sums of each batch, by number of the use."""
         batches = range(len(self.frame.data))
         if not self.equation.inner_programs:
-            operands = {number: self._list_operands(number) for number in self.layers}
-            compiled = {
-                number: compile_at_call(
-                    lambda x, arrays, number=number: sum_up(number, x, {}, arrays)
-                )
-                for number in operands
-            }
+            programs = {n: compile_at_call(functools.partial(sum_up, n)) for n in self.layers}
             for batch in batches:
-                yield {
-                    number: compiled[number](x[batch], arguments) for number, x in operands.items()
-                }
+                operands = {n: self._read_operand(batch, n) for n in programs}
+                yield {n: programs[n](operand, {}, arguments) for n, operand in operands.items()}
             return
         uses = Uses({number: self.calibration.uses[number] for number in self.layers})
         # Indices are arguments, so that the layers of a stack share a compiled program.
