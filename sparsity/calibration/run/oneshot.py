@@ -28,7 +28,7 @@ from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
-from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
 from sparsity.calibration.statistics.capture import calibrate, sum_losses
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.statistic import Statistics
@@ -320,8 +320,10 @@ class _Run:
     ) -> None:
         """Takes a parameter, or one layer of it, from the folder, or prunes and saves it."""
         bias_place = self._task.find_bias(path, index)
-        bias = None if bias_place is None else self.weights.read_current(*bias_place)
-        dense = self.weights.read_dense(path, index)
+        bias = None
+        if bias_place is not None:
+            bias = read_layer(self.weights.current[bias_place[0]], bias_place[1])
+        dense = read_layer(self.weights.before[path], index)
         number = sum(map(len, self._layers.values()))
         stored = self._store.read(number, dense, bias) if self._store else None
         if stored is None:

@@ -16,7 +16,7 @@ from sparsity.calibration.refits.means import holds_outputs
 from sparsity.calibration.run.needs import Needs, combine_needs, method_name
 from sparsity.calibration.run.prune import prune_at_once, refit_layer
 from sparsity.calibration.run.report import LayerReport
-from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
@@ -57,15 +57,12 @@ class PrunedLayer(NamedTuple):
     def make_report(self) -> LayerReport:
         """Returns the report of the parameter, with 0 in place of the seconds."""
         shares = jax.device_get(_compute_lost_shares(self))
-        error = shares.error_with_means_kept if self.keeps_means else shares.error
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
-            error=float(error),
-            unrefitted=float(shares.unrefitted),
             count=find_max_rows(self.statistic),
             seconds=0.0,
-            centred=float(shares.centred),
+            **{name: float(share) for name, share in shares.items()},
         )
 
     def list_matrices(self) -> list[jax.Array]:
@@ -126,7 +123,7 @@ class PruningTask:
                 "or the model takes other branches. Give batches that reach it, or keep it dense "
                 "with filter_fn."
             )
-        dense = weights.read_dense(path, index)
+        dense = read_layer(weights.before[path], index)
         warn_of_zeros(statistic, self.sites[path].name)
         site = self._make_layer_site(path, index, dense.ndim + len(index))
         pruner = dataclasses.replace(
@@ -255,24 +252,9 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     )
 
 
-class _LostShares(NamedTuple):
-    """Lost shares of the outputs of a parameter, scalars.
-
-    Attributes:
-      error: as in `LayerReport`, without a bias.
-      error_with_means_kept: the error if a bias keeps the means of the outputs.
-      unrefitted: the error before the refit.
-      centred: as in `LayerReport`.
-    """
-
-    error: jax.Array
-    error_with_means_kept: jax.Array
-    unrefitted: jax.Array
-    centred: jax.Array
-
-
 @host.jit_or_numpy
-def _compute_lost_shares(layer: PrunedLayer) -> _LostShares:
+def _compute_lost_shares(layer: PrunedLayer) -> dict[str, jax.Array]:
+    """Returns the lost shares of the outputs of a parameter, by field of `LayerReport`."""
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
     if layer.output_squares is None:
@@ -285,13 +267,12 @@ def _compute_lost_shares(layer: PrunedLayer) -> _LostShares:
     centred_lost, centred_total = (lost - lost_mean).clip(0), total - total_mean
     # A variance within some eps of the total is rounding.
     exceeds_rounding = centred_total > 16 * jnp.finfo(total.dtype).eps * total
-    centred = ratio(centred_lost, centred_total * exceeds_rounding)
-    return _LostShares(
-        error=ratio(lost, total),
-        error_with_means_kept=ratio(centred_lost, total),
-        unrefitted=ratio(unrefitted, total),
-        centred=centred,
-    )
+    uncorrected = host.namespace([total]).where(layer.keeps_means, centred_lost, lost)
+    return {
+        "error": ratio(uncorrected, total),
+        "unrefitted": ratio(unrefitted, total),
+        "centred": ratio(centred_lost, centred_total * exceeds_rounding),
+    }
 
 
 def find_max_rows(statistic: Statistic) -> int:

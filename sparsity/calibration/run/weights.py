@@ -28,14 +28,15 @@ class ModelWeights:
 
     Attributes:
       dense: the tree before pruning.
+      before: the parameters before pruning, by path.
       current: the current parameters, by path.
     """
 
     def __init__(self, params: Params, paths: Iterable[Path]) -> None:
         self.dense = params
         arrays, self._rebuild = trees.split_arrays(params)
-        self._before: Mapping[Path, jax.Array] = dict(zip(paths, arrays, strict=True))
-        self.current: dict[Path, jax.Array] = {**self._before}
+        self.before: Mapping[Path, jax.Array] = dict(zip(paths, arrays, strict=True))
+        self.current: dict[Path, jax.Array] = {**self.before}
         self._masks: dict[Path, jax.Array] = {}
         self._copied: set[Path] = set()  # arrays that change in place: copies of the user's
 
@@ -50,14 +51,6 @@ class ModelWeights:
             lambda path, _: self._masks.get(trees.path_names(path)), self.dense
         )
         return pack_masks(masks, self.dense) if pack else masks
-
-    def read_dense(self, path: Path, index: LayerIndex) -> jax.Array:
-        """Returns a parameter before pruning, or one of its layers."""
-        return _read_layer(self._before[path], index)
-
-    def read_current(self, path: Path, index: LayerIndex) -> jax.Array:
-        """Returns a current parameter, or one of its layers."""
-        return _read_layer(self.current[path], index)
 
     def read(self, path: Path, *layers: int) -> jax.Array:
         """Returns a parameter or one of its first layers, unaffected by later changes."""
@@ -81,7 +74,8 @@ class ModelWeights:
         self._masks[path] = _put_layer(mask, part, index)
 
 
-def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
+def read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
+    """Returns a parameter, or one of its layers."""
     layers = dict(index)
     return array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
 
