@@ -154,7 +154,9 @@ def oneshot(
     identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
     store = None if folder is None else LayerStore(folder, identity())
     run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
-    run.run(fn, sequential)
+    if sequential:
+        run.follow_model()
+    run.finish_others(fn)
     pruned, report = run.weights.make_tree(), run.report
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
     return pruned, run.weights.make_masks(pruner.use_packed_masks), report
@@ -246,13 +248,7 @@ class _Run:
         self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
         self.report = Report()
 
-    def run(self, fn: ModelFn, sequential: bool) -> None:
-        """Prunes all parameters, those that the model reaches first."""
-        if sequential:
-            self._follow_model()
-        self._finish_others(fn)
-
-    def _follow_model(self) -> None:
+    def follow_model(self) -> None:
         """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
         task, calibration = self._task, self._task.make_calibration()
         if task.needs.has_grams:
@@ -273,47 +269,34 @@ class _Run:
             return layer
         return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
 
-    def _finish_others(self, fn: ModelFn) -> None:
+    def finish_others(self, fn: ModelFn) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model.
 
         The model runs for all of them at once, and only if the folder lacks one.
         """
-        paths = [path for path in self._task.sites if path not in self._layers]
-        prune_layer = self._make_layer_pruner(fn, self.weights.make_tree(), paths)
+        task, params, batches = self._task, self.weights.make_tree(), self._batches
+        paths = [path for path in task.sites if path not in self._layers]
+
+        @functools.cache
+        def calibrate_all() -> Statistics:
+            kind = task.needs.statistics_kind
+            return calibrate(fn, params, batches, kind, lambda path, _: path in paths)
+
+        def prune(path: Path) -> PrunedLayer:
+            return task.prune_layer(self.weights, path, (), calibrate_all().get(path))
+
+        @functools.cache
+        def prune_all() -> dict[Path, PrunedLayer]:
+            """Prunes by moments, and sums up the losses in one more run of the model."""
+            layers = {path: prune(path) for path in paths}
+            matrices = {path: layer.list_matrices() for path, layer in layers.items()}
+            losses = sum_losses(fn, params, batches, matrices)
+            return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
+
         for path in paths:
-            self._finish(path, (), functools.partial(prune_layer, path))
-
-    def _make_layer_pruner(
-        self, fn: ModelFn, params: Params, paths: Sequence[Path]
-    ) -> Callable[[Path], PrunedLayer]:
-        """Returns a function that prunes a parameter; its first call runs the model for all.
-
-        Gram matrices of the inputs also give the losses. With moments, one more run gives these.
-        """
-        if self._task.needs.has_grams:
-            calibrate_all = functools.cache(lambda: self._calibrate(fn, params, paths))
-            task, weights = self._task, self.weights
-            return lambda path: task.prune_layer(weights, path, (), calibrate_all().get(path))
-        prune_all = functools.cache(lambda: self._prune_by_moments(fn, params, paths))
-        return lambda path: prune_all()[path]
-
-    def _prune_by_moments(
-        self, fn: ModelFn, params: Params, paths: Sequence[Path]
-    ) -> dict[Path, PrunedLayer]:
-        """Returns the pruned parameters, with the losses that one run of the model sums up."""
-        statistics = self._calibrate(fn, params, paths)
-        layers = {
-            path: self._task.prune_layer(self.weights, path, (), statistics.get(path))
-            for path in paths
-        }
-        matrices = {path: layer.list_matrices() for path, layer in layers.items()}
-        losses = sum_losses(fn, params, self._batches, matrices)
-        return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
-
-    def _calibrate(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> Statistics:
-        """Returns the statistics of some parameters in a run of the model on all batches."""
-        kind = self._task.needs.statistics_kind
-        return calibrate(fn, params, self._batches, kind, lambda path, _: path in paths)
+            # Gram matrices of the inputs also give the losses.
+            prune_one = prune if task.needs.has_grams else lambda path: prune_all()[path]
+            self._finish(path, (), functools.partial(prune_one, path))
 
     def _finish(
         self, path: Path, index: LayerIndex, prune_layer: Callable[[], PrunedLayer]
