@@ -166,35 +166,30 @@ class Lockstep:
     def _run_scan(self, frame: Frame, equation: Equation) -> None:
         """Runs a scan layer by layer."""
         (body,) = equation.list_bodies()
-        end = body.layers.start
-        fixed = end - len(body.carries)
-        batches = range(len(frame.data))
-        is_data = [value in frame.data[0] for value in equation.inputs]
-        # A carry depends on the data from the first step on.
-        is_data[fixed:end] = [True] * (end - fixed)
-        carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
+        constants, carried, stacks = body.split(body.inputs)
+        inner_constants, inner_carried, inner_stacks = body.split(body.program.inputs)
+        batches, count = range(len(frame.data)), len(carried)
+        carry = [[frame.read(b, value) for value in carried] for b in batches]
         stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
         for layer in _list_layers(equation):
             param_inputs: dict[Value, Callable[..., jax.Array]] = {}
-            data: list[dict[Value, jax.Array]] = [{} for _ in batches]
-            for number, (value, inner) in enumerate(
-                zip(body.inputs, body.program.inputs, strict=True)
-            ):
-                if not is_data[number]:
-                    index = (layer,) if number >= end else ()
+            # A carry depends on the data from the first step on.
+            data = [dict(zip(inner_carried, arrays, strict=True)) for arrays in carry]
+            inputs = zip((*constants, *stacks), (*inner_constants, *inner_stacks), strict=True)
+            for number, (value, inner) in enumerate(inputs):
+                index = (layer,) if number >= len(constants) else ()
+                if value not in frame.data[0]:
                     param_inputs[inner] = functools.partial(frame.read_from_params, value, *index)
                     continue
                 for b in batches:
-                    array = (
-                        carry[b][number - fixed] if fixed <= number < end else frame.read(b, value)
-                    )
-                    data[b][inner] = array[layer] if number >= end else array
+                    array = frame.read(b, value)
+                    data[b][inner] = array[index] if index else array
             inner_frame = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
             self._run(inner_frame)
             for b in batches:
                 outputs = [inner_frame.read(b, value) for value in body.program.outputs]
-                carry[b] = outputs[: end - fixed]
-                stacked[b].append(outputs[end - fixed :])
+                carry[b] = outputs[:count]
+                stacked[b].append(outputs[count:])
         for b in batches:
             layers = stacked[b][::-1] if equation.params["reverse"] else stacked[b]
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
