@@ -80,8 +80,7 @@ class ReachedWeight:
             return None
         total = np.zeros(len(matrices))
         for number, inputs in operands.items():
-            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            rerun = _make_rerun(use, alignment, matrices, place)
+            rerun = _make_rerun(self.calibration.alignments[number], matrices, place)
             if rerun is None:
                 return None
             total += sum(map(rerun, inputs))
@@ -124,7 +123,7 @@ class ReachedWeight:
 
 
 def _make_rerun(
-    use: Use, alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
+    alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
 ) -> Callable[[jax.Array], np.ndarray] | None:
     """Returns a function from the other operand of a product to the sums of |y|^2 with each matrix.
 
@@ -132,11 +131,11 @@ def _make_rerun(
     the same inputs with lost weights is this program again: sums of its outputs compile nothing.
 
     Args:
-      use: the product; `None` is returned if its outputs lose digits.
-      alignment: alignment of the use, without the axes that scans took apart.
+      alignment: of the product; `None` is returned if its outputs lose digits.
       matrices: [*batch, outputs, inputs] each, in the order of the parameter.
       place: the place of matrices and inputs.
     """
+    use = alignment.use
     value = use.equation.inputs[use.operand]
     if not _has_sum_precision(use, matrices) or matrices[0].size != value.size:
         return None

@@ -106,7 +106,7 @@ class Calibration:
 
     Attributes:
       uses: the uses whose inputs match entries of their parameter, by number.
-      alignments: by number of the use, of one layer where scans run over several.
+      alignments: of these uses, by number.
     """
 
     def __init__(
@@ -119,19 +119,17 @@ class Calibration:
         self.graph: Graph = graph
         self.kind: StatisticsKind = kind
         self.alignments: dict[int, Alignment] = {}
-        self._axes: dict[int, Statistic] = {}  # of all layers
         for number, use in enumerate(graph.uses):
-            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                layer, stack = align(use, graph, one_layer=True), align(use, graph)
-                if layer is not None and stack is not None:
-                    self.alignments[number], self._axes[number] = layer, stack.axes
-        self.uses: Uses = Uses({number: graph.uses[number] for number in self.alignments})
+            is_selected = filter_fn is None or filter_fn(use.path, leaves[use.path])
+            if is_selected and (alignment := align(use, graph)) is not None:
+                self.alignments[number] = alignment
+        self.uses: Uses = Uses({number: x.use for number, x in self.alignments.items()})
 
     def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
-        for number, use in self.uses.items():
-            alignment = self.alignments[number]
+        for alignment in self.alignments.values():
+            use = alignment.use
             shape = self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.count_inputs(alignment.shape)
@@ -142,24 +140,22 @@ class Calibration:
 
     def sum_inputs(self, number: int, x: jax.Array, *_: object) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
-        sum_rows = functools.partial(
-            sum_inputs, self.uses[number], self.alignments[number], self.kind
-        )
+        sum_rows = functools.partial(sum_inputs, self.alignments[number], self.kind)
         return sharding.call_replicated(sum_rows, x)
 
     def sum_outputs(
         self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
     ) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
-        sum_rows = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
+        sum_rows = functools.partial(sum_outputs, self.alignments[number])
         return sharding.call_replicated(sum_rows, x, *matrices)
 
     def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
-            use, x = self.uses[number], total.pop(number)
-            statistic = dataclasses.replace(self._axes[number], **x.list_sums(), count=x.count)
+            use = self.uses[number]
+            statistic = self.alignments[number].add_layers(total.pop(number))
             sums_before = statistics.get(use.path)
             if sums_before is not None and not have_equal_axes(sums_before, statistic):
                 raise ValueError(

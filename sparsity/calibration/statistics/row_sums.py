@@ -36,19 +36,18 @@ def check_statistics_kind(kind: object, label: str) -> None:
         raise ValueError(f"statistics_kind of {label} must be one of {kinds}, got {kind!r}.")
 
 
-def sum_inputs(use: Use, alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Statistic:
+def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Statistic:
     """Sums up the inputs of a product over its rows, and counts the rows.
 
     Args:
-      use: the product.
-      alignment: alignment of the use, without the axes that scans took apart.
+      alignment: of the product with its parameter.
       kind: the kind of sums.
       x: the other operand of the product.
 
     Returns:
       The statistic in the order of the parameter, of one layer where scans run over several.
     """
-    x = _widen(x)
+    use, x = alignment.use, _widen(x)
     is_dot = use.kind == "dot"
     count = Count.from_number(_count_rows(use, x) * alignment.repeats)
     statistic = dataclasses.replace(alignment.axes, count=count)
@@ -70,16 +69,15 @@ def sum_inputs(use: Use, alignment: Alignment, kind: StatisticsKind, x: jax.Arra
     return statistic
 
 
-def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+def sum_outputs(alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
     """Sums up |y|^2 over the outputs y of each matrix: [number of matrices].
 
     Args:
-      use: the product.
-      alignment: alignment of the use, without the axes that scans took apart.
+      alignment: of the product with its parameter.
       x: the other operand of the product.
       *matrices: [*batch, outputs, inputs] in the order of the parameter.
     """
-    x = _widen(x)
+    use, x = alignment.use, _widen(x)
 
     def sum_squares(matrices: jax.Array) -> jax.Array:
         weights = alignment.to_operand_order(matrices.astype(promote(matrices.dtype, x.dtype)))
