@@ -51,21 +51,16 @@ def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Stat
     is_dot = use.kind == "dot"
     count = Count.from_number(_count_rows(use, x) * alignment.repeats)
     statistic = dataclasses.replace(alignment.axes, count=count)
+    order = alignment.to_parameter_order
     if kind == "gram":
         rows = _list_dot_rows(use, x) if is_dot else _extract_patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
-        rows_sum = jnp.sum(rows, axis=-2)
-        gram, sums = (
-            alignment.to_parameter_order(grams, 2),
-            alignment.to_parameter_order(rows_sum, 1),
-        )
-        return dataclasses.replace(statistic, gram=gram, sums=sums)
+        sums = jnp.sum(rows, axis=-2)
+        return dataclasses.replace(statistic, gram=order(grams, 2), sums=order(sums, 1))
     sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
-    statistic = dataclasses.replace(
-        statistic, squares=alignment.to_parameter_order(sum_rows(_square_magnitudes(x)), 1)
-    )
+    statistic = dataclasses.replace(statistic, squares=order(sum_rows(_square_magnitudes(x)), 1))
     if "sums" in FIELDS_BY_KIND[kind]:
-        return dataclasses.replace(statistic, sums=alignment.to_parameter_order(sum_rows(x), 1))
+        return dataclasses.replace(statistic, sums=order(sum_rows(x), 1))
     return statistic
 
 
