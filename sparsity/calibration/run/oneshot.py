@@ -8,7 +8,6 @@ every device of a mesh holds all of a weight, each device solves some of the out
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -333,7 +332,7 @@ class _Run:
         """Prunes a parameter, or one layer of it, and shifts the bias that takes over its means."""
         started = time.perf_counter()
         layer = prune_layer()
-        report = dataclasses.replace(layer.make_report(), seconds=time.perf_counter() - started)
+        report = layer.make_report(started)
         weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
         shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
         return StoredLayer(weights, mask, report, shifted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -54,14 +55,14 @@ class PrunedLayer(NamedTuple):
     keeps_means: bool = False
     output_squares: jax.Array | None = None
 
-    def make_report(self) -> LayerReport:
-        """Returns the report of the parameter, with 0 in place of the seconds."""
+    def make_report(self, started: float) -> LayerReport:
+        """Returns the report of the parameter, which took the time since then."""
         shares = jax.device_get(_compute_lost_shares(self))
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
             count=find_max_rows(self.statistic),
-            seconds=0.0,
+            seconds=time.perf_counter() - started,
             **{name: float(share) for name, share in shares.items()},
         )
 
