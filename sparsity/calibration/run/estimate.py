@@ -145,10 +145,8 @@ class MemoryMeter:
         self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
         part = 4 * param.size // max(layers, 1)
-        x, y = (
-            _count_wide_bytes(v)
-            for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0])
-        )
+        x = _count_wide_bytes(use.equation.inputs[1 - use.operand])
+        y = _count_wide_bytes(use.equation.outputs[0])
         if self._needs.has_grams:
             gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
