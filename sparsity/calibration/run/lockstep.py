@@ -8,6 +8,7 @@ its outputs when all of its weights have been pruned.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,10 +29,11 @@ from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.reuse import compile_at_call
 
 
+@dataclasses.dataclass(frozen=True)
 class Lockstep:
     """Runs a model on all batches, and stops at each weight before its product runs.
 
-    Args:
+    Attributes:
       calibration: the uses of the weights, and the sums of their inputs.
       batches: all of one shape.
       read: `read(path, *layers)` returns the current value of a parameter, or of its layer.
@@ -40,18 +42,12 @@ class Lockstep:
         parameters.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        batches: Sequence[PyTree],
-        read: Callable[..., jax.Array],
-        is_done: Callable[[Path, LayerIndex], bool],
-        on_reached: Callable[[Path, LayerIndex, ReachedWeight], None],
-    ) -> None:
-        self._calibration, self._batches = calibration, batches
-        self._read, self._is_done, self._on_reached = read, is_done, on_reached
-        self._uses = calibration.uses
-        self._frames: list[Frame] = []
+    calibration: Calibration
+    batches: Sequence[PyTree]
+    read: Callable[..., jax.Array]
+    is_done: Callable[[Path, LayerIndex], bool]
+    on_reached: Callable[[Path, LayerIndex, ReachedWeight], None]
+    _frames: list[Frame] = dataclasses.field(default_factory=list)  # the outermost first
 
     def run(self) -> None:
         """Runs the model from its inputs to its outputs.
@@ -59,11 +55,11 @@ class Lockstep:
         Raises:
           ValueError: the batches differ in shape or structure, or have inputs that are not finite.
         """
-        graph = self._calibration.graph
+        graph = self.calibration.graph
         program, count = graph.model.program, len(graph.parameters)
-        inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
-        for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
-            check_structure(batch, self._batches[0], number)
+        inputs = [trees.split_arrays(batch)[0] for batch in self.batches]
+        for number, (batch, arrays) in enumerate(zip(self.batches, inputs, strict=True)):
+            check_structure(batch, self.batches[0], number)
             if (shapes := _describe_shapes(arrays)) != (first := _describe_shapes(inputs[0])):
                 raise ValueError(
                     f"Batch {number} has arrays {shapes}, batch 0 has {first}. All batches run in "
@@ -72,7 +68,7 @@ class Lockstep:
                 )
         data = [dict(zip(program.inputs[count:], arrays, strict=True)) for arrays in inputs]
         param_inputs = {
-            value: functools.partial(self._read, param.path)
+            value: functools.partial(self.read, param.path)
             for value, param in graph.model.parameter_inputs.items()
         }
         self._run(Frame(program, param_inputs, data, {}))
@@ -95,7 +91,11 @@ class Lockstep:
                 continue
             from_data.update(equation.outputs)
             is_plain = equation.name in ENTRYWISE or equation.name in LAYOUTS
-            if is_plain and not equation.inner_programs and not self._uses.find(equation):
+            if (
+                is_plain
+                and not equation.inner_programs
+                and not self.calibration.uses.find(equation)
+            ):
                 stretch.append(equation)
                 continue
             yield from [stretch] if stretch else []
@@ -129,7 +129,7 @@ class Lockstep:
 
     def _run_equation(self, frame: Frame, equation: Equation) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
-        for number in self._uses.find(equation):
+        for number in self.calibration.uses.find(equation):
             self._prune_weight(frame, equation, number, frame.layers)
         if self._must_run_by_layer(equation, frame.layers):
             self._run_scan(frame, equation)
@@ -146,17 +146,19 @@ class Lockstep:
     ) -> Iterator[tuple[int, ScanLayers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
         for equation in (equation for body in inner_programs for equation in body.flat_equations()):
-            for number in self._uses.find(equation):
+            for number in self.calibration.uses.find(equation):
                 yield number, layers
-            for layer in _list_layers(equation) if self._uses.reads_layers(equation) else [None]:
+            for layer in (
+                _list_layers(equation) if self.calibration.uses.reads_layers(equation) else [None]
+            ):
                 inner_layers = layers if layer is None else {**layers, equation: layer}
                 yield from self._walk_uses(equation.inner_programs, inner_layers)
 
     def _must_run_by_layer(self, equation: Equation, layers: ScanLayers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
-            equation in (use := self._uses[number]).view.scans
-            and not self._is_done(use.path, _read_layer_index(use, inner_layers))
+            equation in (use := self.calibration.uses[number]).view.scans
+            and not self.is_done(use.path, _read_layer_index(use, inner_layers))
             for layer in _list_layers(equation)
             for number, inner_layers in self._walk_uses(
                 equation.inner_programs, {**layers, equation: layer}
@@ -199,20 +201,22 @@ class Lockstep:
         self, frame: Frame, equation: Equation, number: int, layers: ScanLayers
     ) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
-        use = self._uses[number]
+        use = self.calibration.uses[number]
         index = _read_layer_index(use, layers)
-        if self._is_done(use.path, index):
+        if self.is_done(use.path, index):
             return
         # The outermost loop that reads the same weight in each step.
         for outer, loop in zip(self._frames, frame.layers, strict=False):
             if loop not in use.view.scans:
                 frame, equation = outer, loop
                 break
-        numbers = self._uses.list_inner(equation) if equation.inner_programs else [number]
-        reached = ReachedWeight(
-            self._calibration, frame, equation, self._find_equal_uses(numbers, use, index, frame)
+        numbers = (
+            self.calibration.uses.list_inner(equation) if equation.inner_programs else [number]
         )
-        self._on_reached(use.path, index, reached)
+        reached = ReachedWeight(
+            self.calibration, frame, equation, self._find_equal_uses(numbers, use, index, frame)
+        )
+        self.on_reached(use.path, index, reached)
         for inner_frame in self._frames:
             inner_frame.forget_params()
 
@@ -225,14 +229,14 @@ class Lockstep:
         """
         layers: dict[int, ScanLayers] = {}
         for number in numbers:
-            other, layer_by_axis = self._uses[number], dict(index)
+            other, layer_by_axis = self.calibration.uses[number], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
             pairs = zip(other.view.scans, other.view.stacked, strict=True)
             scan_layers = {scan: layer_by_axis[axis] for scan, axis in pairs}
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
-        alignments = self._calibration.alignments
+        alignments = self.calibration.alignments
         axes = alignments[min(layers)].axes
         return {n: x for n, x in layers.items() if have_equal_axes(alignments[n].axes, axes)}
 
