@@ -15,7 +15,7 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.means import holds_outputs
 from sparsity.calibration.run.needs import Needs, combine_needs, method_name
-from sparsity.calibration.run.prune import prune_at_once, refit_layer
+from sparsity.calibration.run.prune import prune_and_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
 from sparsity.calibration.statistics.capture import Calibration
@@ -139,14 +139,9 @@ class PruningTask:
         single_tree = trees.map_matched(
             lambda x, _: dense if x == site.path else None, weights.dense
         )
-        statistics = {path: statistic}
-        pruned_tree, masks = prune_at_once(pruner, single_tree, statistics, [site.path])
-        pruned, mask = (trees.leaves_by_path(x)[site.path] for x in (pruned_tree, masks))
-        refitted = pruned
-        if not (self.refit is None or isinstance(self.refit, BiasRefit)):
-            refitted, mask = refit_layer(
-                self.refit, pruner, site, self.targets[path], dense, (pruned, mask), statistics
-            )
+        refit = None if isinstance(self.refit, BiasRefit) else self.refit
+        results = prune_and_refit(pruner, single_tree, {path: statistic}, refit, [site.path])
+        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in results)
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
