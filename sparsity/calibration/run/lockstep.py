@@ -84,18 +84,14 @@ class Lockstep:
 
     def _split_into_stretches(self, frame: Frame) -> Iterator[list[Equation]]:
         """Yields the equations that read data: entrywise ones and layouts in a row together."""
-        from_data, stretch = {*frame.data[0]}, list[Equation]()
+        uses, from_data, stretch = self.calibration.uses, {*frame.data[0]}, list[Equation]()
         for equation in frame.program.flat_equations():
             # Values of parameters alone are computed when they are read: parameters still change.
             if from_data.isdisjoint(equation.inputs):
                 continue
             from_data.update(equation.outputs)
             is_plain = equation.name in ENTRYWISE or equation.name in LAYOUTS
-            if (
-                is_plain
-                and not equation.inner_programs
-                and not self.calibration.uses.find(equation)
-            ):
+            if is_plain and not equation.inner_programs and not uses.find(equation):
                 stretch.append(equation)
                 continue
             yield from [stretch] if stretch else []
@@ -145,12 +141,11 @@ class Lockstep:
         self, inner_programs: Sequence[Program], layers: ScanLayers
     ) -> Iterator[tuple[int, ScanLayers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
+        uses = self.calibration.uses
         for equation in (equation for body in inner_programs for equation in body.flat_equations()):
-            for number in self.calibration.uses.find(equation):
+            for number in uses.find(equation):
                 yield number, layers
-            for layer in (
-                _list_layers(equation) if self.calibration.uses.reads_layers(equation) else [None]
-            ):
+            for layer in _list_layers(equation) if uses.reads_layers(equation) else [None]:
                 inner_layers = layers if layer is None else {**layers, equation: layer}
                 yield from self._walk_uses(equation.inner_programs, inner_layers)
 
@@ -201,7 +196,8 @@ class Lockstep:
         self, frame: Frame, equation: Equation, number: int, layers: ScanLayers
     ) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
-        use = self.calibration.uses[number]
+        uses = self.calibration.uses
+        use = uses[number]
         index = _read_layer_index(use, layers)
         if self.is_done(use.path, index):
             return
@@ -210,9 +206,7 @@ class Lockstep:
             if loop not in use.view.scans:
                 frame, equation = outer, loop
                 break
-        numbers = (
-            self.calibration.uses.list_inner(equation) if equation.inner_programs else [number]
-        )
+        numbers = uses.list_inner(equation) if equation.inner_programs else [number]
         reached = ReachedWeight(
             self.calibration, frame, equation, self._find_equal_uses(numbers, use, index, frame)
         )
