@@ -8,6 +8,7 @@ every device of a mesh holds all of a weight, each device solves some of the out
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -152,13 +153,11 @@ def oneshot(
         return MemoryMeter(task, batches).estimate()
     identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
     store = None if folder is None else LayerStore(folder, identity())
-    run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
-    if sequential:
-        run.follow_model()
-    run.finish_others(fn)
-    pruned, report = run.weights.make_tree(), run.report
+    weights = ModelWeights(params, [param.path for param in task.graph.parameters])
+    run = _Run(task, weights, batches, store, _show_progress(task, batches) if progress else None)
+    report, pruned = run.run(fn, sequential), weights.make_tree()
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
-    return pruned, run.weights.make_masks(pruner.use_packed_masks), report
+    return pruned, weights.make_masks(pruner.use_packed_masks), report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **flags: object) -> None:
@@ -218,38 +217,36 @@ def _show_progress(
     return on_layer_done
 
 
+@dataclasses.dataclass(frozen=True)
 class _Run:
     """One pass over a model.
 
-    Args:
+    Attributes:
       task: what to prune.
-      params: tree of parameters.
+      weights: parameters and masks so far.
       batches: the batches.
       store: the folder of finished layers, if any.
       on_layer_done: is called with the path and the index of each layer that is done.
-
-    Attributes:
-      weights: parameters and masks so far.
-      report: the report so far.
+      layers: reports so far.
     """
 
-    def __init__(
-        self,
-        task: PruningTask,
-        params: Params,
-        batches: Sequence[PyTree],
-        store: LayerStore | None,
-        on_layer_done: Callable[[Path, LayerIndex], None] | None,
-    ) -> None:
-        self._task, self._batches = task, batches
-        self._store, self._on_layer_done = store, on_layer_done
-        self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
-        self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
-        self.report = Report()
+    task: PruningTask
+    weights: ModelWeights
+    batches: Sequence[PyTree]
+    store: LayerStore | None
+    on_layer_done: Callable[[Path, LayerIndex], None] | None
+    layers: dict[Path, dict[LayerIndex, LayerReport]] = dataclasses.field(default_factory=dict)
 
-    def follow_model(self) -> None:
+    def run(self, fn: ModelFn, sequential: bool) -> Report:
+        """Prunes all parameters, those that the model reaches first, and returns their report."""
+        if sequential:
+            self._follow_model()
+        self._finish_others(fn)
+        return Report({path: LayerReport.combine([*x.values()]) for path, x in self.layers.items()})
+
+    def _follow_model(self) -> None:
         """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
-        task, calibration = self._task, self._task.make_calibration()
+        task, calibration = self.task, self.task.make_calibration()
         if task.needs.has_grams:
             for name, gram in calibration.list_gram_shapes(one_layer=True).items():
                 check_memory({name: gram}, task.needs.gram_copies)  # one is held at a time
@@ -257,24 +254,24 @@ class _Run:
         def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
             self._finish(path, index, functools.partial(self._prune_reached, path, index, reached))
 
-        Lockstep(calibration, self._batches, self.weights.read, self._is_done, on_reached).run()
+        Lockstep(calibration, self.batches, self.weights.read, self._is_done, on_reached).run()
 
     def _prune_reached(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> PrunedLayer:
         """Prunes a parameter, or one layer of it, by its inputs at the place that reads it."""
-        task = self._task
+        task = self.task
         statistic = reached.sum_statistic(task.name_layer(path, index))
         layer = task.prune_layer(self.weights, path, index, statistic)
         if task.needs.has_grams:
             return layer
         return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
 
-    def finish_others(self, fn: ModelFn) -> None:
+    def _finish_others(self, fn: ModelFn) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model.
 
         The model runs for all of them at once, and only if the folder lacks one.
         """
-        task, params, batches = self._task, self.weights.make_tree(), self._batches
-        paths = [path for path in task.sites if path not in self._layers]
+        task, params, batches = self.task, self.weights.make_tree(), self.batches
+        paths = [path for path in task.sites if path not in self.layers]
 
         @functools.cache
         def calibrate_all() -> Statistics:
@@ -301,26 +298,24 @@ class _Run:
         self, path: Path, index: LayerIndex, prune_layer: Callable[[], PrunedLayer]
     ) -> None:
         """Takes a parameter, or one layer of it, from the folder, or prunes and saves it."""
-        bias_place = self._task.find_bias(path, index)
+        bias_place = self.task.find_bias(path, index)
         bias = None
         if bias_place is not None:
             bias = read_layer(self.weights.current[bias_place[0]], bias_place[1])
         dense = read_layer(self.weights.before[path], index)
-        number = sum(map(len, self._layers.values()))
-        stored = self._store.read(number, dense, bias) if self._store else None
+        number = sum(map(len, self.layers.values()))
+        stored = self.store.read(number, dense, bias) if self.store else None
         if stored is None:
             stored = self._prune_and_shift(path, dense, bias, prune_layer)
-            if self._store:
-                self._store.write(number, stored)
+            if self.store:
+                self.store.write(number, stored)
         if bias_place is not None and stored.bias is not None:
             self.weights.replace(*bias_place, stored.bias)
         self.weights.replace(path, index, stored.weights)
         self.weights.replace_mask(path, index, stored.mask)
-        layers = self._layers.setdefault(path, {})
-        layers[index] = stored.report
-        self.report[path] = LayerReport.combine([*layers.values()])
-        if self._on_layer_done is not None:
-            self._on_layer_done(path, index)
+        self.layers.setdefault(path, {})[index] = stored.report
+        if self.on_layer_done is not None:
+            self.on_layer_done(path, index)
 
     def _prune_and_shift(
         self,
@@ -334,10 +329,10 @@ class _Run:
         layer = prune_layer()
         report = layer.make_report(started)
         weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
-        shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
+        shifted = None if bias is None else self.task.shift_bias(path, bias, layer, self.weights)
         return StoredLayer(weights, mask, report, shifted)
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
-        layers = self._layers.get(path, {})
+        layers = self.layers.get(path, {})
         return index in layers or () in layers or (not index and bool(layers))
