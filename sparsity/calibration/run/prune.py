@@ -9,7 +9,7 @@ import jax
 
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import BiasRefit, Refit, Select
-from sparsity.calibration.run.needs import method_name, read_refit_needs
+from sparsity.calibration.run.needs import method_name, read_needs
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
@@ -156,7 +156,7 @@ def _refit_layer(
     """
     if not dense.size:
         return pruned_layer
-    needs, label = read_refit_needs(refit), method_name(refit)
+    needs, label = read_needs(refit), method_name(refit)
     statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
     if needs.has_grams:
         check_solvable(statistic, dense, site.name, needs.damping)
