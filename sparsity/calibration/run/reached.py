@@ -76,13 +76,12 @@ class ReachedWeight:
         batches = range(len(self.frame.data))
         operands = {n: [self._read_operand(batch, n) for batch in batches] for n in self.layers}
         place = host.find_place(operands, matrices)
-        if place is None:
+        reruns = all(_can_rerun(self.calibration.uses[number], matrices) for number in operands)
+        if place is None or not reruns:
             return None
         total = np.zeros(len(matrices))
         for number, inputs in operands.items():
             rerun = _make_rerun(self.calibration.alignments[number], matrices, place)
-            if rerun is None:
-                return None
             total += sum(map(rerun, inputs))
         dtype = promote(matrices[0].dtype, jnp.float32)
         return place.put(total.astype(dtype))
@@ -124,21 +123,19 @@ class ReachedWeight:
 
 def _make_rerun(
     alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
-) -> Callable[[jax.Array], np.ndarray] | None:
+) -> Callable[[jax.Array], np.ndarray]:
     """Returns a function from the other operand of a product to the sums of |y|^2 with each matrix.
 
     A run outside of `jit` compiles each product by itself, and keeps the program. The product of
     the same inputs with lost weights is this program again: sums of its outputs compile nothing.
 
     Args:
-      alignment: of the product; `None` is returned if its outputs lose digits.
+      alignment: of the product.
       matrices: [*batch, outputs, inputs] each, in the order of the parameter.
       place: the place of matrices and inputs.
     """
     use = alignment.use
     value = use.equation.inputs[use.operand]
-    if not _has_sum_precision(use, matrices) or matrices[0].size != value.size:
-        return None
     roles = read_product(use.equation).operands[use.operand]
     axes = (*roles.batch, *roles.free, *roles.contracted)
     sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
@@ -162,14 +159,18 @@ def _sum_squares(x: np.ndarray) -> float:
     return sum(float(np.square(x[chunk]).sum()) for chunk in host.chunks(len(x)))
 
 
-def _has_sum_precision(use: Use, matrices: Sequence[jax.Array]) -> bool:
-    """Returns whether a product on a CPU has the precision of sums: real, in float32 at least."""
+def _can_rerun(use: Use, matrices: Sequence[jax.Array]) -> bool:
+    """Returns whether a product on a CPU takes matrices, and has the precision of sums.
+
+    That is real numbers, in float32 at least.
+    """
     equation = use.equation
     dtypes = {value.dtype for value in (*equation.inputs, *equation.outputs)}
     dtypes.update(promote(x.dtype, jnp.float32) for x in matrices)
     precision = equation.params["precision"]
     precisions = precision if isinstance(precision, tuple) else (precision,)
     is_plain = all(x is None or isinstance(x, lax.Precision) for x in precisions)
+    is_plain &= matrices[0].size == equation.inputs[use.operand].size
     return is_plain and len(dtypes) == 1 and dtypes <= {np.dtype("float32"), np.dtype("float64")}
 
 
