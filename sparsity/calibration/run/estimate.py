@@ -126,12 +126,8 @@ class MemoryMeter:
             return
         for number in self._uses.list_inner(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        inside_bytes = sum(
-            _count_bytes(v)
-            for body in equation.inner_programs
-            for e in body.flat_equations()
-            for v in e.outputs
-        )
+        inner = [e for body in equation.inner_programs for e in body.flat_equations()]
+        inside_bytes = sum(_count_bytes(value) for e in inner for value in e.outputs)
         output_bytes = sum(map(_count_bytes, equation.outputs))
         # Outputs less freed inputs add up batch by batch.
         later_bytes = (self._batches - 1) * max(output_bytes - freed_bytes, 0)

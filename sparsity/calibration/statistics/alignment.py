@@ -44,11 +44,8 @@ class Alignment:
     @property
     def repeats(self) -> int:
         """Number of slices and outputs of the operand for each one of the parameter."""
-        return (
-            self.copies
-            * len(self.slices)
-            // max(math.prod(self.axes.read_batch_shape(self.shape)), 1)
-        )
+        slices = math.prod(self.axes.read_batch_shape(self.shape))
+        return self.copies * len(self.slices) // max(slices, 1)
 
     def to_parameter_order(self, sums: jax.Array, ndim: int) -> jax.Array:
         """Returns sums [*batch, ...] in the order of the parameter.
