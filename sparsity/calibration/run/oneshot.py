@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias, overload
 
 import chex
-import jax
 
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.run.estimate import Estimate, MemoryMeter
@@ -306,7 +305,13 @@ class _Run:
         number = sum(map(len, self.layers.values()))
         stored = self.store.read(number, dense, bias) if self.store else None
         if stored is None:
-            stored = self._prune_and_shift(path, dense, bias, prune_layer)
+            started = time.perf_counter()
+            layer = prune_layer()
+            report = layer.make_report(started)
+            weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
+            if bias is not None:
+                bias = self.task.shift_bias(path, bias, layer, self.weights)
+            stored = StoredLayer(weights, mask, report, bias)
             if self.store:
                 self.store.write(number, stored)
         if bias_place is not None and stored.bias is not None:
@@ -316,21 +321,6 @@ class _Run:
         self.layers.setdefault(path, {})[index] = stored.report
         if self.on_layer_done is not None:
             self.on_layer_done(path, index)
-
-    def _prune_and_shift(
-        self,
-        path: Path,
-        dense: jax.Array,
-        bias: jax.Array | None,
-        prune_layer: Callable[[], PrunedLayer],
-    ) -> StoredLayer:
-        """Prunes a parameter, or one layer of it, and shifts the bias that takes over its means."""
-        started = time.perf_counter()
-        layer = prune_layer()
-        report = layer.make_report(started)
-        weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
-        shifted = None if bias is None else self.task.shift_bias(path, bias, layer, self.weights)
-        return StoredLayer(weights, mask, report, shifted)
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
