@@ -183,16 +183,15 @@ def _choose_better(
     """
     xp = host.namespace([dense])
     solution = xp.where(solution[1] != 0, solution[0], 0).astype(dense.dtype), are_kept(solution[1])
-    if statistic.gram is None:
-        new_error, before_error = (xp.sum(~xp.isfinite(x)) for x, _ in (solution, pruned_layer))
-    else:
-        new_error, before_error = (
-            output_error(statistic, dense - x).sum() for x, _ in (solution, pruned_layer)
-        )
-    weights, mask = (
-        xp.where(new_error <= before_error, a, b)
-        for a, b in zip(solution, pruned_layer, strict=True)
-    )
+
+    def measure_error(weights: jax.Array) -> jax.Array:
+        if statistic.gram is None:
+            return xp.sum(~xp.isfinite(weights))
+        return output_error(statistic, dense - weights).sum()
+
+    is_better = measure_error(solution[0]) <= measure_error(pruned_layer[0])
+    pairs = zip(solution, pruned_layer, strict=True)
+    weights, mask = (xp.where(is_better, new, before) for new, before in pairs)
     return weights, mask
 
 
