@@ -139,9 +139,7 @@ def _reads_all_entries(use: Use, shape: tuple[int, ...]) -> bool:
     if view.has_other_entries or view.is_conjugate or len(view.stacked) != len(view.scans):
         return False
     layers = zip(view.stacked, view.scans, strict=True)
-    if len({*view.stacked}) != len(view.stacked) or any(
-        shape[axis] != scan.length for axis, scan in layers
-    ):
+    if any(shape[axis] != scan.length for axis, scan in layers):
         return False
     is_dot = use.kind == "dot"
     return is_dot or (use.operand == 1 and use.equation.params["batch_group_count"] == 1)
