@@ -121,10 +121,8 @@ class FLAPPruning(ChannelPruning):
             check_gradients(grads, params, targets)
         biases = self._find_biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {key_path: param.path for key_path, param in graph.parameters.match(params).items()}
-        read_value = graph.model.make_reader(
-            {name: leaves[key_path] for key_path, name in names.items()}
-        )
+        matches = graph.parameters.match(params).items()
+        read_value = graph.model.make_reader({x.path: leaves[key_path] for key_path, x in matches})
         statistics = {trees.path_names(key_path): x.statistic for key_path, x in problems.items()}
         extra = {**extra_args, "statistics": statistics}
         inputs = self.make_inputs(params, grads, extra)

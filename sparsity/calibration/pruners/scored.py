@@ -138,12 +138,10 @@ class ScoredPruning(StatisticsReader, BaseUpdater):
         for key_path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(key_path), "shape", ())
             statistic = self.statistic(statistics, sites[key_path], shape)
+            split_axes[key_path] = statistic.batch
             if self.is_per_output:
                 check_groups(sites[key_path], statistic, shape)
-            split_axes[key_path] = (
-                *statistic.batch,
-                *(statistic.output if self.is_per_output else ()),
-            )
+                split_axes[key_path] += statistic.output
         # Other scopes compare weights of several outputs, so that no slice is to be split.
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
