@@ -91,22 +91,24 @@ class ReachedWeight:
         value = self.equation.inputs[1 - self.calibration.uses[number].operand]
         return self.frame.read(batch, value)
 
-    def _sum_batches(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
+    def _sum_batches(
+        self, sum_up: Callable[..., PyTree], matrices: Sequence[jax.Array] = ()
+    ) -> Iterator[Sums]:
         """Yields the sums of each batch, by number of the use."""
         batches = range(len(self.frame.data))
         if not self.equation.inner_programs:
             programs = {n: compile_at_call(functools.partial(sum_up, n)) for n in self.layers}
             for batch in batches:
                 operands = {n: self._read_operand(batch, n) for n in programs}
-                yield {n: programs[n](operand, {}, arguments) for n, operand in operands.items()}
+                yield {n: programs[n](operand, *matrices) for n, operand in operands.items()}
             return
         uses = Uses({number: self.calibration.uses[number] for number in self.layers})
         # Indices are arguments, so that the layers of a stack share a compiled program.
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
-        def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:
+        def run(inputs: list[jax.Array], indices: PyTree, matrices: PyTree) -> Sums:
             def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                sums = sum_up(number, x, steps, arguments)
+                sums = sum_up(number, x, *matrices)
                 for scan, layer in zip(self.layers[number], indices[number], strict=True):
                     is_layer = steps[scan] == layer
                     sums = jax.tree.map(lambda s, is_on=is_layer: jnp.where(is_on, s, 0), sums)
@@ -118,7 +120,7 @@ class ReachedWeight:
 
         program = compile_at_call(jax.jit(run))
         for batch in batches:
-            yield program(self.frame.read_inputs(batch, self.equation), indices, arguments)
+            yield program(self.frame.read_inputs(batch, self.equation), indices, matrices)
 
 
 def _make_rerun(

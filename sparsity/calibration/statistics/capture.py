@@ -138,14 +138,12 @@ class Calibration:
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
-    def sum_inputs(self, number: int, x: jax.Array, *_: object) -> Statistic:
+    def sum_inputs(self, number: int, x: jax.Array) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
         sum_rows = functools.partial(sum_inputs, self.alignments[number], self.kind)
         return sharding.call_replicated(sum_rows, x)
 
-    def sum_outputs(
-        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
-    ) -> jax.Array:
+    def sum_outputs(self, number: int, x: jax.Array, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
         sum_rows = functools.partial(sum_outputs, self.alignments[number])
         return sharding.call_replicated(sum_rows, x, *matrices)
@@ -176,20 +174,17 @@ def collect_sums(
     params: Params,
     batches: Iterable[PyTree],
     make: Callable[[Graph], Calibration],
-    sum_rows: Callable[..., PyTree] = Calibration.sum_inputs,
-    arguments: PyTree = None,
-    stacks: bool = True,
+    matrices: Mapping[Path, Sequence[jax.Array]] | None = None,
 ) -> tuple[Calibration, Sums]:
-    """Runs a model on batches and adds up their sums.
+    """Runs a model on batches and adds up their sums: of inputs, or of the outputs of matrices.
 
     Args:
       fn: the model.
       params: its parameters.
       batches: batches, which may differ in shape.
       make: makes the calibration of a graph; called once for each shape of a batch.
-      sum_rows: `sum_rows(calibration, number, x, steps, arguments)` returns the sums of a use.
-      arguments: arrays that the sums depend on.
-      stacks: keep the sums of each layer of a stacked weight apart.
+      matrices: [*batch, outputs, inputs] by path of the parameter. Sums of their outputs also run
+        over the layers of a stacked weight; those of inputs are kept apart.
 
     Returns:
       (the calibration of the last batch, the sums of all batches).
@@ -202,10 +197,16 @@ def collect_sums(
     def compile_sums(graph: Graph) -> tuple[Calibration, Callable[..., PyTree]]:
         calibration = make(graph)
 
-        def run(leaves: PyTree, inputs: PyTree, arguments: PyTree) -> tuple[Sums, PyTree]:
-            interpreter = SummingInterpreter(
-                calibration.uses, lambda *use: sum_rows(calibration, *use, arguments), stacks
-            )
+        def run(leaves: PyTree, inputs: PyTree, matrices: PyTree) -> tuple[Sums, PyTree]:
+            def sum_up(number: int, x: jax.Array, steps: Steps) -> PyTree:
+                if matrices is None:
+                    return calibration.sum_inputs(number, x)
+                use = calibration.uses[number]
+                layer = tuple(steps[scan] for scan in use.view.scans)
+                layer_matrices = [matrix[layer] for matrix in matrices[use.path]]
+                return calibration.sum_outputs(number, x, *layer_matrices)
+
+            interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
             return sums, {number: _are_finite(sums_of_use) for number, sums_of_use in sums.items()}
@@ -219,8 +220,8 @@ def collect_sums(
         calibration, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
-        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
-        sums, finite = run(*arrays)
+        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0]
+        sums, finite = run(*arrays, matrices)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
                 raise make_not_finite_error(trees.join_names(calibration.uses[use].path), number)
@@ -245,18 +246,10 @@ def sum_losses(
       matrices: [*batch, outputs, inputs] by path of the parameter.
     """
 
-    def sum_rows(
-        calibration: Calibration, number: int, x: jax.Array, steps: Steps, matrices: PyTree
-    ) -> jax.Array:
-        use = calibration.uses[number]
-        layer = tuple(steps[scan] for scan in use.view.scans)
-        layer_matrices = [matrix[layer] for matrix in matrices[use.path]]
-        return calibration.sum_outputs(number, x, steps, layer_matrices)
-
     def make(graph: Graph) -> Calibration:
         return Calibration(graph, "squares", lambda path, _: path in matrices)
 
-    calibration, sums = collect_sums(fn, params, batches, make, sum_rows, matrices, stacks=False)
+    calibration, sums = collect_sums(fn, params, batches, make, matrices)
     losses = dict.fromkeys(matrices, jnp.zeros(()))
     for number, loss in sums.items():
         losses[calibration.uses[number].path] += loss
