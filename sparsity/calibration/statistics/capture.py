@@ -84,15 +84,7 @@ def calibrate(
     check_bool("progress", progress)
     if progress:
         batches = extras.load("tqdm.auto", "progress").tqdm(batches)
-
-    def make(graph: Graph) -> Calibration:
-        calibration = Calibration(graph, kind, filter_fn)
-        if kind == "gram":
-            # The sums so far, the sums of a batch, and the latter in the order of the operand.
-            check_memory(calibration.list_gram_shapes(), copies=3)
-        return calibration
-
-    calibration, total = collect_sums(fn, params, batches, make)
+    calibration, total = _collect_sums(fn, params, batches, kind, filter_fn)
     return calibration.pop_statistics(total)
 
 
@@ -102,7 +94,7 @@ class Calibration:
     Args:
       graph: the graph.
       kind: the kind of sums.
-      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
+      filter_fn: selects parameters; `None` for all whose inputs match entries of the parameter.
 
     Attributes:
       uses: the uses whose inputs match entries of their parameter, by number.
@@ -113,7 +105,7 @@ class Calibration:
         self,
         graph: Graph,
         kind: StatisticsKind,
-        filter_fn: Callable[[Path, Parameter], bool] | None = None,
+        filter_fn: Callable[[Path, Parameter], bool] | None,
     ) -> None:
         leaves = {param.path: param for param in graph.parameters}
         self.graph: Graph = graph
@@ -169,11 +161,12 @@ class Calibration:
         }
 
 
-def collect_sums(
+def _collect_sums(
     fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    make: Callable[[Graph], Calibration],
+    kind: StatisticsKind,
+    filter_fn: Callable[[Path, Parameter], bool] | None,
     matrices: Mapping[Path, Sequence[jax.Array]] | None = None,
 ) -> tuple[Calibration, Sums]:
     """Runs a model on batches and adds up their sums: of inputs, or of the outputs of matrices.
@@ -182,7 +175,8 @@ def collect_sums(
       fn: the model.
       params: its parameters.
       batches: batches, which may differ in shape.
-      make: makes the calibration of a graph; called once for each shape of a batch.
+      kind: the kind of sums of inputs.
+      filter_fn: selects parameters.
       matrices: [*batch, outputs, inputs] by path of the parameter. Sums of their outputs also run
         over the layers of a stacked weight; those of inputs are kept apart.
 
@@ -195,7 +189,10 @@ def collect_sums(
 
     @functools.cache
     def compile_sums(graph: Graph) -> tuple[Calibration, Callable[..., PyTree]]:
-        calibration = make(graph)
+        calibration = Calibration(graph, kind, filter_fn)
+        if kind == "gram":
+            # The sums so far, the sums of a batch, and the latter in the order of the operand.
+            check_memory(calibration.list_gram_shapes(), copies=3)
 
         def run(leaves: PyTree, inputs: PyTree, matrices: PyTree) -> tuple[Sums, PyTree]:
             def sum_up(number: int, x: jax.Array, steps: Steps) -> PyTree:
@@ -245,11 +242,9 @@ def sum_losses(
       batches: the batches.
       matrices: [*batch, outputs, inputs] by path of the parameter.
     """
-
-    def make(graph: Graph) -> Calibration:
-        return Calibration(graph, "squares", lambda path, _: path in matrices)
-
-    calibration, sums = collect_sums(fn, params, batches, make, matrices)
+    calibration, sums = _collect_sums(
+        fn, params, batches, "squares", lambda path, _: path in matrices, matrices
+    )
     losses = dict.fromkeys(matrices, jnp.zeros(()))
     for number, loss in sums.items():
         losses[calibration.uses[number].path] += loss
