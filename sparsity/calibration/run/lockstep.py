@@ -207,9 +207,8 @@ class Lockstep:
                 frame, equation = outer, loop
                 break
         numbers = uses.list_inner(equation) if equation.inner_programs else [number]
-        reached = ReachedWeight(
-            self.calibration, frame, equation, self._find_equal_uses(numbers, use, index, frame)
-        )
+        equal_uses = self._find_equal_uses(numbers, use, index, frame)
+        reached = ReachedWeight(self.calibration, frame, equation, equal_uses)
         self.on_reached(use.path, index, reached)
         for inner_frame in self._frames:
             inner_frame.forget_params()

@@ -93,11 +93,8 @@ def prune_and_refit(
             site, target = sites[key_path], targets.get(key_path, 0.0)
             layer = _refit_layer(refit, pruner, site, target, leaves[key_path], layer, statistics)
         refitted[key_path] = layer  # without either, a bias of coupled channels
-    return (
-        pruned,
-        trees.map_matched(lambda key_path, param: refitted.get(key_path, (param,))[0], pruned),
-        trees.map_matched(lambda key_path, _: refitted[key_path][1], masks),
-    )
+    weights = trees.map_matched(lambda key_path, x: refitted.get(key_path, (x,))[0], pruned)
+    return pruned, weights, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:

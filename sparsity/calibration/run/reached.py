@@ -65,7 +65,7 @@ class ReachedWeight:
         rerun_losses = self._rerun_losses(matrices)
         if rerun_losses is not None:
             return rerun_losses
-        batches = self._sum_batches(self.calibration.sum_outputs, matrices)
+        batches = self._sum_batches(self.calibration.sum_outputs, *matrices)
         sums = [total for sums_of_batch in batches for total in sums_of_batch.values()]
         return functools.reduce(jnp.add, sums)
 
@@ -91,9 +91,7 @@ class ReachedWeight:
         value = self.equation.inputs[1 - self.calibration.uses[number].operand]
         return self.frame.read(batch, value)
 
-    def _sum_batches(
-        self, sum_up: Callable[..., PyTree], matrices: Sequence[jax.Array] = ()
-    ) -> Iterator[Sums]:
+    def _sum_batches(self, sum_up: Callable[..., PyTree], *matrices: jax.Array) -> Iterator[Sums]:
         """Yields the sums of each batch, by number of the use."""
         batches = range(len(self.frame.data))
         if not self.equation.inner_programs:
