@@ -85,10 +85,10 @@ class SparseGPTPruning(StatisticsPruning):
         check_groups(site, statistic, param.shape)
         if isinstance(pattern, NByM):
             innermost = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
-            pattern, block_size = dataclasses.replace(pattern, axis=0), pattern.m
+            pattern, block_size = NByM(pattern.n, pattern.m, axis=0), pattern.m
         elif isinstance(pattern, FanIn):
             _check_fan_in(pattern, site, statistic, param.shape)
-            pattern = dataclasses.replace(pattern, axis=0)
+            pattern = FanIn(pattern.group, axis=0)
         elif not isinstance(pattern, Unstructured):
             raise ValueError(
                 f"{type(self).__name__} removes single weights, of sparsity_type = Unstructured(), "
