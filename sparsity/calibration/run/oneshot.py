@@ -226,7 +226,7 @@ class _Run:
       batches: the batches.
       store: the folder of finished layers, if any.
       on_layer_done: is called with the path and the index of each layer that is done.
-      layers: reports so far.
+      layers: reports so far, by path and index.
     """
 
     task: PruningTask
