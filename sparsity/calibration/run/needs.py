@@ -73,8 +73,8 @@ def read_needs(method: object) -> Needs:
     By default a pruner needs sums of squares, for errors and not for masks; a refit needs Gram
     matrices, and means for biases.
     """
-    kind = "squares" if isinstance(method, BaseUpdater) else "gram"
-    kind = "moments" if isinstance(method, BiasRefit) else kind
+    kind = "moments" if isinstance(method, BiasRefit) else "gram"
+    kind = "squares" if isinstance(method, BaseUpdater) else kind
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
     needs = Needs(**{"statistics_kind": kind, **stated})
