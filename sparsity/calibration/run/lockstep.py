@@ -29,7 +29,7 @@ from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.reuse import compile_at_call
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Lockstep:
     """Runs a model on all batches, and stops at each weight before its product runs.
 

@@ -216,7 +216,7 @@ def _show_progress(
     return on_layer_done
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
     """One pass over a model.
 
