@@ -58,10 +58,9 @@ def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Stat
         sums = jnp.sum(rows, axis=-2)
         return dataclasses.replace(statistic, gram=order(grams, 2), sums=order(sums, 1))
     sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
-    statistic = dataclasses.replace(statistic, squares=order(sum_rows(_square_magnitudes(x)), 1))
-    if "sums" in FIELDS_BY_KIND[kind]:
-        return dataclasses.replace(statistic, sums=order(sum_rows(x), 1))
-    return statistic
+    squares = order(sum_rows(_square_magnitudes(x)), 1)
+    sums = order(sum_rows(x), 1) if "sums" in FIELDS_BY_KIND[kind] else None
+    return dataclasses.replace(statistic, squares=squares, sums=sums)
 
 
 def sum_outputs(alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
