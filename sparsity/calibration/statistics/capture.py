@@ -195,14 +195,7 @@ def _collect_sums(
             check_memory(calibration.list_gram_shapes(), copies=3)
 
         def run(leaves: PyTree, inputs: PyTree, matrices: PyTree) -> tuple[Sums, PyTree]:
-            def sum_up(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                if matrices is None:
-                    return calibration.sum_inputs(number, x)
-                use = calibration.uses[number]
-                layer = tuple(steps[scan] for scan in use.view.scans)
-                layer_matrices = [matrix[layer] for matrix in matrices[use.path]]
-                return calibration.sum_outputs(number, x, *layer_matrices)
-
+            sum_up = functools.partial(_sum_up, calibration, matrices)
             interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
@@ -226,6 +219,17 @@ def _collect_sums(
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return calibration, total
+
+
+def _sum_up(
+    calibration: Calibration, matrices: PyTree, number: int, x: jax.Array, steps: Steps
+) -> PyTree:
+    """Returns the sums of a use: over its inputs, or over the outputs of matrices of its layer."""
+    if matrices is None:
+        return calibration.sum_inputs(number, x)
+    use = calibration.uses[number]
+    layer = tuple(steps[scan] for scan in use.view.scans)
+    return calibration.sum_outputs(number, x, *(matrix[layer] for matrix in matrices[use.path]))
 
 
 def sum_losses(
