@@ -55,8 +55,8 @@ def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Stat
     if kind == "gram":
         rows = _list_dot_rows(use, x) if is_dot else _extract_patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
-        sums = jnp.sum(rows, axis=-2)
-        return dataclasses.replace(statistic, gram=order(grams, 2), sums=order(sums, 1))
+        totals = jnp.sum(rows, axis=-2)
+        return dataclasses.replace(statistic, gram=order(grams, 2), sums=order(totals, 1))
     sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
     squares = order(sum_rows(_square_magnitudes(x)), 1)
     sums = order(sum_rows(x), 1) if "sums" in FIELDS_BY_KIND[kind] else None
