@@ -94,9 +94,9 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta EntryScores Equation
-KeptArray KeptParameter LampScores MaskUpdate Model ModelInTraining Observer
+Frame KeptArray KeptParameter LampScores Lockstep MaskUpdate Model ModelInTraining Observer
 PositionChange Program Ranked Rows SharedEntry SlotMap Small StoredModel Use
-Value Visits _Trainer
+Value Visits _Run _Trainer
 """
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Means, prune
-from sparsity.calibration.run.needs import combine_needs, read_pruner_needs, read_refit_needs
+from sparsity.calibration.run.needs import combine_needs, read_needs
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 MAGNITUDE, GPT = sparsity.MagnitudePruning(**HALF), sparsity.SparseGPTPruning(**HALF)
@@ -45,12 +45,12 @@ def test_a_run_has_gram_matrices_if_its_pruner_or_its_refit_needs_them(pruner, r
 
 
 def test_a_class_that_states_nothing_has_the_defaults():
-    assert read_pruner_needs(MAGNITUDE).statistics_kind == "squares"
-    needs = read_refit_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask))
+    assert read_needs(MAGNITUDE).statistics_kind == "squares"
+    needs = read_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask))
     assert needs[:2] == ("gram", 2)
     assert needs.count_bytes(10, 20) == 0
     assert needs[3:] == (None,)
-    assert read_refit_needs(Large())[3:] == (0.5,)
+    assert read_needs(Large())[3:] == (0.5,)
 
 
 @pytest.mark.parametrize("kind", ["gramm", None, ["gram"]])

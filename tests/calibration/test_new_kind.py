@@ -20,11 +20,11 @@ class WithQuartics(sparsity.Statistic):
     quartics: jax.Array | None = None  # sums of x^4
 
 
-def _sum_quartics(use, axes, kind, x):
-    statistic = sum_inputs(use, axes, kind, x)
+def _sum_quartics(alignment, kind, x):
+    statistic = sum_inputs(alignment, kind, x)
     if "quartics" not in FIELDS_BY_KIND[kind]:
         return statistic
-    quartics = sum_inputs(use, axes, "squares", jnp.square(x)).squares
+    quartics = sum_inputs(alignment, "squares", jnp.square(x)).squares
     return dataclasses.replace(statistic, quartics=quartics)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration.inverses import factor_damped_inverse
-from sparsity.calibration.pruners.sweep import sweep
+from sparsity.calibration.pruners.sweep import choose_block_sizes, sweep
 from tests import helpers
 from tests.calibration import oracles
 
@@ -78,12 +78,15 @@ def test_groups_of_outputs_keep_the_inputs_of_numpy(group, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("unit", "n"), [(32, None), (4, 2)])
-def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
+@pytest.mark.parametrize(
+    ("pattern", "block"), [(sparsity.Unstructured(), 32), (sparsity.NByM(2, 4, axis=0), 4)], ids=str
+)
+def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(pattern, block):
     weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
     gram = oracles.damped(x.T @ x)
-    factor = factor_damped_inverse(jnp.asarray(x.T @ x), 0.01, np.dtype(float))
-    done = sweep(jnp.asarray(weights.T), factor, unit, n, 0.5)
+    multiple = choose_block_sizes(block, len(gram))[0]
+    factor = factor_damped_inverse(jnp.asarray(x.T @ x), 0.01, np.dtype(float), multiple)
+    done = sweep(jnp.asarray(weights.T), factor, pattern, block, 0.5)
     lost = weights - np.asarray(done.weights).T
     np.testing.assert_allclose(jnp.sum(done.errors**2), np.trace(lost @ gram @ lost.T), rtol=1e-10)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import jax
@@ -15,7 +15,7 @@ from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.exact_sums import ordered_sum
-from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import KeyPath, Masks, Params, Path, ScoreTree, Sparsities
 from sparsity.core.warn import warn
 from sparsity.graph import Coupled, Graph
 
@@ -52,34 +52,6 @@ class ReaderChannels(Coupled):
         if self.across:
             self._warn_of_few(masks, sparsities)
         return masks
-
-    def scored_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
-        """Returns paths of the leaves that add to the importance of groups with a sparsity."""
-        groups = self.place_groups(params, sparsities)
-        return {key_path for group in groups for key_path, _, _ in group.scored}
-
-    def choose_masks(
-        self,
-        choose: Callable[..., list[jax.Array]],
-        tree: PyTree,
-        sparsities: Sparsities,
-        extra: PyTree,
-    ) -> Masks:
-        """Returns masks of all members, of the channels that a function chooses.
-
-        Args:
-          choose: `choose(groups, leaves, counts, extra)` returns uint8[channels] for each group, or
-            [layers, channels], from {path: leaf} of all members and the numbers of channels that
-            stay by group.
-          tree: tree of these leaves.
-          sparsities: tree of sparsities, `None` for leaves without one.
-          extra: more arrays for `choose`.
-        """
-        groups = self.place_groups(tree, sparsities)
-        numbers = [*map(self.count_by_sparsity, groups)]
-        return self.make_masks(
-            groups, lambda leaves, arrays: choose(groups, leaves, *arrays), [tree], (numbers, extra)
-        )
 
     def _warn_of_few(self, masks: Masks, sparsities: Sparsities) -> None:
         """Warns of groups that keep less than a twentieth of their channels in some layer."""
@@ -118,7 +90,9 @@ class ChannelPruning(StatisticsPruning):
 
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""
-        scored = self.readers.scored_paths(params, targets)  # a set: its order differs by process
+        groups = self.readers.place_groups(params, targets)
+        scored = {key_path for group in groups for key_path, _, _ in group.scored}
+        # The order of a set differs by process.
         return [key_path for key_path in trees.leaves_by_path(params) if key_path in scored]
 
 

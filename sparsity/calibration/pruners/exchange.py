@@ -24,8 +24,7 @@ from jax import lax
 from jax.scipy.linalg import cho_solve
 
 from sparsity.calibration.inverses import compute_damping_shifts
-
-_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+from sparsity.calibration.statistics.errors import dot
 
 
 class ReaderMatrices(NamedTuple):
@@ -152,7 +151,7 @@ def _compute_error_changes(
         inputs = table.shape[-2]
         blocks = table[:, indices[:, :, None], indices[:, None, :]]  # inv(XTX_S)_cc or C
         rows = table[:, indices, inputs:]  # W_c or G
-        total = total + jnp.sum(_matmul(_invert_blocks(blocks), rows) * rows, (0, 2, 3))
+        total = total + jnp.sum(dot(_invert_blocks(blocks), rows) * rows, (0, 2, 3))
     return total
 
 
@@ -160,9 +159,9 @@ def _pivot(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the table after inputs have changed sides."""
     columns = table[:, :, indices]
     inverse = _invert_blocks(columns[:, indices])
-    rows = _matmul(inverse, table[:, indices])
-    table = (table - _matmul(columns, rows)).at[:, indices].set(rows)
-    table = table.at[:, :, indices].set(-_matmul(columns, inverse))
+    rows = dot(inverse, table[:, indices])
+    table = (table - dot(columns, rows)).at[:, indices].set(rows)
+    table = table.at[:, :, indices].set(-dot(columns, inverse))
     return table.at[:, indices[:, None], indices].set(inverse)
 
 

@@ -121,10 +121,8 @@ class FLAPPruning(ChannelPruning):
             check_gradients(grads, params, targets)
         biases = self._find_biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {key_path: param.path for key_path, param in graph.parameters.match(params).items()}
-        read_value = graph.model.make_reader(
-            {name: leaves[key_path] for key_path, name in names.items()}
-        )
+        matches = graph.parameters.match(params).items()
+        read_value = graph.model.make_reader({x.path: leaves[key_path] for key_path, x in matches})
         statistics = {trees.path_names(key_path): x.statistic for key_path, x in problems.items()}
         extra = {**extra_args, "statistics": statistics}
         inputs = self.make_inputs(params, grads, extra)
@@ -148,19 +146,17 @@ class FLAPPruning(ChannelPruning):
         leaves = graph.parameters.match(params)
         keys = {param.path: key_path for key_path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
-        paths_by_reader = {x: leaves[x].path for x in problems if leaves[x].path in graph.biases}
-        bias_by_reader = {x: graph.biases[path] for x, path in paths_by_reader.items()}
-        if missing := [
-            x for x in problems if x not in bias_by_reader or bias_by_reader[x].path not in keys
-        ]:
-            names = trees.listed([leaves[x].name for x in missing], len(missing))
+        places = {x: graph.biases.get(leaves[x].path) for x in problems}
+        places_in_tree = {x: place for x, place in places.items() if place and place.path in keys}
+        if missing := [leaves[x].name for x in problems if x not in places_in_tree]:
             raise ValueError(
-                f"The model adds no bias of their own to the outputs of {names}, which read "
-                "channels that are removed, so that the means of these channels cannot be kept. "
-                "Give each a bias of zeros, or compensate=False. A BatchNorm in inference mode "
-                "serves if its running mean or its shift is among the params."
+                "The model adds no bias of their own to the outputs of "
+                f"{trees.listed(missing, len(missing))}, which read channels that are removed, so "
+                "that the means of these channels cannot be kept. Give each a bias of zeros, or "
+                "compensate=False. A BatchNorm in inference mode serves if its running mean or its "
+                "shift is among the params."
             )
-        for reader, place in bias_by_reader.items():
+        for reader, place in places_in_tree.items():
             bias = keys[place.path]
             if not holds_outputs(graph, leaves[reader].path, place):
                 raise ValueError(

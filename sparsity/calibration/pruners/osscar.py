@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import chex
 import jax
@@ -20,7 +19,7 @@ from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
-from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities
+from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph.scope.placed import PlacedGroup
 from sparsity.masks import apply_masks
 from sparsity.training.hooks import ExtraArg
@@ -90,9 +89,18 @@ class OSSCARPruning(ChannelPruning):
     ) -> tuple[Params, Masks]:
         for problem in problems.values():
             self._check_reader(problem)
-        choose_masks = functools.partial(_choose_masks, list(problems), self.swap, self.damping)
+        readers = self.readers
+        groups = readers.place_groups(params, targets)
+
+        def choose(leaves: Mapping[KeyPath, jax.Array], extra: PyTree) -> list[jax.Array]:
+            counts, statistics = extra
+            by_key = dict(zip(problems, statistics, strict=True))
+            pairs = zip(groups, counts, strict=True)
+            return [self._choose_group(group, count, leaves, by_key) for group, count in pairs]
+
+        counts = [*map(readers.count_by_sparsity, groups)]
         statistics = [problem.statistic for problem in problems.values()]
-        masks = self.readers.choose_masks(choose_masks, params, targets, statistics)
+        masks = readers.make_masks(groups, choose, [params], (counts, statistics))
 
         def refit(key_path: KeyPath, pruned: jax.Array, mask: jax.Array | None) -> jax.Array:
             if key_path not in problems or mask is None:
@@ -121,28 +129,19 @@ class OSSCARPruning(ChannelPruning):
                     "with filter_fn, or use FLAPPruning."
                 )
 
-
-def _choose_masks(
-    key_paths: Sequence[KeyPath],
-    swap: int,
-    damping: float,
-    groups: Sequence[PlacedGroup],
-    leaves: Mapping[KeyPath, jax.Array],
-    counts: Sequence[chex.Numeric],
-    statistics: Sequence[Statistic],
-) -> list[jax.Array]:
-    """Returns the masks of the channels of each group, from the statistics of parameters."""
-    statistic_by_key = dict(zip(key_paths, statistics, strict=True))
-    masks = []
-    for group, count in zip(groups, counts, strict=True):
-        readers = [
-            _read_matrices(group, member, leaves, statistic_by_key) for member in group.scored
-        ]
+    def _choose_group(
+        self,
+        group: PlacedGroup,
+        count: chex.Numeric,
+        leaves: Mapping[KeyPath, jax.Array],
+        statistics: Mapping[KeyPath, Statistic],
+    ) -> jax.Array:
+        """Returns the mask of the channels of a group, uint8[channels] or [layers, channels]."""
+        readers = [_read_matrices(group, member, leaves, statistics) for member in group.scored]
         count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunk
+        mask = choose_channels(readers, count, self.swap, self.damping).astype(jnp.uint8)
         # A group without layers is one layer to the search.
-        mask = choose_channels(readers, count, swap, damping).astype(jnp.uint8)
-        masks.append(mask if group.channels.layers else mask[0])
-    return masks
+        return mask if group.channels.layers else mask[0]
 
 
 def _read_matrices(

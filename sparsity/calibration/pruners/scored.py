@@ -82,13 +82,11 @@ class ScoredPruning(BaseUpdater):
                 return None  # stays dense, or create_masks names the missing statistic
             site = sites[key_path]
             statistic = look_up_statistic(statistics, site, param.shape, kind, label)
-            return self._score_leaf(site.name, statistic, param, statistic.sums_of_squares())
+            return self._score_leaf(site.name, statistic, param)
 
         return trees.map_matched(score, params)
 
-    def _score_leaf(
-        self, name: str, statistic: Statistic, param: jax.Array, squares: jax.Array
-    ) -> jax.Array:
+    def _score_leaf(self, name: str, statistic: Statistic, param: jax.Array) -> jax.Array:
         """Returns the scores of a parameter, by numpy where `score` has a body for numpy."""
 
         def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
@@ -110,7 +108,7 @@ class ScoredPruning(BaseUpdater):
             program = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
             return sharding.shard_like(param, program, param, squares)
 
-        return score_entries(param, squares)
+        return score_entries(param, statistic.sums_of_squares())
 
     def create_masks(
         self,
@@ -143,12 +141,10 @@ class ScoredPruning(BaseUpdater):
         for key_path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(key_path), "shape", ())
             statistic = look_up_statistic(statistics, sites[key_path], shape, kind, label)
+            split_axes[key_path] = statistic.batch
             if self.is_per_output:
                 check_groups(sites[key_path], statistic, shape)
-            split_axes[key_path] = (
-                *statistic.batch,
-                *(statistic.output if self.is_per_output else ()),
-            )
+                split_axes[key_path] += statistic.output
         # Other scopes compare weights of several outputs, so that no slice is to be split.
         scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
@@ -241,25 +237,20 @@ class SplitScope(Layerwise):
 
     def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
-        masks = self.scope.select(
-            [self._move_axes_first(scored) for scored in scored_sites], topk_fn
-        )
-        return [
-            _move_axes(mask, tuple(range(len(axes))), axes)
-            for axes, mask in zip(map(self._list_axes, scored_sites), masks, strict=True)
-        ]
-
-    def _move_axes_first(self, scored: ScoredSite) -> ScoredSite:
-        """Returns the parameter with the axes in front."""
-        axes = self._list_axes(scored)
-        if not axes:
-            return scored
-        scores = _move_axes(jnp.asarray(scored.scores), axes, tuple(range(len(axes))))
-        return scored._replace(lazy_scores=scores, site=scored.site._replace(batch_axes=len(axes)))
-
-    def _list_axes(self, scored: ScoredSite) -> tuple[int, ...]:
-        """Returns the axes that separate single entries; none for units of several entries."""
-        return self.split_axes[scored.site.key_path] if scored.site.pattern.is_elementwise else ()
+        moved, moves = [], []
+        for scored in scored_sites:
+            site = scored.site
+            # Units of several entries are not split.
+            axes = self.split_axes[site.key_path] if site.pattern.is_elementwise else ()
+            first_axes = tuple(range(len(axes)))
+            moves.append((first_axes, axes))
+            if axes:
+                scores = _move_axes(jnp.asarray(scored.scores), axes, first_axes)
+                site = site._replace(batch_axes=len(axes))
+                scored = scored._replace(lazy_scores=scores, site=site)
+            moved.append(scored)
+        masks = self.scope.select(moved, topk_fn)
+        return [_move_axes(mask, *move) for mask, move in zip(masks, moves, strict=True)]
 
 
 @host.instead(np.moveaxis)

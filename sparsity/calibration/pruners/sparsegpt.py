@@ -20,7 +20,7 @@ from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
 from sparsity.masks import Site
-from sparsity.patterns import FanIn, NByM, Unstructured
+from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 from sparsity.patterns.base import absolute_axis
 
 
@@ -81,15 +81,14 @@ class SparseGPTPruning(StatisticsPruning):
             complex; the Gram matrix is singular.
         """
         inputs, innermost = statistic.count_inputs(param.shape), statistic.contracting[-1]
-        size, n, group = min(self.block_size, inputs), None, None
-        if isinstance(pattern := site.pattern, NByM):
-            check_groups(site, statistic, param.shape)
+        pattern, block_size = site.pattern, min(self.block_size, inputs)
+        check_groups(site, statistic, param.shape)
+        if isinstance(pattern, NByM):
             innermost = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
-            size, n = pattern.m, pattern.n
+            pattern, block_size = NByM(pattern.n, pattern.m, axis=0), pattern.m
         elif isinstance(pattern, FanIn):
-            check_groups(site, statistic, param.shape)
             _check_fan_in(pattern, site, statistic, param.shape)
-            group = pattern.group
+            pattern = FanIn(pattern.group, axis=0)
         elif not isinstance(pattern, Unstructured):
             raise ValueError(
                 f"{type(self).__name__} removes single weights, of sparsity_type = Unstructured(), "
@@ -100,9 +99,9 @@ class SparseGPTPruning(StatisticsPruning):
         grams = statistic.require_grams()
         squares, permutation = statistic.with_squares(param.shape, innermost)
         dtype = promote(param.dtype, np.empty(0, grams.dtype).real.dtype)
-        multiple = choose_block_sizes(size, inputs)[0]
+        multiple = choose_block_sizes(block_size, inputs)[0]
         factors = factor_damped_inverse(grams, self.damping, dtype, multiple, permutation)
-        prune = functools.partial(_prune_by_sweep, size, n, group)
+        prune = functools.partial(_prune_by_sweep, pattern, block_size)
         weights, mask = sharding.shard_like((param, param), prune, param, squares, factors, target)
         if not is_finite(weights):
             raise ValueError(
@@ -124,11 +123,10 @@ def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple
         )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _prune_by_sweep(
-    size: int,
-    n: int | None,
-    group: int | None,
+    pattern: SparsityType,
+    block_size: int,
     param: jax.Array,
     squares: Statistic,
     factors: jax.Array,
@@ -139,7 +137,7 @@ def _prune_by_sweep(
     weights = squares.from_matrices(jnp.where(is_live, squares.to_matrices(param), 0), param.shape)
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        swept = sweep(weights.T, factor, size, n, sparsity, group)
+        swept = sweep(weights.T, factor, pattern, block_size, sparsity)
         return swept.weights.T, swept.mask.T
 
     pruned, mask = squares.map_matrices(prune_matrix, weights, square_matrices=factors)

@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
-from sparsity.calibration.inverses import pad_with_identity
-from sparsity.patterns import FanIn
+from sparsity.patterns import NByM, SparsityType
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
 _SIZES = (8, 32, 128)
@@ -42,52 +41,46 @@ class Swept(NamedTuple):
 def sweep(
     weights: jax.Array,
     factor: jax.Array,
+    pattern: SparsityType,
     block_size: int,
-    n: int | None,
     sparsity: chex.Numeric,
-    group: int | None = None,
 ) -> Swept:
     """Prunes a matrix and corrects the kept weights.
 
     Args:
       weights: [inputs, outputs], 0 for inputs that were always 0.
-      factor: H^-1 of `factor_damped_inverse`, [inputs, inputs], or a multiple of
-        `choose_block_sizes` large.
+      factor: H^-1 of `factor_damped_inverse`, [n, n], where the first of `choose_block_sizes`
+        divides n >= inputs.
+      pattern: `Unstructured()`: all weights of a block compete, and through each block num_kept of
+        the entries so far stay. `FanIn(group, axis=0)`: the inputs of a group of outputs compete,
+        and num_kept of the inputs so far stay. `NByM(n, m, axis=0)`: each output keeps n.
       block_size: B_s, consecutive inputs whose weights are chosen when the first of them is
-        reached.
-      n: the number of these that each output keeps. `None`: the outputs compete, and through each
-        block num_kept of the entries so far stay.
+        reached; m of N:M.
       sparsity: scalar; at 0 all stay.
-      group: neighbouring outputs that keep the same inputs, equally many: num_kept of the inputs of
-        the blocks so far. `None`: single weights.
     """
     inputs, outputs = weights.shape
-    sizes = choose_block_sizes(block_size, inputs)
-    factor = pad_with_identity(factor, sizes[0])
+    has_groups = pattern.group_axes > 0
     # Padding has weights of 0 and rows of the identity: its errors are 0 and correct nothing.
     padding = len(factor) - inputs
     ends = np.minimum(np.arange(0, inputs + padding + 1, block_size), inputs)
-    entries = ends * (outputs if group is None else 1)
+    entries = ends * (1 if has_groups else outputs)
     # Differences of running counts: each block makes up for the rounding of the blocks before.
     counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
 
     def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns M of the B_s inputs `rows`."""
-        if n is not None:
+        if isinstance(pattern, NByM):
             # N:M has one sparsity: any target above 0, which may be traced, prunes to n of m.
-            return (selection.nm_mask(scores, n, block_size, axis=0) > 0) | (sparsity <= 0)
-        count = counts[rows[0] // block_size]
-        if group is not None:
-            pattern = FanIn(group, axis=0)
-            units = pattern.pool(scores)
-            is_real = jnp.broadcast_to(rows < inputs, units.shape)
-            units = selection.topk_mask(units, count, where=is_real, batch_axes=1)
-            return pattern.expand(units, scores.shape) > 0
-        is_real = jnp.broadcast_to(rows[:, None] < inputs, scores.shape)
-        return selection.topk_mask(scores, count, where=is_real) > 0
+            return (selection.nm_mask(scores, pattern.n, pattern.m, axis=0) > 0) | (sparsity <= 0)
+        units, count = pattern.pool(scores), counts[rows[0] // block_size]
+        # The inputs are the last axis of the units of groups, and the first axis of entries.
+        is_real = jnp.broadcast_to((rows if has_groups else rows[:, None]) < inputs, units.shape)
+        units = selection.topk_mask(units, count, where=is_real, batch_axes=pattern.group_axes)
+        return pattern.expand(units, scores.shape) > 0
 
     weights = jnp.pad(weights, ((0, padding), (0, 0)))
     rows, mask = jnp.arange(inputs + padding), jnp.zeros(weights.shape, bool)
+    sizes = choose_block_sizes(block_size, inputs)
     swept = _sweep_blocks(choose, block_size, sizes, weights, factor, rows, mask)
     return Swept(*(x[:inputs] for x in swept))
 

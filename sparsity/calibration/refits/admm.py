@@ -84,12 +84,11 @@ class ADMM:
             xp = host.namespace([dense])
             like = (dense, dense, dense, local_statistic.require_real_grams())
             try:
-                start = _call_compiled(
+                weights, duals, products, inverse = _call_compiled(
                     like, _initialize, self.rho, self.damping, dense, local_statistic
                 )
             except np.linalg.LinAlgError:  # of numpy: jax returns weights that are not finite
                 return NotImplemented
-            weights, duals, products, inverse = start
             for i in range(self.iterations):
                 if i < self.gradual:
                     share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
@@ -102,8 +101,7 @@ class ADMM:
                 dense, _unscale_weights, weights, duals, pruned, mask, local_statistic
             ), mask
 
-        end, new_mask = host.instead(refit)(refit)(dense, pruned, mask, statistic)
-        return end, new_mask
+        return host.instead(refit)(refit)(dense, pruned, mask, statistic)
 
 
 def _call_compiled(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:

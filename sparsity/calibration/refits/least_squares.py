@@ -57,8 +57,7 @@ class LeastSquares:
         statistic: Statistic,
         select: Select | None = None,  # the mask stays
     ) -> tuple[jax.Array, jax.Array]:
-        weights: jax.Array = _refit(dense, pruned, mask, statistic)
-        return weights, mask
+        return _refit(dense, pruned, mask, statistic), mask
 
     def count_bytes(self, outputs: int, inputs: int) -> int:
         """Returns the bytes of the systems that are factored together."""
@@ -157,10 +156,8 @@ def _refit_matrix(
     # The error counts weights as the parameter stores them.
     corrected = (pruned + gain).astype(dtype).astype(gram.dtype)
     difference = dense - corrected
-    error_before, error_after = (
-        (outputs * lost_weights).sum(axis=-1),
-        (dot(difference, gram) * difference).sum(axis=-1),
-    )
+    error_before = (outputs * lost_weights).sum(axis=-1)
+    error_after = (dot(difference, gram) * difference).sum(axis=-1)
     return xp.where((error_after <= error_before)[:, None], corrected, pruned)
 
 
@@ -292,14 +289,9 @@ def _solve_by_gradients(
         return _GradientState(x, r, r * scale + beta * p, new_product, is_above_tolerance(r))
 
     product = (gradient**2 * scale).sum(-1)
-    start = (
-        xp.zeros_like(gradient),
-        gradient,
-        gradient * scale,
-        product,
-        is_above_tolerance(gradient),
-    )
-    end = _repeat_while_active(step, _GradientState(*start), steps)
+    is_active, zeros = is_above_tolerance(gradient), xp.zeros_like(gradient)
+    start = _GradientState(zeros, gradient, gradient * scale, product, is_active)
+    end = _repeat_while_active(step, start, steps)
     residual = gradient - xp.where(kept, dot(end.gains, gram), 0)
     # The recurrence of r drifts by rounding: the exact residual decides.
     return end.gains, _compute_row_norms(residual) <= 4 * tolerance * _compute_row_norms(gradient)

@@ -117,27 +117,19 @@ class MemoryMeter:
             self._follow_weight(self._uses[number], live_bytes)
         if self._uses.reads_layers(equation):
             (body,) = equation.list_bodies()
-            pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
-            fixed = body.layers.start - len(body.carries)
-            shared = {inner for i, (_, inner) in pairs if i < fixed}
+            constants, _, _ = body.split(body.program.inputs)
             stacked = self._batches * sum(map(_count_bytes, equation.outputs))
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
-                self._follow_program(body.program, live_bytes + stacked, shared)
+                self._follow_program(body.program, live_bytes + stacked, {*constants})
             return
         for number in self._uses.list_inner(equation):
             self._follow_weight(self._uses[number], live_bytes)
-        inside_bytes = sum(
-            _count_bytes(v)
-            for body in equation.inner_programs
-            for e in body.flat_equations()
-            for v in e.outputs
-        )
+        inner = [e for body in equation.inner_programs for e in body.flat_equations()]
+        inside_bytes = sum(_count_bytes(value) for e in inner for value in e.outputs)
         output_bytes = sum(map(_count_bytes, equation.outputs))
         # Outputs less freed inputs add up batch by batch.
-        later_bytes = (self._batches - 1) * max(output_bytes - freed_bytes, 0)
-        self._note(
-            live_bytes + output_bytes + later_bytes + inside_bytes, live_bytes + later_bytes, ""
-        )
+        live_bytes += (self._batches - 1) * max(output_bytes - freed_bytes, 0)
+        self._note(live_bytes + output_bytes + inside_bytes, live_bytes, "")
 
     def _follow_weight(self, use: Use, live_bytes: int) -> None:
         """Follows the sums and the solution of a weight."""
@@ -145,10 +137,8 @@ class MemoryMeter:
         self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
         part = 4 * param.size // max(layers, 1)
-        x, y = (
-            _count_wide_bytes(v)
-            for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0])
-        )
+        x = _count_wide_bytes(use.equation.inputs[1 - use.operand])
+        y = _count_wide_bytes(use.equation.outputs[0])
         if self._needs.has_grams:
             gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
             outputs = part // 4 // inputs

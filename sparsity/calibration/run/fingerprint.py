@@ -48,13 +48,6 @@ def fingerprint(value: object) -> str:
     return _Describer().describe(value)
 
 
-def _hash(parts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(f"{len(part)}:{part}".encode())
-    return digest.hexdigest()
-
-
 def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[str]:
     def describe_value(value: Value) -> str:
         if value.constant is not None:
@@ -107,7 +100,10 @@ class _Describer:
             return f"around {self._open[key]}"
         if key not in self._hashes:
             self._open[key] = len(self._open)
-            self._hashes[key] = value, _hash(map(self.describe, self._list_parts(value)))
+            digest = hashlib.sha256()
+            for part in map(self.describe, self._list_parts(value)):
+                digest.update(f"{len(part)}:{part}".encode())
+            self._hashes[key] = value, digest.hexdigest()
             del self._open[key]
         return self._hashes[key][1]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -12,56 +14,53 @@ from sparsity.programs.program import Equation, Program, Value
 ScanLayers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
     """Program that runs on all batches, with the values that are still needed.
 
-    Args:
+    Attributes:
       program: the program.
       param_inputs: functions that compute the inputs that depend on parameters alone, or their
         parts at some indices of their first axes.
       data: the values of the other inputs, for each batch.
       layers: the layer of each scan around the program.
-
-    Attributes:
-      last_uses: the last equation that needs each value.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        param_inputs: Mapping[Value, Callable[..., jax.Array]],
-        data: list[dict[Value, jax.Array]],
-        layers: ScanLayers,
-    ) -> None:
-        self.program: Program = program
-        self.param_inputs: Mapping[Value, Callable[..., jax.Array]] = param_inputs
-        self.data: list[dict[Value, jax.Array]] = data
-        self.layers: ScanLayers = layers
-        self.last_uses: Mapping[Value, Equation | None] = find_last_uses(program)
-        self._values_from_params: dict[Value, jax.Array] = {}
-        self._layers_from_params: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
+    program: Program
+    param_inputs: Mapping[Value, Callable[..., jax.Array]]
+    data: list[dict[Value, jax.Array]]
+    layers: ScanLayers
+    # Values, or some of their layers, of parameters alone, which change as weights are pruned.
+    _from_params: dict[tuple[Value, tuple[int, ...]], jax.Array] = dataclasses.field(
+        default_factory=dict
+    )
+
+    @functools.cached_property
+    def last_uses(self) -> Mapping[Value, Equation | None]:
+        """The last equation that needs each value."""
+        return find_last_uses(self.program)
 
     def read_from_params(self, value: Value, *layers: int) -> jax.Array:
         """Returns a value that depends on parameters alone, or one of its layers."""
+        values = self._from_params
         if value in self.param_inputs:
             if not self.layers:  # all layers would be held
                 return self.param_inputs[value](*layers)
-            if (value, layers) not in self._layers_from_params:  # once for all batches
-                self._layers_from_params[value, layers] = self.param_inputs[value](*layers)
-            return self._layers_from_params[value, layers]
-        if value not in self._values_from_params and value in self.program.makers:
+            if (value, layers) not in values:  # once for all batches
+                values[value, layers] = self.param_inputs[value](*layers)
+            return values[value, layers]
+        if (value, ()) not in values and value in self.program.makers:
             equation = self.program.makers[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
                 return equation.bind([self.read_from_params(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.read_from_params(x) for x in equation.inputs])
-            self._values_from_params.update(zip(equation.outputs, outputs, strict=True))
-        result: jax.Array = self._values_from_params.get(value, value.constant)
+            values.update(zip([(x, ()) for x in equation.outputs], outputs, strict=True))
+        result: jax.Array = values.get((value, ()), value.constant)
         return result[layers] if layers else result
 
     def forget_params(self) -> None:
         """Drops values computed from parameters, which have changed."""
-        self._values_from_params.clear()
-        self._layers_from_params.clear()
+        self._from_params.clear()
 
     def read(self, batch: int, value: Value) -> jax.Array:
         """Returns a value for a batch."""

@@ -8,6 +8,7 @@ its outputs when all of its weights have been pruned.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,30 +29,25 @@ from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.reuse import compile_at_call
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Lockstep:
     """Runs a model on all batches, and stops at each weight before its product runs.
 
-    Args:
+    Attributes:
       calibration: the uses of the weights, and the sums of their inputs.
       batches: all of one shape.
-      read: `read(number, *layers)` returns the current value of a parameter, or of its layer.
+      read: `read(path, *layers)` returns the current value of a parameter, or of its layer.
       is_done: `is_done(path, index)` returns whether a weight needs no stop.
       on_reached: `on_reached(path, index, reached)` is called at each stop, and may change
         parameters.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        batches: Sequence[PyTree],
-        read: Callable[..., jax.Array],
-        is_done: Callable[[Path, LayerIndex], bool],
-        on_reached: Callable[[Path, LayerIndex, ReachedWeight], None],
-    ) -> None:
-        self._calibration, self._batches = calibration, batches
-        self._read, self._is_done, self._on_reached = read, is_done, on_reached
-        self._uses = calibration.uses
-        self._frames: list[Frame] = []
+    calibration: Calibration
+    batches: Sequence[PyTree]
+    read: Callable[..., jax.Array]
+    is_done: Callable[[Path, LayerIndex], bool]
+    on_reached: Callable[[Path, LayerIndex, ReachedWeight], None]
+    _frames: list[Frame] = dataclasses.field(default_factory=list)  # the outermost first
 
     def run(self) -> None:
         """Runs the model from its inputs to its outputs.
@@ -59,11 +55,11 @@ class Lockstep:
         Raises:
           ValueError: the batches differ in shape or structure, or have inputs that are not finite.
         """
-        graph = self._calibration.graph
+        graph = self.calibration.graph
         program, count = graph.model.program, len(graph.parameters)
-        inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
-        for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
-            check_structure(batch, self._batches[0], number)
+        inputs = [trees.split_arrays(batch)[0] for batch in self.batches]
+        for number, (batch, arrays) in enumerate(zip(self.batches, inputs, strict=True)):
+            check_structure(batch, self.batches[0], number)
             if (shapes := _describe_shapes(arrays)) != (first := _describe_shapes(inputs[0])):
                 raise ValueError(
                     f"Batch {number} has arrays {shapes}, batch 0 has {first}. All batches run in "
@@ -72,8 +68,8 @@ class Lockstep:
                 )
         data = [dict(zip(program.inputs[count:], arrays, strict=True)) for arrays in inputs]
         param_inputs = {
-            value: functools.partial(self._read, number)
-            for number, value in enumerate(program.inputs[:count])
+            value: functools.partial(self.read, param.path)
+            for value, param in graph.model.parameter_inputs.items()
         }
         self._run(Frame(program, param_inputs, data, {}))
 
@@ -88,14 +84,14 @@ class Lockstep:
 
     def _split_into_stretches(self, frame: Frame) -> Iterator[list[Equation]]:
         """Yields the equations that read data: entrywise ones and layouts in a row together."""
-        from_data, stretch = {*frame.data[0]}, list[Equation]()
+        uses, from_data, stretch = self.calibration.uses, {*frame.data[0]}, list[Equation]()
         for equation in frame.program.flat_equations():
             # Values of parameters alone are computed when they are read: parameters still change.
             if from_data.isdisjoint(equation.inputs):
                 continue
             from_data.update(equation.outputs)
             is_plain = equation.name in ENTRYWISE or equation.name in LAYOUTS
-            if is_plain and not equation.inner_programs and not self._uses.find(equation):
+            if is_plain and not equation.inner_programs and not uses.find(equation):
                 stretch.append(equation)
                 continue
             yield from [stretch] if stretch else []
@@ -129,7 +125,7 @@ class Lockstep:
 
     def _run_equation(self, frame: Frame, equation: Equation) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
-        for number in self._uses.find(equation):
+        for number in self.calibration.uses.find(equation):
             self._prune_weight(frame, equation, number, frame.layers)
         if self._must_run_by_layer(equation, frame.layers):
             self._run_scan(frame, equation)
@@ -145,18 +141,19 @@ class Lockstep:
         self, inner_programs: Sequence[Program], layers: ScanLayers
     ) -> Iterator[tuple[int, ScanLayers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
+        uses = self.calibration.uses
         for equation in (equation for body in inner_programs for equation in body.flat_equations()):
-            for number in self._uses.find(equation):
+            for number in uses.find(equation):
                 yield number, layers
-            for layer in _list_layers(equation) if self._uses.reads_layers(equation) else [None]:
+            for layer in _list_layers(equation) if uses.reads_layers(equation) else [None]:
                 inner_layers = layers if layer is None else {**layers, equation: layer}
                 yield from self._walk_uses(equation.inner_programs, inner_layers)
 
     def _must_run_by_layer(self, equation: Equation, layers: ScanLayers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
-            equation in (use := self._uses[number]).view.scans
-            and not self._is_done(use.path, _read_layer_index(use, inner_layers))
+            equation in (use := self.calibration.uses[number]).view.scans
+            and not self.is_done(use.path, _read_layer_index(use, inner_layers))
             for layer in _list_layers(equation)
             for number, inner_layers in self._walk_uses(
                 equation.inner_programs, {**layers, equation: layer}
@@ -166,35 +163,30 @@ class Lockstep:
     def _run_scan(self, frame: Frame, equation: Equation) -> None:
         """Runs a scan layer by layer."""
         (body,) = equation.list_bodies()
-        end = body.layers.start
-        fixed = end - len(body.carries)
-        batches = range(len(frame.data))
-        is_data = [value in frame.data[0] for value in equation.inputs]
-        # A carry depends on the data from the first step on.
-        is_data[fixed:end] = [True] * (end - fixed)
-        carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
+        constants, carried, stacks = body.split(body.inputs)
+        inner_constants, inner_carried, inner_stacks = body.split(body.program.inputs)
+        batches, count = range(len(frame.data)), len(carried)
+        carry = [[frame.read(b, value) for value in carried] for b in batches]
         stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
         for layer in _list_layers(equation):
             param_inputs: dict[Value, Callable[..., jax.Array]] = {}
-            data: list[dict[Value, jax.Array]] = [{} for _ in batches]
-            for number, (value, inner) in enumerate(
-                zip(body.inputs, body.program.inputs, strict=True)
-            ):
-                if not is_data[number]:
-                    index = (layer,) if number >= end else ()
+            # A carry depends on the data from the first step on.
+            data = [dict(zip(inner_carried, arrays, strict=True)) for arrays in carry]
+            inputs = zip((*constants, *stacks), (*inner_constants, *inner_stacks), strict=True)
+            for number, (value, inner) in enumerate(inputs):
+                index = (layer,) if number >= len(constants) else ()
+                if value not in frame.data[0]:
                     param_inputs[inner] = functools.partial(frame.read_from_params, value, *index)
                     continue
                 for b in batches:
-                    array = (
-                        carry[b][number - fixed] if fixed <= number < end else frame.read(b, value)
-                    )
-                    data[b][inner] = array[layer] if number >= end else array
+                    array = frame.read(b, value)
+                    data[b][inner] = array[index] if index else array
             inner_frame = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
             self._run(inner_frame)
             for b in batches:
                 outputs = [inner_frame.read(b, value) for value in body.program.outputs]
-                carry[b] = outputs[: end - fixed]
-                stacked[b].append(outputs[end - fixed :])
+                carry[b] = outputs[:count]
+                stacked[b].append(outputs[count:])
         for b in batches:
             layers = stacked[b][::-1] if equation.params["reverse"] else stacked[b]
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
@@ -204,20 +196,20 @@ class Lockstep:
         self, frame: Frame, equation: Equation, number: int, layers: ScanLayers
     ) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
-        use = self._uses[number]
+        uses = self.calibration.uses
+        use = uses[number]
         index = _read_layer_index(use, layers)
-        if self._is_done(use.path, index):
+        if self.is_done(use.path, index):
             return
         # The outermost loop that reads the same weight in each step.
         for outer, loop in zip(self._frames, frame.layers, strict=False):
             if loop not in use.view.scans:
                 frame, equation = outer, loop
                 break
-        numbers = self._uses.list_inner(equation) if equation.inner_programs else [number]
-        reached = ReachedWeight(
-            self._calibration, frame, equation, self._find_equal_uses(numbers, use, index, frame)
-        )
-        self._on_reached(use.path, index, reached)
+        numbers = uses.list_inner(equation) if equation.inner_programs else [number]
+        equal_uses = self._find_equal_uses(numbers, use, index, frame)
+        reached = ReachedWeight(self.calibration, frame, equation, equal_uses)
+        self.on_reached(use.path, index, reached)
         for inner_frame in self._frames:
             inner_frame.forget_params()
 
@@ -230,14 +222,14 @@ class Lockstep:
         """
         layers: dict[int, ScanLayers] = {}
         for number in numbers:
-            other, layer_by_axis = self._uses[number], dict(index)
+            other, layer_by_axis = self.calibration.uses[number], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
             pairs = zip(other.view.scans, other.view.stacked, strict=True)
             scan_layers = {scan: layer_by_axis[axis] for scan, axis in pairs}
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
-        alignments = self._calibration.alignments
+        alignments = self.calibration.alignments
         axes = alignments[min(layers)].axes
         return {n: x for n, x in layers.items() if have_equal_axes(alignments[n].axes, axes)}
 

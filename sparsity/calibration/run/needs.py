@@ -19,6 +19,7 @@ from sparsity.calibration.statistics.row_sums import (
 )
 from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
+from sparsity.training.base_updater import BaseUpdater
 
 
 class Needs(NamedTuple):
@@ -35,27 +36,18 @@ class Needs(NamedTuple):
         return self.statistics_kind == "gram"
 
 
-def read_pruner_needs(pruner: object) -> Needs:
-    """Returns the needs of a pruner, by default sums of squares: for errors, not for masks."""
-    return _read_needs(pruner, "squares")
-
-
-def read_refit_needs(refit: object) -> Needs:
-    """Returns the needs of a refit, by default Gram matrices, and means for biases."""
-    return _read_needs(refit, "moments" if isinstance(refit, BiasRefit) else "gram")
-
-
 def combine_needs(pruner: object, refit: object | None) -> Needs:
     """Returns the needs of a run, which always takes means, for centred errors.
 
     Raises:
       ValueError: no kind of statistics gives the sums of both the pruner and the refit.
     """
-    stated = [read_pruner_needs(pruner), *([] if refit is None else [read_refit_needs(refit)])]
+    methods = [pruner] if refit is None else [pruner, refit]
+    stated = [*map(read_needs, methods)]
     fields = {"sums"}.union(*(FIELDS_BY_KIND[needs.statistics_kind] for needs in stated))
     kinds = [kind for kind, fields_of_kind in FIELDS_BY_KIND.items() if fields <= fields_of_kind]
     if not kinds:
-        names = " and ".join(method_name(x) for x in (pruner, refit) if x is not None)
+        names = " and ".join(map(method_name, methods))
         raise ValueError(f"{names}: no statistics_kind gives {sorted(fields)}, which a run needs.")
     return stated[-1]._replace(
         statistics_kind=kinds[0],
@@ -75,7 +67,14 @@ def method_name(method: object) -> str:
     return type(method).__name__ if name is None else f"the function {name}"
 
 
-def _read_needs(method: object, kind: StatisticsKind) -> Needs:
+def read_needs(method: object) -> Needs:
+    """Returns the needs of a pruner or a refit.
+
+    By default a pruner needs sums of squares, for errors and not for masks; a refit needs Gram
+    matrices, and means for biases.
+    """
+    kind = "moments" if isinstance(method, BiasRefit) else "gram"
+    kind = "squares" if isinstance(method, BaseUpdater) else kind
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
     needs = Needs(**{"statistics_kind": kind, **stated})

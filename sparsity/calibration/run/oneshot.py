@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias, overload
 
 import chex
-import jax
 
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.run.estimate import Estimate, MemoryMeter
@@ -28,7 +27,7 @@ from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
-from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
 from sparsity.calibration.statistics.capture import calibrate, sum_losses
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.statistic import Statistics
@@ -153,11 +152,11 @@ def oneshot(
         return MemoryMeter(task, batches).estimate()
     identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
     store = None if folder is None else LayerStore(folder, identity())
-    run = _Run(task, params, batches, store, _show_progress(task, batches) if progress else None)
-    run.run(fn, sequential)
-    pruned, report = run.weights.make_tree(), run.report
+    weights = ModelWeights(params, [param.path for param in task.graph.parameters])
+    run = _Run(task, weights, batches, store, _show_progress(task, batches) if progress else None)
+    report, pruned = run.run(fn, sequential), weights.make_tree()
     report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
-    return pruned, run.weights.make_masks(pruner.use_packed_masks), report
+    return pruned, weights.make_masks(pruner.use_packed_masks), report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **flags: object) -> None:
@@ -217,44 +216,36 @@ def _show_progress(
     return on_layer_done
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
     """One pass over a model.
 
-    Args:
+    Attributes:
       task: what to prune.
-      params: tree of parameters.
+      weights: parameters and masks so far.
       batches: the batches.
       store: the folder of finished layers, if any.
       on_layer_done: is called with the path and the index of each layer that is done.
-
-    Attributes:
-      weights: parameters and masks so far.
-      report: the report so far.
+      layers: reports so far, by path and index.
     """
 
-    def __init__(
-        self,
-        task: PruningTask,
-        params: Params,
-        batches: Sequence[PyTree],
-        store: LayerStore | None,
-        on_layer_done: Callable[[Path, LayerIndex], None] | None,
-    ) -> None:
-        self._task, self._batches = task, batches
-        self._store, self._on_layer_done = store, on_layer_done
-        self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
-        self.weights = ModelWeights(params, [param.path for param in task.graph.parameters])
-        self.report = Report()
+    task: PruningTask
+    weights: ModelWeights
+    batches: Sequence[PyTree]
+    store: LayerStore | None
+    on_layer_done: Callable[[Path, LayerIndex], None] | None
+    layers: dict[Path, dict[LayerIndex, LayerReport]] = dataclasses.field(default_factory=dict)
 
-    def run(self, fn: ModelFn, sequential: bool) -> None:
-        """Prunes all parameters, those that the model reaches first."""
+    def run(self, fn: ModelFn, sequential: bool) -> Report:
+        """Prunes all parameters, those that the model reaches first, and returns their report."""
         if sequential:
             self._follow_model()
         self._finish_others(fn)
+        return Report({path: LayerReport.combine([*x.values()]) for path, x in self.layers.items()})
 
     def _follow_model(self) -> None:
         """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
-        task, calibration = self._task, self._task.make_calibration()
+        task, calibration = self.task, self.task.make_calibration()
         if task.needs.has_grams:
             for name, gram in calibration.list_gram_shapes(one_layer=True).items():
                 check_memory({name: gram}, task.needs.gram_copies)  # one is held at a time
@@ -262,11 +253,11 @@ class _Run:
         def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
             self._finish(path, index, functools.partial(self._prune_reached, path, index, reached))
 
-        Lockstep(calibration, self._batches, self.weights.read, self._is_done, on_reached).run()
+        Lockstep(calibration, self.batches, self.weights.read, self._is_done, on_reached).run()
 
     def _prune_reached(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> PrunedLayer:
         """Prunes a parameter, or one layer of it, by its inputs at the place that reads it."""
-        task = self._task
+        task = self.task
         statistic = reached.sum_statistic(task.name_layer(path, index))
         layer = task.prune_layer(self.weights, path, index, statistic)
         if task.needs.has_grams:
@@ -278,82 +269,60 @@ class _Run:
 
         The model runs for all of them at once, and only if the folder lacks one.
         """
-        paths = [path for path in self._task.sites if path not in self._layers]
-        prune_layer = self._make_layer_pruner(fn, self.weights.make_tree(), paths)
+        task, params, batches = self.task, self.weights.make_tree(), self.batches
+        paths = [path for path in task.sites if path not in self.layers]
+
+        @functools.cache
+        def calibrate_all() -> Statistics:
+            kind = task.needs.statistics_kind
+            return calibrate(fn, params, batches, kind, lambda path, _: path in paths)
+
+        def prune(path: Path) -> PrunedLayer:
+            return task.prune_layer(self.weights, path, (), calibrate_all().get(path))
+
+        @functools.cache
+        def prune_all() -> dict[Path, PrunedLayer]:
+            """Prunes by moments, and sums up the losses in one more run of the model."""
+            layers = {path: prune(path) for path in paths}
+            matrices = {path: layer.list_matrices() for path, layer in layers.items()}
+            losses = sum_losses(fn, params, batches, matrices)
+            return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
+
         for path in paths:
-            self._finish(path, (), functools.partial(prune_layer, path))
-
-    def _make_layer_pruner(
-        self, fn: ModelFn, params: Params, paths: Sequence[Path]
-    ) -> Callable[[Path], PrunedLayer]:
-        """Returns a function that prunes a parameter; its first call runs the model for all.
-
-        Gram matrices of the inputs also give the losses. With moments, one more run gives these.
-        """
-        if self._task.needs.has_grams:
-            calibrate_all = functools.cache(lambda: self._calibrate(fn, params, paths))
-            task, weights = self._task, self.weights
-            return lambda path: task.prune_layer(weights, path, (), calibrate_all().get(path))
-        prune_all = functools.cache(lambda: self._prune_by_moments(fn, params, paths))
-        return lambda path: prune_all()[path]
-
-    def _prune_by_moments(
-        self, fn: ModelFn, params: Params, paths: Sequence[Path]
-    ) -> dict[Path, PrunedLayer]:
-        """Returns the pruned parameters, with the losses that one run of the model sums up."""
-        statistics = self._calibrate(fn, params, paths)
-        layers = {
-            path: self._task.prune_layer(self.weights, path, (), statistics.get(path))
-            for path in paths
-        }
-        matrices = {path: layer.list_matrices() for path, layer in layers.items()}
-        losses = sum_losses(fn, params, self._batches, matrices)
-        return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
-
-    def _calibrate(self, fn: ModelFn, params: Params, paths: Sequence[Path]) -> Statistics:
-        """Returns the statistics of some parameters in a run of the model on all batches."""
-        kind = self._task.needs.statistics_kind
-        return calibrate(fn, params, self._batches, kind, lambda path, _: path in paths)
+            # Gram matrices of the inputs also give the losses.
+            prune_one = prune if task.needs.has_grams else lambda path: prune_all()[path]
+            self._finish(path, (), functools.partial(prune_one, path))
 
     def _finish(
         self, path: Path, index: LayerIndex, prune_layer: Callable[[], PrunedLayer]
     ) -> None:
         """Takes a parameter, or one layer of it, from the folder, or prunes and saves it."""
-        bias_place = self._task.find_bias(path, index)
-        bias = None if bias_place is None else self.weights.read_current(*bias_place)
-        dense = self.weights.read_dense(path, index)
-        number = sum(map(len, self._layers.values()))
-        stored = self._store.read(number, dense, bias) if self._store else None
+        bias_place = self.task.find_bias(path, index)
+        bias = None
+        if bias_place is not None:
+            bias = read_layer(self.weights.current[bias_place[0]], bias_place[1])
+        dense = read_layer(self.weights.before[path], index)
+        number = sum(map(len, self.layers.values()))
+        stored = self.store.read(number, dense, bias) if self.store else None
         if stored is None:
-            stored = self._prune_and_shift(path, dense, bias, prune_layer)
-            if self._store:
-                self._store.write(number, stored)
+            started = time.perf_counter()
+            layer = prune_layer()
+            report = layer.make_report(started)
+            weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
+            if bias is not None:
+                bias = self.task.shift_bias(path, bias, layer, self.weights)
+            stored = StoredLayer(weights, mask, report, bias)
+            if self.store:
+                self.store.write(number, stored)
         if bias_place is not None and stored.bias is not None:
             self.weights.replace(*bias_place, stored.bias)
         self.weights.replace(path, index, stored.weights)
         self.weights.replace_mask(path, index, stored.mask)
-        layers = self._layers.setdefault(path, {})
-        layers[index] = stored.report
-        self.report[path] = LayerReport.combine([*layers.values()])
-        if self._on_layer_done is not None:
-            self._on_layer_done(path, index)
-
-    def _prune_and_shift(
-        self,
-        path: Path,
-        dense: jax.Array,
-        bias: jax.Array | None,
-        prune_layer: Callable[[], PrunedLayer],
-    ) -> StoredLayer:
-        """Prunes a parameter, or one layer of it, and shifts the bias that takes over its means."""
-        started = time.perf_counter()
-        layer = prune_layer()
-        report = dataclasses.replace(layer.make_report(), seconds=time.perf_counter() - started)
-        weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
-        shifted = None if bias is None else self._task.shift_bias(path, bias, layer, self.weights)
-        return StoredLayer(weights, mask, report, shifted)
+        self.layers.setdefault(path, {})[index] = stored.report
+        if self.on_layer_done is not None:
+            self.on_layer_done(path, index)
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
-        layers = self._layers.get(path, {})
+        layers = self.layers.get(path, {})
         return index in layers or () in layers or (not index and bool(layers))

@@ -9,7 +9,7 @@ import jax
 
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import BiasRefit, Refit, Select
-from sparsity.calibration.run.needs import method_name, read_refit_needs
+from sparsity.calibration.run.needs import method_name, read_needs
 from sparsity.calibration.statistics.errors import output_error
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
@@ -58,26 +58,43 @@ def prune(
             f"{method_name(refit)} changes the biases that follow weights, which only the "
             f"program of a model shows: give refit = {refit!r} to oneshot."
         )
-    pruned, masks = prune_at_once(pruner, params, statistics)
-    if refit is not None:
-        pruned, masks = _refit_tree(refit, pruner, params, pruned, masks, statistics)
-    return pruned, pack_masks(masks, params) if pruner.use_packed_masks else masks
+    _, refitted, masks = prune_and_refit(pruner, params, statistics, refit)
+    return refitted, pack_masks(masks, params) if pruner.use_packed_masks else masks
 
 
-def prune_at_once(
-    pruner: BaseUpdater, params: Tree, statistics: Statistics, required: Iterable[KeyPath] = ()
-) -> tuple[Tree, Masks]:
-    """Returns what `instant_sparsify` returns, checked, with masks that are not packed.
+def prune_and_refit(
+    pruner: BaseUpdater,
+    params: Tree,
+    statistics: Statistics,
+    refit: Refit | None,
+    required: Iterable[KeyPath] = (),
+) -> tuple[Tree, Tree, Masks]:
+    """Returns (pruned params, refitted params, masks that are not packed), checked.
 
     Args:
       pruner: the updater.
       params: tree of parameters.
       statistics: `{path: Statistic}` for each parameter that has a sparsity.
+      refit: refits all parameters that have a mask; without one the refitted params are the pruned.
       required: paths of the parameters that must have a mask.
     """
-    pruned = pruner.instant_sparsify(params, statistics=statistics)
+    result = pruner.instant_sparsify(params, statistics=statistics)
     label = f"{type(pruner).__name__}.instant_sparsify"
-    return read_pruned(pruned, label, params, required, pruner.use_packed_masks)
+    pruned, masks = read_pruned(result, label, params, required, pruner.use_packed_masks)
+    if refit is None:
+        return pruned, pruned, masks
+    sites = pruner.sites(params)
+    targets = trees.leaves_by_path(pruner.compute_targets(params, sites))
+    leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
+    refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
+    for key_path, mask in trees.leaves_by_path(masks).items():
+        layer = pruned_leaves[key_path], mask
+        if key_path in targets or trees.path_names(key_path) in statistics:
+            site, target = sites[key_path], targets.get(key_path, 0.0)
+            layer = _refit_layer(refit, pruner, site, target, leaves[key_path], layer, statistics)
+        refitted[key_path] = layer  # without either, a bias of coupled channels
+    weights = trees.map_matched(lambda key_path, x: refitted.get(key_path, (x,))[0], pruned)
+    return pruned, weights, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
@@ -106,30 +123,7 @@ def _describe_value(value: object) -> str:
     return f"got {value!r}"
 
 
-def _refit_tree(
-    refit: Refit,
-    pruner: BaseUpdater,
-    params: Tree,
-    pruned: Tree,
-    masks: Masks,
-    statistics: Statistics,
-) -> tuple[Tree, Masks]:
-    """Refits all parameters that have a mask; returns (refitted params, masks)."""
-    sites = pruner.sites(params)
-    targets = trees.leaves_by_path(pruner.compute_targets(params, sites))
-    leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
-    refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
-    for key_path, mask in trees.leaves_by_path(masks).items():
-        layer = pruned_leaves[key_path], mask
-        if key_path in targets or trees.path_names(key_path) in statistics:
-            site, target = sites[key_path], targets.get(key_path, 0.0)
-            layer = refit_layer(refit, pruner, site, target, leaves[key_path], layer, statistics)
-        refitted[key_path] = layer  # without either, a bias of coupled channels
-    pruned = trees.map_matched(lambda key_path, param: refitted.get(key_path, (param,))[0], pruned)
-    return pruned, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
-
-
-def refit_layer(
+def _refit_layer(
     refit: Refit,
     pruner: BaseUpdater,
     site: Site,
@@ -159,7 +153,7 @@ def refit_layer(
     """
     if not dense.size:
         return pruned_layer
-    needs, label = read_refit_needs(refit), method_name(refit)
+    needs, label = read_needs(refit), method_name(refit)
     statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
     if needs.has_grams:
         check_solvable(statistic, dense, site.name, needs.damping)
@@ -186,16 +180,15 @@ def _choose_better(
     """
     xp = host.namespace([dense])
     solution = xp.where(solution[1] != 0, solution[0], 0).astype(dense.dtype), are_kept(solution[1])
-    if statistic.gram is None:
-        new_error, before_error = (xp.sum(~xp.isfinite(x)) for x, _ in (solution, pruned_layer))
-    else:
-        new_error, before_error = (
-            output_error(statistic, dense - x).sum() for x, _ in (solution, pruned_layer)
-        )
-    weights, mask = (
-        xp.where(new_error <= before_error, a, b)
-        for a, b in zip(solution, pruned_layer, strict=True)
-    )
+
+    def measure_error(weights: jax.Array) -> jax.Array:
+        if statistic.gram is None:
+            return xp.sum(~xp.isfinite(weights))
+        return output_error(statistic, dense - weights).sum()
+
+    is_better = measure_error(solution[0]) <= measure_error(pruned_layer[0])
+    pairs = zip(solution, pruned_layer, strict=True)
+    weights, mask = (xp.where(is_better, new, before) for new, before in pairs)
     return weights, mask
 
 

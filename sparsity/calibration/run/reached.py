@@ -65,7 +65,7 @@ class ReachedWeight:
         rerun_losses = self._rerun_losses(matrices)
         if rerun_losses is not None:
             return rerun_losses
-        batches = self._sum_batches(self.calibration.sum_outputs, matrices)
+        batches = self._sum_batches(self.calibration.sum_outputs, *matrices)
         sums = [total for sums_of_batch in batches for total in sums_of_batch.values()]
         return functools.reduce(jnp.add, sums)
 
@@ -73,48 +73,40 @@ class ReachedWeight:
         """Returns the losses by programs that the run needs anyway; `None` if there are none."""
         if self.equation.inner_programs:
             return None
-        operands = {number: self._list_operands(number) for number in self.layers}
+        batches = range(len(self.frame.data))
+        operands = {n: [self._read_operand(batch, n) for batch in batches] for n in self.layers}
         place = host.find_place(operands, matrices)
-        if place is None:
+        reruns = all(_can_rerun(self.calibration.uses[number], matrices) for number in operands)
+        if place is None or not reruns:
             return None
         total = np.zeros(len(matrices))
         for number, inputs in operands.items():
-            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            rerun = _make_rerun(use, alignment, matrices, place)
-            if rerun is None:
-                return None
+            rerun = _make_rerun(self.calibration.alignments[number], matrices, place)
             total += sum(map(rerun, inputs))
         dtype = promote(matrices[0].dtype, jnp.float32)
         return place.put(total.astype(dtype))
 
-    def _list_operands(self, number: int) -> list[jax.Array]:
-        """Returns the other operand of a product with a weight outside of loops, for each batch."""
+    def _read_operand(self, batch: int, number: int) -> jax.Array:
+        """Returns the other operand of a product with a weight outside of loops, for a batch."""
         value = self.equation.inputs[1 - self.calibration.uses[number].operand]
-        return [self.frame.read(batch, value) for batch in range(len(self.frame.data))]
+        return self.frame.read(batch, value)
 
-    def _sum_batches(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
+    def _sum_batches(self, sum_up: Callable[..., PyTree], *matrices: jax.Array) -> Iterator[Sums]:
         """Yields the sums of each batch, by number of the use."""
         batches = range(len(self.frame.data))
         if not self.equation.inner_programs:
-            operands = {number: self._list_operands(number) for number in self.layers}
-            compiled = {
-                number: compile_at_call(
-                    lambda x, arrays, number=number: sum_up(number, x, {}, arrays)
-                )
-                for number in operands
-            }
+            programs = {n: compile_at_call(functools.partial(sum_up, n)) for n in self.layers}
             for batch in batches:
-                yield {
-                    number: compiled[number](x[batch], arguments) for number, x in operands.items()
-                }
+                operands = {n: self._read_operand(batch, n) for n in programs}
+                yield {n: programs[n](operand, *matrices) for n, operand in operands.items()}
             return
         uses = Uses({number: self.calibration.uses[number] for number in self.layers})
         # Indices are arguments, so that the layers of a stack share a compiled program.
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
-        def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:
+        def run(inputs: list[jax.Array], indices: PyTree, matrices: PyTree) -> Sums:
             def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                sums = sum_up(number, x, steps, arguments)
+                sums = sum_up(number, x, *matrices)
                 for scan, layer in zip(self.layers[number], indices[number], strict=True):
                     is_layer = steps[scan] == layer
                     sums = jax.tree.map(lambda s, is_on=is_layer: jnp.where(is_on, s, 0), sums)
@@ -126,26 +118,24 @@ class ReachedWeight:
 
         program = compile_at_call(jax.jit(run))
         for batch in batches:
-            yield program(self.frame.read_inputs(batch, self.equation), indices, arguments)
+            yield program(self.frame.read_inputs(batch, self.equation), indices, matrices)
 
 
 def _make_rerun(
-    use: Use, alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
-) -> Callable[[jax.Array], np.ndarray] | None:
+    alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
+) -> Callable[[jax.Array], np.ndarray]:
     """Returns a function from the other operand of a product to the sums of |y|^2 with each matrix.
 
     A run outside of `jit` compiles each product by itself, and keeps the program. The product of
     the same inputs with lost weights is this program again: sums of its outputs compile nothing.
 
     Args:
-      use: the product; `None` is returned if its outputs lose digits.
-      alignment: alignment of the use, without the axes that scans took apart.
+      alignment: of the product.
       matrices: [*batch, outputs, inputs] each, in the order of the parameter.
       place: the place of matrices and inputs.
     """
+    use = alignment.use
     value = use.equation.inputs[use.operand]
-    if not _has_sum_precision(use, matrices) or matrices[0].size != value.size:
-        return None
     roles = read_product(use.equation).operands[use.operand]
     axes = (*roles.batch, *roles.free, *roles.contracted)
     sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
@@ -169,14 +159,18 @@ def _sum_squares(x: np.ndarray) -> float:
     return sum(float(np.square(x[chunk]).sum()) for chunk in host.chunks(len(x)))
 
 
-def _has_sum_precision(use: Use, matrices: Sequence[jax.Array]) -> bool:
-    """Returns whether a product on a CPU has the precision of sums: real, in float32 at least."""
+def _can_rerun(use: Use, matrices: Sequence[jax.Array]) -> bool:
+    """Returns whether a product on a CPU takes matrices, and has the precision of sums.
+
+    That is real numbers, in float32 at least.
+    """
     equation = use.equation
     dtypes = {value.dtype for value in (*equation.inputs, *equation.outputs)}
     dtypes.update(promote(x.dtype, jnp.float32) for x in matrices)
     precision = equation.params["precision"]
     precisions = precision if isinstance(precision, tuple) else (precision,)
     is_plain = all(x is None or isinstance(x, lax.Precision) for x in precisions)
+    is_plain &= matrices[0].size == equation.inputs[use.operand].size
     return is_plain and len(dtypes) == 1 and dtypes <= {np.dtype("float32"), np.dtype("float64")}
 
 

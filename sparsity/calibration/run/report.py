@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsity.calibration.rates import Rates
-from sparsity.calibration.run.needs import read_pruner_needs
+from sparsity.calibration.run.needs import read_needs
 from sparsity.calibration.run.outputs import (
     OutputReport,
     make_output_fn,
@@ -147,7 +147,7 @@ class Report(dict[Path, LayerReport]):
                     "rates must be above 0, at which nothing is lost, got a rate of 0."
                 )
         batch_list = list(batches)
-        kind = read_pruner_needs(pruner).statistics_kind
+        kind = read_needs(pruner).statistics_kind
         statistics = calibrate(fn, params, batch_list, kind, lambda path, _: path in self)
         outputs = make_output_fn(fn, params, batch_list[0])
         dense = [outputs(params, batch) for batch in batch_list]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -14,9 +15,9 @@ from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.means import holds_outputs
 from sparsity.calibration.run.needs import Needs, combine_needs, method_name
-from sparsity.calibration.run.prune import prune_at_once, refit_layer
+from sparsity.calibration.run.prune import prune_and_refit
 from sparsity.calibration.run.report import LayerReport
-from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
@@ -54,18 +55,15 @@ class PrunedLayer(NamedTuple):
     keeps_means: bool = False
     output_squares: jax.Array | None = None
 
-    def make_report(self) -> LayerReport:
-        """Returns the report of the parameter, with 0 in place of the seconds."""
+    def make_report(self, started: float) -> LayerReport:
+        """Returns the report of the parameter, which took the time since then."""
         shares = jax.device_get(_compute_lost_shares(self))
-        error = shares.error_with_means_kept if self.keeps_means else shares.error
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
-            error=float(error),
-            unrefitted=float(shares.unrefitted),
             count=find_max_rows(self.statistic),
-            seconds=0.0,
-            centred=float(shares.centred),
+            seconds=time.perf_counter() - started,
+            **{name: float(share) for name, share in shares.items()},
         )
 
     def list_matrices(self) -> list[jax.Array]:
@@ -126,7 +124,7 @@ class PruningTask:
                 "or the model takes other branches. Give batches that reach it, or keep it dense "
                 "with filter_fn."
             )
-        dense = weights.read_dense(path, index)
+        dense = read_layer(weights.before[path], index)
         warn_of_zeros(statistic, self.sites[path].name)
         site = self._make_layer_site(path, index, dense.ndim + len(index))
         pruner = dataclasses.replace(
@@ -141,14 +139,9 @@ class PruningTask:
         single_tree = trees.map_matched(
             lambda x, _: dense if x == site.key_path else None, weights.dense
         )
-        statistics = {path: statistic}
-        pruned_tree, masks = prune_at_once(pruner, single_tree, statistics, [site.key_path])
-        pruned, mask = (trees.leaves_by_path(x)[site.key_path] for x in (pruned_tree, masks))
-        refitted = pruned
-        if not (self.refit is None or isinstance(self.refit, BiasRefit)):
-            refitted, mask = refit_layer(
-                self.refit, pruner, site, self.targets[path], dense, (pruned, mask), statistics
-            )
+        refit = None if isinstance(self.refit, BiasRefit) else self.refit
+        results = prune_and_refit(pruner, single_tree, {path: statistic}, refit, [site.key_path])
+        pruned, refitted, mask = (trees.leaves_by_path(x)[site.key_path] for x in results)
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
@@ -164,7 +157,7 @@ class PruningTask:
     ) -> jax.Array:
         """Returns the bias of a parameter after the refit."""
         assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
-        read = self.graph.model.make_reader(weights.list_current())
+        read = self.graph.model.make_reader(weights.current)
         leaves = layer.dense, layer.refitted, layer.statistic
         return self.refit.shift(self.biases[path], bias, *leaves, read)
 
@@ -255,24 +248,9 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     )
 
 
-class _LostShares(NamedTuple):
-    """Lost shares of the outputs of a parameter, scalars.
-
-    Attributes:
-      error: as in `LayerReport`, without a bias.
-      error_with_means_kept: the error if a bias keeps the means of the outputs.
-      unrefitted: the error before the refit.
-      centred: as in `LayerReport`.
-    """
-
-    error: jax.Array
-    error_with_means_kept: jax.Array
-    unrefitted: jax.Array
-    centred: jax.Array
-
-
 @host.jit_or_numpy
-def _compute_lost_shares(layer: PrunedLayer) -> _LostShares:
+def _compute_lost_shares(layer: PrunedLayer) -> dict[str, jax.Array]:
+    """Returns the lost shares of the outputs of a parameter, by field of `LayerReport`."""
     statistic, dense = layer.statistic, layer.dense
     leaves = dense - layer.refitted, dense
     if layer.output_squares is None:
@@ -285,13 +263,12 @@ def _compute_lost_shares(layer: PrunedLayer) -> _LostShares:
     centred_lost, centred_total = (lost - lost_mean).clip(0), total - total_mean
     # A variance within some eps of the total is rounding.
     exceeds_rounding = centred_total > 16 * jnp.finfo(total.dtype).eps * total
-    centred = ratio(centred_lost, centred_total * exceeds_rounding)
-    return _LostShares(
-        error=ratio(lost, total),
-        error_with_means_kept=ratio(centred_lost, total),
-        unrefitted=ratio(unrefitted, total),
-        centred=centred,
-    )
+    uncorrected = host.namespace([total]).where(layer.keeps_means, centred_lost, lost)
+    return {
+        "error": ratio(uncorrected, total),
+        "unrefitted": ratio(unrefitted, total),
+        "centred": ratio(centred_lost, centred_total * exceeds_rounding),
+    }
 
 
 def find_max_rows(statistic: Statistic) -> int:

@@ -28,19 +28,22 @@ class ModelWeights:
 
     Attributes:
       dense: the tree before pruning.
+      before: the parameters before pruning, by path.
+      current: the current parameters, by path.
     """
 
     def __init__(self, params: Params, paths: Iterable[Path]) -> None:
         self.dense = params
-        self._arrays, self._rebuild = trees.split_arrays(params)
-        self._before = list(self._arrays)
-        self._numbers = {path: number for number, path in enumerate(paths)}
+        arrays, self._rebuild = trees.split_arrays(params)
+        self.before: Mapping[Path, jax.Array] = dict(zip(paths, arrays, strict=True))
+        self.current: dict[Path, jax.Array] = {**self.before}
         self._masks: dict[Path, jax.Array] = {}
-        self._copied: set[int] = set()  # arrays that change in place: copies of the user's
+        self._copied: set[Path] = set()  # arrays that change in place: copies of the user's
 
     def make_tree(self) -> Params:
         """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
-        return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in self._arrays])
+        arrays = self.current.values()
+        return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in arrays])
 
     def make_masks(self, pack: bool) -> Masks:
         """Returns the tree of masks, `None` for parameters that stay dense."""
@@ -49,43 +52,30 @@ class ModelWeights:
         )
         return pack_masks(masks, self.dense) if pack else masks
 
-    def list_current(self) -> Mapping[Path, jax.Array]:
-        """Returns the current parameters by path."""
-        return dict(zip(self._numbers, self._arrays, strict=True))
-
-    def read_dense(self, path: Path, index: LayerIndex) -> jax.Array:
-        """Returns a parameter before pruning, or one of its layers."""
-        return _read_layer(self._before[self._numbers[path]], index)
-
-    def read_current(self, path: Path, index: LayerIndex) -> jax.Array:
-        """Returns a current parameter, or one of its layers."""
-        return _read_layer(self._arrays[self._numbers[path]], index)
-
-    def read(self, number: int, *layers: int) -> jax.Array:
+    def read(self, path: Path, *layers: int) -> jax.Array:
         """Returns a parameter or one of its first layers, unaffected by later changes."""
-        array: jax.Array = self._arrays[number]
         if layers:
-            return array[layers]
-        return jnp.copy(array) if number in self._copied else array
+            return self.current[path][layers]
+        return jnp.copy(self.current[path]) if path in self._copied else self.current[path]
 
     def replace(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
         """Puts a layer into a parameter, in time that does not grow with a stack."""
-        number = self._numbers[path]
-        if index and number not in self._copied:
-            self._arrays[number] = jnp.array(self._arrays[number], copy=True)
-            self._copied.add(number)
-        self._arrays[number] = _put_layer(self._arrays[number], part, index)
+        if index and path not in self._copied:
+            self.current[path] = jnp.array(self.current[path], copy=True)
+            self._copied.add(path)
+        self.current[path] = _put_layer(self.current[path], part, index)
 
     def replace_mask(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
         """Puts the mask of a layer into the mask of a parameter."""
         mask = self._masks.get(path)
         if index and mask is None:
-            like = self._arrays[self._numbers[path]]
+            like = self.current[path]
             mask = sharding.place_like(like, sharding.ones_like(like))
         self._masks[path] = _put_layer(mask, part, index)
 
 
-def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
+def read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
+    """Returns a parameter, or one of its layers."""
     layers = dict(index)
     return array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
 

@@ -22,15 +22,19 @@ _GROUPS = -1  # stands for the groups of a convolution among the axes of a param
 class Alignment:
     """Map from sums in the order of a product's operand to the order of its parameter.
 
+    Sums belong to one layer of a stack, without the axes that scans take apart.
+
     Attributes:
-      axes: the roles of the parameter's axes, a statistic without sums.
-      shape: the shape of the parameter, or of one of its layers.
+      use: the product.
+      axes: the roles of the layer's axes, a statistic without sums.
+      shape: the shape of the layer; without scans, of the parameter.
       slices: int[slices of the operand], the slice of the parameter for each; a weight that is
         broadcast along a batch axis has several slices of the operand in one place.
       inputs: int[inputs], the places of the parameter's inputs among the inputs of the operand.
       copies: how often each output occurs.
     """
 
+    use: Use
     axes: Statistic
     shape: tuple[int, ...]
     slices: np.ndarray
@@ -40,11 +44,8 @@ class Alignment:
     @property
     def repeats(self) -> int:
         """Number of slices and outputs of the operand for each one of the parameter."""
-        return (
-            self.copies
-            * len(self.slices)
-            // max(math.prod(self.axes.read_batch_shape(self.shape)), 1)
-        )
+        slices = math.prod(self.axes.read_batch_shape(self.shape))
+        return self.copies * len(self.slices) // max(slices, 1)
 
     def to_parameter_order(self, sums: jax.Array, ndim: int) -> jax.Array:
         """Returns sums [*batch, ...] in the order of the parameter.
@@ -67,6 +68,17 @@ class Alignment:
         flat = flat.reshape(*lead, *input_shape)
         return flat * self.copies if self.copies > 1 else flat
 
+    def add_layers(self, sums: Statistic) -> Statistic:
+        """Returns the statistic of all layers; its sums lead with the axes of the layers."""
+        stacked = self.use.view.stacked
+        axes = [axis for axis in range(len(self.shape) + len(stacked)) if axis not in stacked]
+        return dataclasses.replace(
+            sums,
+            contracting=tuple(axes[axis] for axis in sums.contracting),
+            output=tuple(axes[axis] for axis in sums.output),
+            batch=(*stacked, *(axes[axis] for axis in sums.batch)),
+        )
+
     def to_operand_order(self, matrices: jax.Array) -> jax.Array:
         """Returns matrices in the order of the operand, [slices, outputs, inputs]."""
         lead = math.prod(matrices.shape[:-2])
@@ -75,24 +87,16 @@ class Alignment:
         return flat if _is_identity(self.inputs) else flat[..., np.argsort(self.inputs)]
 
 
-def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
-    """Returns the alignment of a use, or `None` if its inputs are no entries of the parameter.
-
-    Args:
-      use: the product.
-      graph: the graph of the model.
-      one_layer: the sums belong to one layer of a stack, without the axes that scans took apart.
-    """
-    view, shape = use.view, graph.parameters.find_shape(use.path)
+def align(use: Use, graph: Graph) -> Alignment | None:
+    """Returns the alignment of a use, or `None` if its inputs are no entries of the parameter."""
+    stacked, shape = use.view.stacked, graph.parameters.find_shape(use.path)
     if not _reads_all_entries(use, shape):
         return None
     contracted, slices, outputs = _read_factors(use)
-    removed_axes = view.stacked if one_layer else ()
     group_axes, groups, outputs = _split_groups(use.groups, outputs, shape)
-    slice_factors = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in removed_axes]
-    slice_factors += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
+    slice_factors = [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
     batch = [*use.batch, *(factor.axis for factor in group_axes if factor.axis is not None)]
-    batch = [axis for axis in dict.fromkeys(batch) if axis not in removed_axes]
+    batch = [axis for axis in dict.fromkeys(batch) if axis not in stacked]
     output = sorted({*use.output} - {*batch})
     if groups > 1:  # these are parts of the first output axis
         output.sort(key=lambda axis: not outputs or axis != outputs[0].axis)
@@ -102,26 +106,25 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
         if n == 1 and axis not in (*use.contracting, *use.batch, *output)
     ]
     fits = (
-        sorted((*use.contracting, *output, *batch, *removed_axes)) == [*range(len(shape))]
+        sorted((*use.contracting, *output, *batch, *stacked)) == [*range(len(shape))]
         and _covers(contracted, use.contracting, shape)
         and _covers(slice_factors, batch, shape)
         and (groups == 1 or _are_groups_first(outputs, groups, output, shape))
     )
     if not fits or any(factor.axis is None for factor in contracted):
         return None
-    new_axis = {
-        axis: i for i, axis in enumerate(a for a in range(len(shape)) if a not in removed_axes)
-    }
+    axes = [axis for axis in range(len(shape)) if axis not in stacked]
     sizes = {**dict(enumerate(shape)), _GROUPS: groups}
     return Alignment(
+        use,
         axes=Statistic(
             count=0,
-            contracting=tuple(new_axis[axis] for axis in use.contracting),
-            output=tuple(new_axis[axis] for axis in output),
-            batch=tuple(new_axis[axis] for axis in batch),
+            contracting=tuple(map(axes.index, use.contracting)),
+            output=tuple(map(axes.index, output)),
+            batch=tuple(map(axes.index, batch)),
             groups=groups,
         ),
-        shape=tuple(n for axis, n in enumerate(shape) if axis not in removed_axes),
+        shape=tuple(shape[axis] for axis in axes),
         slices=_compute_positions(slice_factors, [*batch, _GROUPS], sizes),
         inputs=np.argsort(_compute_positions(contracted, use.contracting, sizes)),
         copies=math.prod(factor.size for factor in outputs if factor.axis is None),
@@ -136,9 +139,7 @@ def _reads_all_entries(use: Use, shape: tuple[int, ...]) -> bool:
     if view.has_other_entries or view.is_conjugate or len(view.stacked) != len(view.scans):
         return False
     layers = zip(view.stacked, view.scans, strict=True)
-    if len({*view.stacked}) != len(view.stacked) or any(
-        shape[axis] != scan.length for axis, scan in layers
-    ):
+    if any(shape[axis] != scan.length for axis, scan in layers):
         return False
     is_dot = use.kind == "dot"
     return is_dot or (use.operand == 1 and use.equation.params["batch_group_count"] == 1)

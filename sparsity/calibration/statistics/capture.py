@@ -84,15 +84,7 @@ def calibrate(
     check_bool("progress", progress)
     if progress:
         batches = extras.load("tqdm.auto", "progress").tqdm(batches)
-
-    def make(graph: Graph) -> Calibration:
-        calibration = Calibration(graph, kind, filter_fn)
-        if kind == "gram":
-            # The sums so far, the sums of a batch, and the latter in the order of the operand.
-            check_memory(calibration.list_gram_shapes(), copies=3)
-        return calibration
-
-    calibration, total = collect_sums(fn, params, batches, make)
+    calibration, total = _collect_sums(fn, params, batches, kind, filter_fn)
     return calibration.pop_statistics(total)
 
 
@@ -102,36 +94,34 @@ class Calibration:
     Args:
       graph: the graph.
       kind: the kind of sums.
-      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
+      filter_fn: selects parameters; `None` for all whose inputs match entries of the parameter.
 
     Attributes:
       uses: the uses whose inputs match entries of their parameter, by number.
-      alignments: by number of the use, of one layer where scans run over several.
+      alignments: of these uses, by number.
     """
 
     def __init__(
         self,
         graph: Graph,
         kind: StatisticsKind,
-        filter_fn: Callable[[Path, Parameter], bool] | None = None,
+        filter_fn: Callable[[Path, Parameter], bool] | None,
     ) -> None:
         leaves = {param.path: param for param in graph.parameters}
         self.graph: Graph = graph
         self.kind: StatisticsKind = kind
         self.alignments: dict[int, Alignment] = {}
-        self._axes: dict[int, Statistic] = {}  # of all layers
         for number, use in enumerate(graph.uses):
-            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                layer, stack = align(use, graph, one_layer=True), align(use, graph)
-                if layer is not None and stack is not None:
-                    self.alignments[number], self._axes[number] = layer, stack.axes
-        self.uses: Uses = Uses({number: graph.uses[number] for number in self.alignments})
+            is_selected = filter_fn is None or filter_fn(use.path, leaves[use.path])
+            if is_selected and (alignment := align(use, graph)) is not None:
+                self.alignments[number] = alignment
+        self.uses: Uses = Uses({number: x.use for number, x in self.alignments.items()})
 
     def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
-        for number, use in self.uses.items():
-            alignment = self.alignments[number]
+        for alignment in self.alignments.values():
+            use = alignment.use
             shape = self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.count_inputs(alignment.shape)
@@ -140,26 +130,22 @@ class Calibration:
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
-    def sum_inputs(self, number: int, x: jax.Array, *_: object) -> Statistic:
+    def sum_inputs(self, number: int, x: jax.Array) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
-        sum_rows = functools.partial(
-            sum_inputs, self.uses[number], self.alignments[number], self.kind
-        )
+        sum_rows = functools.partial(sum_inputs, self.alignments[number], self.kind)
         return sharding.call_replicated(sum_rows, x)
 
-    def sum_outputs(
-        self, number: int, x: jax.Array, steps: Steps, matrices: Sequence[jax.Array]
-    ) -> jax.Array:
+    def sum_outputs(self, number: int, x: jax.Array, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
-        sum_rows = functools.partial(sum_outputs, self.uses[number], self.alignments[number])
+        sum_rows = functools.partial(sum_outputs, self.alignments[number])
         return sharding.call_replicated(sum_rows, x, *matrices)
 
     def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
-            use, x = self.uses[number], total.pop(number)
-            statistic = dataclasses.replace(self._axes[number], **x.list_sums(), count=x.count)
+            use = self.uses[number]
+            statistic = self.alignments[number].add_layers(total.pop(number))
             sums_before = statistics.get(use.path)
             if sums_before is not None and not have_equal_axes(sums_before, statistic):
                 raise ValueError(
@@ -175,25 +161,24 @@ class Calibration:
         }
 
 
-def collect_sums(
+def _collect_sums(
     fn: Callable[[PyTree, PyTree], PyTree],
     params: Params,
     batches: Iterable[PyTree],
-    make: Callable[[Graph], Calibration],
-    sum_rows: Callable[..., PyTree] = Calibration.sum_inputs,
-    arguments: PyTree = None,
-    stacks: bool = True,
+    kind: StatisticsKind,
+    filter_fn: Callable[[Path, Parameter], bool] | None,
+    matrices: Mapping[Path, Sequence[jax.Array]] | None = None,
 ) -> tuple[Calibration, Sums]:
-    """Runs a model on batches and adds up their sums.
+    """Runs a model on batches and adds up their sums: of inputs, or of the outputs of matrices.
 
     Args:
       fn: the model.
       params: its parameters.
       batches: batches, which may differ in shape.
-      make: makes the calibration of a graph; called once for each shape of a batch.
-      sum_rows: `sum_rows(calibration, number, x, steps, arguments)` returns the sums of a use.
-      arguments: arrays that the sums depend on.
-      stacks: keep the sums of each layer of a stacked weight apart.
+      kind: the kind of sums of inputs.
+      filter_fn: selects parameters.
+      matrices: [*batch, outputs, inputs] by path of the parameter. Sums of their outputs also run
+        over the layers of a stacked weight; those of inputs are kept apart.
 
     Returns:
       (the calibration of the last batch, the sums of all batches).
@@ -204,12 +189,14 @@ def collect_sums(
 
     @functools.cache
     def compile_sums(graph: Graph) -> tuple[Calibration, Callable[..., PyTree]]:
-        calibration = make(graph)
+        calibration = Calibration(graph, kind, filter_fn)
+        if kind == "gram":
+            # The sums so far, the sums of a batch, and the latter in the order of the operand.
+            check_memory(calibration.list_gram_shapes(), copies=3)
 
-        def run(leaves: PyTree, inputs: PyTree, arguments: PyTree) -> tuple[Sums, PyTree]:
-            interpreter = SummingInterpreter(
-                calibration.uses, lambda *use: sum_rows(calibration, *use, arguments), stacks
-            )
+        def run(leaves: PyTree, inputs: PyTree, matrices: PyTree) -> tuple[Sums, PyTree]:
+            sum_up = functools.partial(_sum_up, calibration, matrices)
+            interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
             return sums, {number: _are_finite(sums_of_use) for number, sums_of_use in sums.items()}
@@ -223,8 +210,8 @@ def collect_sums(
         calibration, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
-        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
-        sums, finite = run(*arrays)
+        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0]
+        sums, finite = run(*arrays, matrices)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
                 raise make_not_finite_error(trees.join_names(calibration.uses[use].path), number)
@@ -232,6 +219,17 @@ def collect_sums(
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return calibration, total
+
+
+def _sum_up(
+    calibration: Calibration, matrices: PyTree, number: int, x: jax.Array, steps: Steps
+) -> PyTree:
+    """Returns the sums of a use: over its inputs, or over the outputs of matrices of its layer."""
+    if matrices is None:
+        return calibration.sum_inputs(number, x)
+    use = calibration.uses[number]
+    layer = tuple(steps[scan] for scan in use.view.scans)
+    return calibration.sum_outputs(number, x, *(matrix[layer] for matrix in matrices[use.path]))
 
 
 def sum_losses(
@@ -248,19 +246,9 @@ def sum_losses(
       batches: the batches.
       matrices: [*batch, outputs, inputs] by path of the parameter.
     """
-
-    def sum_rows(
-        calibration: Calibration, number: int, x: jax.Array, steps: Steps, matrices: PyTree
-    ) -> jax.Array:
-        use = calibration.uses[number]
-        layer = tuple(steps[scan] for scan in use.view.scans)
-        layer_matrices = [matrix[layer] for matrix in matrices[use.path]]
-        return calibration.sum_outputs(number, x, steps, layer_matrices)
-
-    def make(graph: Graph) -> Calibration:
-        return Calibration(graph, "squares", lambda path, _: path in matrices)
-
-    calibration, sums = collect_sums(fn, params, batches, make, sum_rows, matrices, stacks=False)
+    calibration, sums = _collect_sums(
+        fn, params, batches, "squares", lambda path, _: path in matrices, matrices
+    )
     losses = dict.fromkeys(matrices, jnp.zeros(()))
     for number, loss in sums.items():
         losses[calibration.uses[number].path] += loss

@@ -36,50 +36,42 @@ def check_statistics_kind(kind: object, label: str) -> None:
         raise ValueError(f"statistics_kind of {label} must be one of {kinds}, got {kind!r}.")
 
 
-def sum_inputs(use: Use, alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Statistic:
+def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Statistic:
     """Sums up the inputs of a product over its rows, and counts the rows.
 
     Args:
-      use: the product.
-      alignment: alignment of the use, without the axes that scans took apart.
+      alignment: of the product with its parameter.
       kind: the kind of sums.
       x: the other operand of the product.
 
     Returns:
       The statistic in the order of the parameter, of one layer where scans run over several.
     """
-    x = _widen(x)
+    use, x = alignment.use, _widen(x)
     is_dot = use.kind == "dot"
     count = Count.from_number(_count_rows(use, x) * alignment.repeats)
     statistic = dataclasses.replace(alignment.axes, count=count)
+    order = alignment.to_parameter_order
     if kind == "gram":
         rows = _list_dot_rows(use, x) if is_dot else _extract_patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
-        rows_sum = jnp.sum(rows, axis=-2)
-        gram, sums = (
-            alignment.to_parameter_order(grams, 2),
-            alignment.to_parameter_order(rows_sum, 1),
-        )
-        return dataclasses.replace(statistic, gram=gram, sums=sums)
+        totals = jnp.sum(rows, axis=-2)
+        return dataclasses.replace(statistic, gram=order(grams, 2), sums=order(totals, 1))
     sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
-    statistic = dataclasses.replace(
-        statistic, squares=alignment.to_parameter_order(sum_rows(_square_magnitudes(x)), 1)
-    )
-    if "sums" in FIELDS_BY_KIND[kind]:
-        return dataclasses.replace(statistic, sums=alignment.to_parameter_order(sum_rows(x), 1))
-    return statistic
+    squares = order(sum_rows(_square_magnitudes(x)), 1)
+    sums = order(sum_rows(x), 1) if "sums" in FIELDS_BY_KIND[kind] else None
+    return dataclasses.replace(statistic, squares=squares, sums=sums)
 
 
-def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+def sum_outputs(alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
     """Sums up |y|^2 over the outputs y of each matrix: [number of matrices].
 
     Args:
-      use: the product.
-      alignment: alignment of the use, without the axes that scans took apart.
+      alignment: of the product with its parameter.
       x: the other operand of the product.
       *matrices: [*batch, outputs, inputs] in the order of the parameter.
     """
-    x = _widen(x)
+    use, x = alignment.use, _widen(x)
 
     def sum_squares(matrices: jax.Array) -> jax.Array:
         weights = alignment.to_operand_order(matrices.astype(promote(matrices.dtype, x.dtype)))

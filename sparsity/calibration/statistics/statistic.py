@@ -168,15 +168,11 @@ class Statistic:
             wide = jnp.expand_dims(x, range(end, end + len(new_axes)))
             return jnp.broadcast_to(wide, (*x.shape[:end], *sizes, *x.shape[end:]))
 
-        count = self.count
-        if isinstance(count, Count):
-            count = Count(repeat(count.digits, 1)) if count.digits.ndim > 1 else count
-        elif not isinstance(count, int) and jnp.ndim(count):
-            count = repeat(count)
+        lead = int(isinstance(self.count, Count))  # of the digits
         return dataclasses.replace(
             self,
             **jax.tree.map(repeat, self.list_sums()),
-            count=count,
+            count=jax.tree.map(lambda x: repeat(x, lead) if np.ndim(x) > lead else x, self.count),
             output=tuple(axis for axis in self.output if axis not in new_axes),
             batch=(*self.batch, *new_axes),
         )

@@ -221,14 +221,11 @@ def check_solution(solution: PyTree, label: str, name: str, param: jax.Array) ->
         or len(solution) != 2
         or any(np.shape(x) != param.shape for x in solution)
     ):
-        description = (
-            jax.tree.map(np.shape, solution)
-            if isinstance(solution, tuple)
-            else reprlib.repr(solution)
-        )
-        description = (
-            f"one array of shape {solution.shape}" if trees.is_array(solution) else description
-        )
+        description = reprlib.repr(solution)
+        if isinstance(solution, tuple):
+            description = str(jax.tree.map(np.shape, solution))
+        elif trees.is_array(solution):
+            description = f"one array of shape {solution.shape}"
         raise ValueError(f"{start}, each of shape {param.shape}, got {description}.")
     weights, mask = (getattr(x, "dtype", type(x).__name__) for x in solution)
     is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
@@ -291,10 +288,7 @@ def check_finite(pruned: Params, label: str, params: Params, paths: Iterable[Key
       params: tree of parameters before pruning.
       paths: paths of the parameters that the hook may have changed.
     """
-    weights, old_weights = (
-        trees.leaves_by_path(pruned),
-        trees.leaves_by_path(trees.prunable(params)),
-    )
+    weights, old_weights = map(trees.leaves_by_path, (pruned, trees.prunable(params)))
     for path in filter(old_weights.__contains__, paths):
         if not is_finite(weights[path]) and is_finite(old_weights[path]):
             raise ValueError(
