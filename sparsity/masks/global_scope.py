@@ -90,8 +90,8 @@ class Global(DataclassBase):
             masks = None if self.use_normalization else _select_by_class(scores, k)
             if masks is not None:
                 return masks
-        ranked = [Ranked.wrap(x) for x in self._make_comparable(scores)]
-        return topk_masks(ranked, k, across_leaves=True)
+        all_ranked = [Ranked.wrap(x) for x in self._make_comparable(scores)]
+        return topk_masks(all_ranked, k, together=True)
 
     def _select_within(
         self, total: Polynomial, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
@@ -141,7 +141,7 @@ class Global(DataclassBase):
         drop = self._make_comparable([moving.lazy_drop_scores for moving in moving_sites])
         grow = self._make_comparable([moving.lazy_grow_scores for moving in moving_sites])
         active = [Ranked.wrap(x, moving.mask) for x, moving in zip(drop, moving_sites, strict=True)]
-        return move_units(active, [Ranked.wrap(x) for x in grow], drop_fraction, across_leaves=True)
+        return move_units(active, [Ranked.wrap(x) for x in grow], drop_fraction, together=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[EntryScores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""

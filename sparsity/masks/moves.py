@@ -24,7 +24,7 @@ def move_units(
     grow: Sequence[Ranked],
     fraction: chex.Numeric,
     *,
-    across_leaves: bool = False,
+    together: bool = False,
 ) -> list[jax.Array]:
     """Returns masks with a fraction of their active entries replaced, by two searches.
 
@@ -35,32 +35,32 @@ def move_units(
       drop: drop scores; `where` is the current mask, in uint8 of zeros and ones.
       grow: grow scores, without `where`.
       fraction: in [0, 1], a scalar.
-      across_leaves: whether all parameters compete, under a constant total.
+      together: whether all parameters compete, under a constant total.
 
     Returns:
       uint8 masks, each with the shape and sharding of its parameter.
     """
-    move = functools.partial(_move_units, across_leaves=across_leaves)
-    likes = [leaf.arrays[0] for leaf in drop]
+    move = functools.partial(_move_units, together=together)
+    likes = [ranked.arrays[0] for ranked in drop]
     return sharding.shard_like(likes, move, drop, grow, fraction)
 
 
-@functools.partial(jax.jit, static_argnames="across_leaves")
+@functools.partial(jax.jit, static_argnames="together")
 def _move_units(
-    drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, across_leaves: bool
+    drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, together: bool
 ) -> list[jax.Array]:
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
     is_moving = jnp.asarray(fraction) > 0
     # Branches must vary over the same axes of a mesh: those of all the data.
-    zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], is_moving)
+    zero = varying_zero([x for ranked in (*drop, *grow) for x in ranked.arrays], is_moving)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select_best(drop, Removed(fraction), across_leaves=across_leaves)
+        kept, active = select_best(drop, Removed(fraction), together=together)
         return kept, exact.minus(active, count_kept_words(active, fraction))
 
     def unchanged() -> tuple[list[jax.Array], Words]:
-        n = jnp.zeros(1 if across_leaves else sum(leaf.num_slices for leaf in drop), jnp.uint32)
-        masks = [_current_mask(leaf) for leaf in drop]
+        n = jnp.zeros(1 if together else sum(ranked.num_slices for ranked in drop), jnp.uint32)
+        masks = [_current_mask(ranked) for ranked in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else are_kept(x) for x in masks], (n, n)
 
@@ -69,8 +69,8 @@ def _move_units(
 
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
         pairs = zip(grow, kept, strict=True)
-        free = [leaf.restrict_to(mask, eligible_is_zero=True) for leaf, mask in pairs]
-        masks, _ = select_best(free, lost, across_leaves=across_leaves)
+        free = [ranked.restrict_to(mask, eligible_is_zero=True) for ranked, mask in pairs]
+        masks, _ = select_best(free, lost, together=together)
         return [a | b for a, b in zip(kept, masks, strict=True)]
 
     # The results of a branch are stored; otherwise each reader would compute them again.

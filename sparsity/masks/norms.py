@@ -21,7 +21,7 @@ from sparsity.selection import EntryScores, Ranked
 
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
 _LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not
-_ROWS = 64  # of a leaf that may be reshaped, for threads to share
+_ROWS = 64  # of a parameter that may be reshaped, for threads to share
 
 
 def divide_by_norms(scores: Sequence[EntryScores], eps: float) -> list[EntryScores]:
@@ -75,12 +75,12 @@ class _Scaled:
         return host.product(score.astype(wide, copy=False), values[-1].astype(wide))
 
 
-def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
+def _norms_on_host(all_ranked: Sequence[Ranked]) -> PyTree:
     """Computes `norms` from sums of the same integers."""
-    if not all(leaf.is_on_host for leaf in leaves):
+    if not all(ranked.is_on_host for ranked in all_ranked):
         return NotImplemented
-    real = np.dtype(jnp.result_type(promote(jnp.float32, *(leaf.dtype for leaf in leaves))))
-    squares, exponents = zip(*(_square_on_host(leaf, real) for leaf in leaves), strict=True)
+    real = np.dtype(jnp.result_type(promote(jnp.float32, *(x.dtype for x in all_ranked))))
+    squares, exponents = zip(*(_square_on_host(x, real) for x in all_ranked), strict=True)
     if min(exponents) < _LEAST_EXPONENT:
         return NotImplemented
     words = [exact.split(x) for x in squares]
@@ -89,16 +89,16 @@ def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
     return np.ldexp(np.sqrt(np.ldexp(square, -_BITS)), np.array(exponents, np.int32))
 
 
-def _square_on_host(leaf: Ranked, real: np.dtype) -> tuple[int, int]:
+def _square_on_host(ranked: Ranked, real: np.dtype) -> tuple[int, int]:
     """Returns a parameter's sum of squares in units of 2**-30, and the exponent of the unit."""
-    arrays: list[PyTree] = [x.reshape(-1) for x in leaf.arrays]
+    arrays: list[PyTree] = [x.reshape(-1) for x in ranked.arrays]
 
     def read(at: slice) -> np.ndarray:
-        values = np.abs(leaf.compute_on_host([x[at] for x in arrays])).astype(real)
+        values = np.abs(ranked.compute_on_host([x[at] for x in arrays])).astype(real)
         # A finite sum has finite terms; only otherwise each is tested.
         return values if np.isfinite(values.sum()) else np.where(np.isfinite(values), values, 0)
 
-    chunks = list(host.chunks(leaf.size))
+    chunks = list(host.chunks(ranked.size))
     exponent = int(np.frexp(max(read(at).max() for at in chunks))[1])
     scale, total = np.ldexp(real.type(1), [(i - exponent) // 2 for i in (0, 1)]), 0
     for at in chunks:
@@ -109,35 +109,35 @@ def _square_on_host(leaf: Ranked, real: np.dtype) -> tuple[int, int]:
 
 
 @host.instead(_norms_on_host)
-def norms(ranked: Sequence[Ranked]) -> jax.Array:
+def norms(all_ranked: Sequence[Ranked]) -> jax.Array:
     """Returns the L2 norm of the finite scores of each parameter.
 
     Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
 
     Args:
-      ranked: floating-point scores of parameters that are not empty.
+      all_ranked: floating-point scores of parameters that are not empty.
 
     Returns:
       float32[parameters]; float64 if any scores are.
     """
-    real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in ranked)))
-    leaves, axes = zip(*(_in_rows(x) for x in ranked), strict=True)
-    rows = [_largest(*leaf, real) for leaf in zip(leaves, axes, strict=True)]
+    real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in all_ranked)))
+    all_ranked, axes = zip(*(_in_rows(x) for x in all_ranked), strict=True)
+    rows = [_largest(*x, real) for x in zip(all_ranked, axes, strict=True)]
     largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
     scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
     factors = zip(*map(unstack, scales), strict=True)
     summands = max(
-        math.prod(x.shape[i] for i in summed) for x, summed in zip(leaves, axes, strict=True)
+        math.prod(x.shape[i] for i in summed) for x, summed in zip(all_ranked, axes, strict=True)
     )
     # Bits of a digit, so that the digits of all summands add up in an int32
     bits = 31 - max(summands - 1, 1).bit_length()
     sums = [
-        _digits(leaf, summed, real, bits, factor)
-        for leaf, summed, factor in zip(leaves, axes, factors, strict=True)
+        _digits(ranked, summed, real, bits, factor)
+        for ranked, summed, factor in zip(all_ranked, axes, factors, strict=True)
     ]
-    digits = [_stack(rows).T for rows in zip(*sums, strict=True)]  # each [sums, leaves]
+    digits = [_stack(rows).T for rows in zip(*sums, strict=True)]  # each [sums, parameters]
     total = exact.total(digits[0])
     for i, digit in enumerate(digits[1:], 1):
         total = exact.plus(total, exact.shift_left(exact.total(digit), bits * i))
@@ -145,30 +145,30 @@ def norms(ranked: Sequence[Ranked]) -> jax.Array:
     return jnp.ldexp(jnp.sqrt(jnp.ldexp(square, -_BITS)), exponents)
 
 
-def _in_rows(leaf: Ranked) -> tuple[Ranked, range]:
+def _in_rows(ranked: Ranked) -> tuple[Ranked, range]:
     """Returns scores, as [rows, width] if they may be reshaped, and the axes to sum over."""
-    if leaf.recipe.reads_index or not all(map(use_flat, leaf.arrays)):
-        return leaf, range(len(leaf.shape))
-    rows = next(rows for rows in range(_ROWS, 0, -1) if leaf.size % rows == 0)
-    arrays = tuple(x.reshape(rows, -1) for x in leaf.arrays)
-    return dataclasses.replace(leaf, arrays=arrays), range(1, 2)
+    if ranked.recipe.reads_index or not all(map(use_flat, ranked.arrays)):
+        return ranked, range(len(ranked.shape))
+    rows = next(rows for rows in range(_ROWS, 0, -1) if ranked.size % rows == 0)
+    arrays = tuple(x.reshape(rows, -1) for x in ranked.arrays)
+    return dataclasses.replace(ranked, arrays=arrays), range(1, 2)
 
 
 # Both are traced once for each shape.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _largest(leaf: Ranked, axes: range, real: np.dtype) -> jax.Array:
+def _largest(ranked: Ranked, axes: range, real: np.dtype) -> jax.Array:
     """Returns the largest finite absolute value of each row."""
-    return exact_sums.max_abs(leaf.compute().astype(real), tuple(axes))
+    return exact_sums.max_abs(ranked.compute().astype(real), tuple(axes))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _digits(
-    leaf: Ranked, axes: range, real: np.dtype, bits: int, factors: Sequence[jax.Array]
+    ranked: Ranked, axes: range, real: np.dtype, bits: int, factors: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Returns the sum of each digit of the scaled squares in each row, the lowest digit first."""
     # A separate fused loop: without the barrier, values that `_largest` reads too are stored.
-    leaf = lax.optimization_barrier(leaf)
-    values = exact_sums.finite(leaf.compute().astype(real)) * factors[0] * factors[1]
+    ranked = lax.optimization_barrier(ranked)
+    values = exact_sums.finite(ranked.compute().astype(real)) * factors[0] * factors[1]
     squares = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     # Rounding may reach 2**30, which takes one bit more.
     squares = jnp.minimum(squares, 2**_BITS - 1)

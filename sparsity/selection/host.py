@@ -24,25 +24,25 @@ _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
 
 
 def select_on_host(
-    leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, across_leaves: bool
+    all_ranked: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool
 ) -> PyTree:
     """Returns the masks of `search.select_by_counting`, for parameters in arrays of numpy.
 
     Returns `NotImplemented` if only jax computes the scores.
     """
-    if not all(leaf.is_on_host for leaf in leaves):
+    if not all(ranked.is_on_host for ranked in all_ranked):
         return NotImplemented
-    rows = [_Rows.read(leaf) for leaf in leaves]
-    slices = 1 if across_leaves else sum(len(x.mask) for x in rows)
+    rows = [_Rows.read(ranked) for ranked in all_ranked]
+    slices = 1 if together else sum(len(x.mask) for x in rows)
     high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
     counts = (high << 32) | low
-    if across_leaves:
+    if together:
         _select_best([x.entries(0) for x in rows], counts[0])
     else:
         ends = np.cumsum([len(x.mask) for x in rows])[:-1]
         for x, row_counts in zip(rows, np.split(counts, ends), strict=True):
             x.write_mask(row_counts)
-    return [x.leaf.from_slices(x.mask) for x in rows]
+    return [x.ranked.from_slices(x.mask) for x in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +50,23 @@ class _Rows:
     """Parameter whose slices are rows.
 
     Attributes:
-      leaf: the parameter.
+      ranked: the parameter.
       arrays: the arrays of its scores, [slices, size] each.
       eligible: bool[slices, size]; `None` for all entries.
       mask: uint8[slices, size], to be written.
     """
 
-    leaf: Ranked
+    ranked: Ranked
     arrays: Sequence[np.ndarray]
     eligible: np.ndarray | None
     mask: np.ndarray
 
     @classmethod
-    def read(cls, leaf: Ranked) -> _Rows:
-        arrays: PyTree = [leaf.to_slices(x) for x in leaf.arrays]
-        eligible: PyTree = leaf.recipe.eligible(arrays)
-        mask = host.empty((leaf.num_slices, leaf.slice_size), np.uint8)
-        return cls(leaf, arrays[: leaf.recipe.num_arrays], eligible, mask)
+    def read(cls, ranked: Ranked) -> _Rows:
+        arrays: PyTree = [ranked.to_slices(x) for x in ranked.arrays]
+        eligible: PyTree = ranked.recipe.eligible(arrays)
+        mask = host.empty((ranked.num_slices, ranked.slice_size), np.uint8)
+        return cls(ranked, arrays[: ranked.recipe.num_arrays], eligible, mask)
 
     def write_mask(self, counts: np.ndarray) -> None:
         """Writes the mask of the best entries of each row."""
@@ -98,7 +98,7 @@ class _Rows:
 
     def compute_keys(self, arrays: Sequence[np.ndarray], at: slice | np.ndarray) -> np.ndarray:
         """Returns the keys of entries at some places of arrays of the scores."""
-        scores = self.leaf.compute_on_host([x[at] for x in arrays])
+        scores = self.ranked.compute_on_host([x[at] for x in arrays])
         return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
 
 

@@ -49,23 +49,23 @@ class Groups(NamedTuple):
 
     Attributes:
       slices: number of slices of each parameter.
-      across_leaves: whether all slices share one bracket.
+      together: whether all slices share one bracket.
     """
 
     slices: tuple[int, ...]
-    across_leaves: bool
+    together: bool
 
     def totals(self, counts: Sequence[jax.Array]) -> Words:
         """Returns int32[slices, ...] of each parameter as words [brackets, ...], or their sum."""
         joined = jnp.concatenate(counts)
-        if not self.across_leaves:
+        if not self.together:
             return exact.as_words(joined)
         high, low = exact.total(joined)
         return high[None], low[None]
 
     def spread(self, x: jax.Array) -> list[jax.Array]:
         """Returns x[brackets, ...] for the slices of each parameter."""
-        if self.across_leaves:
+        if self.together:
             return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in self.slices]
         return jnp.split(x, np.cumsum(self.slices)[:-1])
 
@@ -98,30 +98,30 @@ def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) ->
 
 
 def select_by_counting(
-    leaves: Sequence[Ranked],
+    all_ranked: Sequence[Ranked],
     k: Words | Removed,
     *,
-    across_leaves: bool,
+    together: bool,
     find_thresholds: FindThresholds = find_by_digits,
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
-      leaves: one or more parameters whose scores have one dtype, fewer than 2**31 in a slice.
+      all_ranked: one or more parameters whose scores have one dtype, fewer than 2**31 in a slice.
       k: number of entries to keep of each slice, [slices], in the order of the parameters; with
-        `across_leaves` of all, [1]. Clamped from above. Or the fraction of the eligible entries to
+        `together` of all, [1]. Clamped from above. Or the fraction of the eligible entries to
         remove.
-      across_leaves: whether all entries compete, or the entries of each slice.
+      together: whether all entries compete, or the entries of each slice.
       find_thresholds: `find_by_digits`, or another function with its results.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
       as words like k.
     """
-    counters = [SliceCounter(leaf) for leaf in leaves]
-    groups = Groups(tuple(leaf.num_slices for leaf in leaves), across_leaves)
+    counters = [SliceCounter(ranked) for ranked in all_ranked]
+    groups = Groups(tuple(ranked.num_slices for ranked in all_ranked), together)
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
-    zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
+    zero = varying_zero([x for ranked in all_ranked for x in ranked.arrays], like)
     eligible = groups.totals([x.count_eligible() + zero for x in counters])
     k = limit_kept(eligible, k)
 
@@ -129,17 +129,17 @@ def select_by_counting(
         each = zip(counters, groups.spread(pivots), tied, strict=True)
         return groups.totals([x.count_above(rows, key) for x, rows, key in each])
 
-    above = functools.partial(count_above, groups, [None] * len(leaves))
-    score_keys = key_range(leaves[0].dtype)
+    above = functools.partial(count_above, groups, [None] * len(all_ranked))
+    score_keys = key_range(all_ranked[0].dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
     keys = groups.spread(find_thresholds(above, k, lowest, score_keys))
     counts = [x.count_above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, groups.totals([x[:, 0] for x in counts]))
-    share = tie_shares(ties, need, across_leaves)
-    by_slice = groups._replace(across_leaves=False)
+    share = tie_shares(ties, need, together)
+    by_slice = groups._replace(together=False)
     above_among_ties = functools.partial(count_above, by_slice, keys)
-    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.slice_size for leaf in leaves), -1)
+    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(x.slice_size for x in all_ranked), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
         jnp.any((share > 0) & (share < ties)),
@@ -154,21 +154,21 @@ def select_by_counting(
 class SliceCounter:
     """Counts and masks the slices of one parameter, in its shape: no entry moves."""
 
-    def __init__(self, leaf: Ranked) -> None:
-        shape = leaf.shape
-        if leaf.slice_size >= 2**31:
+    def __init__(self, ranked: Ranked) -> None:
+        shape = ranked.shape
+        if ranked.slice_size >= 2**31:
             raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {shape}.")
-        self._leaf, self._shape = leaf, shape
-        self._axes = axes = leaf.axes
+        self._ranked, self._shape = ranked, shape
+        self._axes = axes = ranked.axes
         strides = [math.prod(shape[axis + 1 : axes.stop]) for axis in axes]
         # Of an index within a slice.
-        self._strides = [0] * leaf.batch_axes + strides + [0] * leaf.last_axes
+        self._strides = [0] * ranked.batch_axes + strides + [0] * ranked.last_axes
 
     def count_eligible(self) -> jax.Array:
         """Counts the eligible entries, int32[slices]."""
-        mask = self._leaf.eligible()
+        mask = self._ranked.eligible()
         if mask is None:
-            return jnp.full(self._leaf.num_slices, self._leaf.slice_size, jnp.int32)
+            return jnp.full(self._ranked.num_slices, self._ranked.slice_size, jnp.int32)
         return count(mask, self._axes).reshape(-1)
 
     def count_above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
@@ -177,28 +177,28 @@ class SliceCounter:
         With tied[slices], ties of that key have ~index as their key, all others the lowest key.
         """
         # Without a barrier that pivots pass, too, XLA moves keys out of the loop and stores them.
-        state = self._leaf, pivots, [jnp.int32(stride) for stride in self._strides], tied
-        leaf, pivots, strides, tied = lax.optimization_barrier(state)
+        state = self._ranked, pivots, [jnp.int32(stride) for stride in self._strides], tied
+        ranked, pivots, strides, tied = lax.optimization_barrier(state)
         if tied is None:
-            keys = leaf.keys()
+            keys = ranked.keys()
         else:
-            ties, index = self._compare(leaf, tied)[1], flat_index(self._shape, strides)
+            ties, index = self._compare(ranked, tied)[1], flat_index(self._shape, strides)
             keys = jnp.where(ties, ~index, np.int32(-(2**31)))
         return self._sums([keys > self._spread(pivot) for pivot in pivots.T])
 
     def count_above_and_ties(self, key: jax.Array) -> jax.Array:
         """Counts keys above key[slices] and eligible keys equal to it, int32[slices, 2]."""
-        return self._sums(self._compare(self._leaf, key))
+        return self._sums(self._compare(self._ranked, key))
 
     def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
         """Returns the uint8 mask of keys above the key, and of ties with ~index >= cut[slices]."""
-        above, ties = self._compare(self._leaf, key)
+        above, ties = self._compare(self._ranked, key)
         is_early = ~flat_index(self._shape, self._strides) >= self._spread(cut)
         return (above | (ties & is_early)).astype(jnp.uint8)
 
-    def _compare(self, leaf: Ranked, key: jax.Array) -> list[jax.Array]:
+    def _compare(self, ranked: Ranked, key: jax.Array) -> list[jax.Array]:
         """Returns masks of keys above key[slices], and of eligible keys equal to it."""
-        keys, key, where = leaf.keys(), self._spread(key), leaf.eligible()
+        keys, key, where = ranked.keys(), self._spread(key), ranked.eligible()
         return [keys > key, keys == key if where is None else (keys == key) & where]
 
     def _spread(self, x: jax.Array) -> jax.Array:
@@ -213,14 +213,14 @@ class SliceCounter:
 
 
 @jax.jit  # which traces once for all parameters of a shape and a score
-def mask_entries(leaf: Ranked, key: jax.Array, cut: jax.Array) -> jax.Array:
+def mask_entries(ranked: Ranked, key: jax.Array, cut: jax.Array) -> jax.Array:
     """Returns `SliceCounter.mask` of a parameter."""
-    return SliceCounter(leaf).mask(key, cut)
+    return SliceCounter(ranked).mask(key, cut)
 
 
-def tie_shares(ties: jax.Array, need: Words, across_leaves: bool) -> jax.Array:
+def tie_shares(ties: jax.Array, need: Words, together: bool) -> jax.Array:
     """Returns the number of ties that each slice keeps, so that each bracket keeps `need`."""
-    if not across_leaves:
+    if not together:
         return need[1].astype(jnp.int32)
     before = exact.totals_before(ties)
     room = exact.minus(need, before)

@@ -82,23 +82,23 @@ def topk_mask(
 
 
 def topk_masks(
-    leaves: Sequence[Ranked], k: Words | np.ndarray, *, across_leaves: bool = False
+    all_ranked: Sequence[Ranked], k: Words | np.ndarray, *, together: bool = False
 ) -> list[jax.Array]:
-    """Returns masks of the k highest scores of every slice of many leaves, by one search.
+    """Returns masks of the k highest scores of every slice of many parameters, by one search.
 
     Args:
-      leaves: parameters of any shapes and dtypes.
-      k: number of entries to keep of each slice, [slices], in the order of leaves; two uint32
-        words (high, low), or these in one array. With `across_leaves` of all leaves, [1].
-      across_leaves: whether all leaves compete; their scores have one dtype then.
+      all_ranked: parameters of any shapes and dtypes.
+      k: number of entries to keep of each slice, [slices], in the order of `all_ranked`; two
+        uint32 words (high, low), or these in one array. With `together` of all entries, [1].
+      together: whether all entries compete; their scores have one dtype then.
 
     Returns:
-      uint8 masks, each of its leaf's shape and sharding, 1 = keep.
+      uint8 masks, each of its parameter's shape and sharding, 1 = keep.
     """
-    topk = functools.partial(_topk_masks, across_leaves=across_leaves)
-    likes = [leaf.arrays[0] for leaf in leaves]
+    topk = functools.partial(_topk_masks, together=together)
+    likes = [ranked.arrays[0] for ranked in all_ranked]
     with jax.transfer_guard("allow"):  # of a constant k; to send it before takes 0.1 ms
-        return sharding.shard_like(likes, topk, leaves, k)
+        return sharding.shard_like(likes, topk, all_ranked, k)
 
 
 def global_topk_mask(
@@ -123,21 +123,21 @@ def global_topk_mask(
     Raises:
       ValueError: if leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
-    leaves = list[Ranked]()
+    all_ranked = list[Ranked]()
 
     def rank(key_path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
         scores, name = EntryScores.wrap(leaf), f"where at {trees.path_string(key_path)!r}"
-        leaves.append(Ranked.wrap(scores, _read_where(name, mask, scores.shape)))
+        all_ranked.append(Ranked.wrap(scores, _read_where(name, mask, scores.shape)))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
-    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    dtypes = sorted({str(x.dtype) for x in all_ranked})
     if len(dtypes) > 1:
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
-    words = _k_words(k, sum(leaf.size for leaf in leaves), (1,))
+    words = _k_words(k, sum(x.size for x in all_ranked), (1,))
     return jax.tree.unflatten(
-        jax.tree.structure(tree), topk_masks(leaves, words, across_leaves=True)
+        jax.tree.structure(tree), topk_masks(all_ranked, words, together=True)
     )
 
 
@@ -187,50 +187,49 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 
 # ------------------------------------------------------------------ the search
 @host.instead(select_on_host)
-@functools.partial(jax.jit, static_argnames="across_leaves")
+@functools.partial(jax.jit, static_argnames="together")
 def _topk_masks(
-    leaves: Sequence[Ranked], k: Words | np.ndarray, *, across_leaves: bool
+    all_ranked: Sequence[Ranked], k: Words | np.ndarray, *, together: bool
 ) -> list[jax.Array]:
-    slices = 1 if across_leaves else sum(leaf.num_slices for leaf in leaves)
+    slices = 1 if together else sum(ranked.num_slices for ranked in all_ranked)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
-    return select_best(leaves, (high, low), across_leaves=across_leaves)[0]
+    return select_best(all_ranked, (high, low), together=together)[0]
 
 
-def choose_search(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
+def choose_search(all_ranked: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
     """Chooses the search of a program; all searches give the same masks."""
     if jax.default_backend() != "cpu":
         return search.select_by_counting
-    arrays = [x for leaf in leaves for x in leaf.arrays]
+    arrays = [x for ranked in all_ranked for x in ranked.arrays]
     if all(x.size <= cpu.MAX_ENTRIES and cpu.use_flat(x) for x in arrays):
         return cpu.select_by_rows
     return functools.partial(search.select_by_counting, find_thresholds=cpu.find_by_guesses)
 
 
 def select_best(
-    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
+    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks and numbers as `search.select_by_counting` does; not compiled.
 
     Parameters may have several dtypes, and any sizes.
     """
-    leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
-    one_search = choose_search(leaves)
+    all_ranked = jax.tree.map(lax.stop_gradient, all_ranked)  # a mask has no derivatives
+    one_search = choose_search(all_ranked)
     kinds: dict[Hashable, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.size:
-            kind = leaf.kind if one_search is cpu.select_by_rows else leaf.dtype
-            kinds.setdefault(None if across_leaves else kind, []).append(i)
-    ends = np.cumsum([leaf.num_slices for leaf in leaves])
-    masks = [jnp.zeros(leaf.shape, jnp.uint8) for leaf in leaves]
-    eligible = (jnp.zeros(1 if across_leaves else ends[-1], jnp.uint32),) * 2
+    for i, ranked in enumerate(all_ranked):
+        if ranked.size:
+            kind = ranked.kind if one_search is cpu.select_by_rows else ranked.dtype
+            kinds.setdefault(None if together else kind, []).append(i)
+    ends = np.cumsum([ranked.num_slices for ranked in all_ranked])
+    masks = [jnp.zeros(ranked.shape, jnp.uint8) for ranked in all_ranked]
+    eligible = (jnp.zeros(1 if together else ends[-1], jnp.uint32),) * 2
     for members in kinds.values():
         slices = np.concatenate(
-            [np.arange(ends[i] - leaves[i].num_slices, ends[i]) for i in members]
+            [np.arange(ends[i] - all_ranked[i].num_slices, ends[i]) for i in members]
         )
-        is_all = across_leaves or len(slices) == ends[-1]
+        is_all = together or len(slices) == ends[-1]
         kind_k = k if is_all or isinstance(k, Removed) else (k[0][slices], k[1][slices])
-        ranked = [leaves[i] for i in members]
-        kind_masks, n = one_search(ranked, kind_k, across_leaves=across_leaves)
+        kind_masks, n = one_search([all_ranked[i] for i in members], kind_k, together=together)
         for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask
         if not is_all:

@@ -15,13 +15,13 @@ from sparsity.selection.cpu.rows import cut_rows
 from tests import helpers
 
 
-def compiled(shapes, across_leaves=False):
+def compiled(shapes, together=False):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     def masks(leaves):
-        k = jnp.full(1 if across_leaves else len(leaves), 1000, jnp.uint32)
+        k = jnp.full(1 if together else len(leaves), 1000, jnp.uint32)
         lazy = [Ranked.wrap(EntryScores(jnp.abs, (x,))) for x in leaves]
-        return selection.topk_masks(lazy, (k & 0, k), across_leaves=across_leaves)
+        return selection.topk_masks(lazy, (k & 0, k), together=together)
 
     return jax.jit(masks).lower(leaves).compile()
 
@@ -31,10 +31,10 @@ def instructions(program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("across_leaves", [False, True], ids=["layerwise", "global"])
+@pytest.mark.parametrize("together", [False, True], ids=["layerwise", "global"])
 @pytest.mark.parametrize(("shape", "most"), [((256, 80), 320), ((40, 50), 150)])
-def test_a_leaf_adds_some_instructions_and_no_search(shape, most, across_leaves):
-    few, many = (instructions(compiled([shape] * n, across_leaves)) for n in (8, 12))
+def test_a_leaf_adds_some_instructions_and_no_search(shape, most, together):
+    few, many = (instructions(compiled([shape] * n, together)) for n in (8, 12))
     assert (many - few) / 4 < most
 
 
@@ -47,8 +47,8 @@ def test_large_leaves_are_counted_where_they_are(both_searches):
 @pytest.mark.slow
 def test_rows_of_bfloat16_are_widened_as_they_are_read():
     def count(x, pivots, ends):
-        leaf = cut_rows([Ranked.wrap(EntryScores(jnp.abs, (x,)))], *x.shape)
-        return visits._count_above(leaf, pivots, *ends)
+        rows = cut_rows([Ranked.wrap(EntryScores(jnp.abs, (x,)))], *x.shape)
+        return visits._count_above(rows, pivots, *ends)
 
     leaf = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
     pivots = jax.ShapeDtypeStruct((1, 3), jnp.int16)

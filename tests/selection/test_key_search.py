@@ -74,11 +74,11 @@ def test_counts_are_of_eligible_keys_strictly_above():
     for masked in (False, True):
         scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
         where = [rng.integers(0, 2, s).astype(np.uint8) if masked else None for s in shapes]
-        leaves = [
+        all_ranked = [
             Ranked.wrap(x, None if leaf_mask is None else jnp.asarray(leaf_mask), batch_axes=1)
             for x, leaf_mask in zip(scores, where, strict=True)
         ]
-        parts, first = visits.arrange(leaves)
+        parts, first = visits.arrange(all_ranked)
         segments = sum(part.num_segments for part in parts)
         assert segments == sum(len(x) for x in scores)
 
@@ -93,7 +93,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
             return [jnp.concatenate(x) for x in zip(*actual, strict=True)]
 
         above, eligible = count()
-        natural = [portable.SliceCounter(leaf) for leaf in leaves]
+        natural = [portable.SliceCounter(ranked) for ranked in all_ranked]
         for start, part, x, leaf_mask in zip(first, natural, scores, where, strict=True):
             leaf_mask = np.ones_like(x) if leaf_mask is None else leaf_mask
             expected = [
@@ -110,14 +110,14 @@ def test_counts_are_of_eligible_keys_strictly_above():
 
 def test_padding_is_not_eligible_where_zeros_are():
     rng = np.random.default_rng(0)
-    leaves, expected = [], []
+    all_ranked, expected = [], []
     for shape in [(3, 5), (2, 1200), (1, 49_999)]:
         where = rng.integers(0, 2, shape).astype(np.uint8)
         ranked = Ranked.wrap(rng.random(shape, np.float32), batch_axes=1)
-        leaves.append(ranked.restrict_to(jnp.asarray(where), eligible_is_zero=True))
+        all_ranked.append(ranked.restrict_to(jnp.asarray(where), eligible_is_zero=True))
         expected += np.sum(where == 0, axis=1).tolist()
-    parts, _ = visits.arrange(leaves)
-    assert any(leaf.sizes is not None for part in parts for leaf in part.leaves)
+    parts, _ = visits.arrange(all_ranked)
+    assert any(rows.sizes is not None for part in parts for rows in part.all_rows)
     counted = [jnp.sum(part.count_eligible(), axis=1).tolist() for part in parts]
     assert [count for part in counted for count in part] == expected
 
@@ -126,8 +126,8 @@ def test_padding_is_not_eligible_where_zeros_are():
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
     scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
-    leaves = [Ranked.wrap(x) for x in (scores, scores[::-1])[:count]]
-    (part,), _ = visits.arrange(leaves)
+    all_ranked = [Ranked.wrap(x) for x in (scores, scores[::-1])[:count]]
+    (part,), _ = visits.arrange(all_ranked)
     pivots = np.array([100, 500, 997], np.int32)
     for few in (32, 256, 257):
         at_least = np.zeros((count, 1024), np.int32)
@@ -140,8 +140,8 @@ def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
             pivot_rows = jnp.broadcast_to(pivots, (count, 3))
             return part.count_above(pivot_rows, jnp.ones(count, bool), at_least, above)
 
-        for actual, leaf in zip(counts(at_least, above), leaves, strict=True):
-            expected = np.sum(np.asarray(leaf.arrays[0])[..., None] > pivots, axis=1)
+        for actual, ranked in zip(counts(at_least, above), all_ranked, strict=True):
+            expected = np.sum(np.asarray(ranked.arrays[0])[..., None] > pivots, axis=1)
             if few <= 256:
                 expected[:30], expected[30 + few :] = 7, 0
             np.testing.assert_array_equal(actual, expected)
@@ -156,7 +156,7 @@ def worst_counts(pivots, low, high):
 
 def find_key(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
-    groups = portable.Groups((len(rows[0]),), across_leaves=True)
+    groups = portable.Groups((len(rows[0]),), together=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     b = key_search.Bracket.begin(
         *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(key_search.sum_rows(rows))
@@ -209,7 +209,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
     def above(pivots):
-        return portable.Groups((3,), across_leaves=True).totals(key_search.sum_rows(count(pivots)))
+        return portable.Groups((3,), together=True).totals(key_search.sum_rows(count(pivots)))
 
     @jax.jit
     def both(k):

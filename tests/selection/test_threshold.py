@@ -24,16 +24,16 @@ SEARCHES = pytest.mark.parametrize("search", ["portable", "mesh", "cpu"])
 def select(leaves, k, name):
     """Masks by a search of that name, and its passes, which the portable one does not count."""
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
-    leaves = [make_leaf(*leaf) for leaf in leaves]
+    all_ranked = [make_ranked(*leaf) for leaf in leaves]
     if name != "cpu":
         find = key_search.find_by_guesses if name == "mesh" else portable.find_by_digits
-        masks, _ = portable.select_by_counting(leaves, k, across_leaves=True, find_thresholds=find)
+        masks, _ = portable.select_by_counting(all_ranked, k, together=True, find_thresholds=find)
         return masks, 0
-    selected = threshold.select_by_thresholds(leaves, k, across_leaves=True)
+    selected = threshold.select_by_thresholds(all_ranked, k, together=True)
     return selected.masks, selected.passes
 
 
-def make_leaf(scores, where=None):
+def make_ranked(scores, where=None):
     return Ranked.wrap(scores, where)
 
 
@@ -180,7 +180,7 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
         asked.clear()
 
         def fresh(leaves, k):  # not a cached trace
-            return select([make_leaf(x) for x in leaves], k, across_leaves=True)[0]
+            return select([make_ranked(x) for x in leaves], k, together=True)[0]
 
         jax.eval_shape(fresh, leaves, (k, k))
         assert sum(asked) <= 26
@@ -195,9 +195,9 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     rng = np.random.default_rng(0)
     scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)
     where = (rng.random((3, 40)) < [[0.2], [0.5], [0.9]]).astype(np.uint8)
-    leaf = Ranked.wrap(scores, jnp.asarray(where), batch_axes=1)
-    run = jax.jit(lambda leaf, x: search([leaf], Removed(x), across_leaves=False)[:2])
-    ([mask], (_, eligible)) = run(leaf, jnp.float32(0.3))
+    ranked = Ranked.wrap(scores, jnp.asarray(where), batch_axes=1)
+    run = jax.jit(lambda ranked, x: search([ranked], Removed(x), together=False)[:2])
+    ([mask], (_, eligible)) = run(ranked, jnp.float32(0.3))
     counts = where.sum(axis=1)
     np.testing.assert_array_equal(eligible, counts)
     kept = [helpers.num_kept(int(count), 0.3) for count in counts]

@@ -60,8 +60,8 @@ def random_ks(rng, sizes):
 @jax.jit
 def select_masks(scores, where, ks):
     where = where or [None] * len(scores)
-    leaves = [Ranked.wrap(x, part) for x, part in zip(scores, where, strict=True)]
-    return topk_masks(leaves, words(ks))
+    all_ranked = [Ranked.wrap(x, part) for x, part in zip(scores, where, strict=True)]
+    return topk_masks(all_ranked, words(ks))
 
 
 @pytest.mark.slow
@@ -94,9 +94,9 @@ def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
     axes = [1, 1, 2, 2]
     scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
-    leaves = [Ranked.wrap(x, None, n) for x, n in zip(scores, axes, strict=True)]
+    all_ranked = [Ranked.wrap(x, None, n) for x, n in zip(scores, axes, strict=True)]
     ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
-    actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
+    actual = jax.jit(lambda: topk_masks(all_ranked, words(ks)))()
     for x, n, k, mask in zip(scores, axes, ks, actual, strict=True):
         slices = x.reshape(-1, *x.shape[n:])
         each = [expected(part, count) for part, count in zip(slices, k.ravel(), strict=True)]
@@ -133,14 +133,14 @@ def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
     def hashed(index, word):
         return (index.astype(jnp.uint32) + word) * jnp.uint32(2654435761)
 
-    leaves = [
+    all_ranked = [
         Ranked.wrap(EntryScores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), True), None, len(s) > 1)
         for i, s in enumerate(shapes)
     ]
-    ks = [np.full(x.batch, 31) for x in leaves]
-    actual = jax.jit(lambda: topk_masks(leaves, words(ks)))()
-    for leaf, mask in zip(leaves, actual, strict=True):
-        scores = np.asarray(leaf.compute()).reshape(leaf.num_slices, -1)
+    ks = [np.full(x.batch, 31) for x in all_ranked]
+    actual = jax.jit(lambda: topk_masks(all_ranked, words(ks)))()
+    for ranked, mask in zip(all_ranked, actual, strict=True):
+        scores = np.asarray(ranked.compute()).reshape(ranked.num_slices, -1)
         each = [expected(part, 31) for part in scores]
         np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
 

@@ -101,8 +101,8 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         ]  # fmt: skip
 
     def mask_by_sorting() -> list[jax.Array]:
-        ranked = [Ranked.wrap(x) for x in _score_by_sorting(arrays)]
-        return topk_masks(ranked, k, across_leaves=True)
+        all_ranked = [Ranked.wrap(x) for x in _score_by_sorting(arrays)]
+        return topk_masks(all_ranked, k, together=True)
 
     masks: list[jax.Array] = lax.cond(is_proved, mask_by_search, mask_by_sorting)
     return masks, is_proved
@@ -139,7 +139,7 @@ def _choose_inside(
     is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
     num_needed = exact.minus(k, above)
     slots = Ranked.wrap(scores, is_slot.astype(jnp.uint8))
-    [chosen] = topk_masks([slots], (num_needed[0][None], num_needed[1][None]), across_leaves=True)
+    [chosen] = topk_masks([slots], (num_needed[0][None], num_needed[1][None]), together=True)
     last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
     # Scores at the ends: square / sum, for the weights just above and just below each bracket.
     least_above, most_below = (

@@ -172,9 +172,9 @@ class Coupled(DataclassBase):
         ) -> list[jax.Array]:
             active = [find_active(group, masks) for group in groups]
             drops = zip(self._sum_importance(groups, drop), active, strict=True)
-            ranked = [rank_channels(importance, mask) for importance, mask in drops]
+            dropping = [rank_channels(importance, mask) for importance, mask in drops]
             growing = [rank_channels(x) for x in self._sum_importance(groups, grow)]
-            return move_units(ranked, growing, fraction)
+            return move_units(dropping, growing, fraction)
 
         return self.make_masks(groups, move, [masks, drop, grow], drop_fraction)
 

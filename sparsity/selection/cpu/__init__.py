@@ -1,7 +1,7 @@
 """Search that is fast on hosts, with the masks of `sparsity.selection.search`.
 
 `threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
-pivots of `key_search`; `sorting` sorts small leaves. On a mesh the
+pivots of `key_search`; `sorting` sorts small parameters. On a mesh the
 portable search counts, and `find_by_guesses` chooses its pivots.
 """
 
@@ -21,30 +21,30 @@ from sparsity.selection.scores import Ranked
 
 
 def select_by_rows(
-    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
+    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 
     Parameters are of one kind, or compete together. No parameter is empty.
     """
-    if len({leaf.kind for leaf in leaves}) > 1:
-        leaves = _store(leaves)
-    if sorting.is_small(leaves, across_leaves=across_leaves):
-        return sorting.select_by_sorting(leaves, k, across_leaves=across_leaves)
-    masks, eligible, _ = threshold.select_by_thresholds(leaves, k, across_leaves=across_leaves)
+    if len({ranked.kind for ranked in all_ranked}) > 1:
+        all_ranked = _store(all_ranked)
+    if sorting.is_small(all_ranked, together=together):
+        return sorting.select_by_sorting(all_ranked, k, together=together)
+    masks, eligible, _ = threshold.select_by_thresholds(all_ranked, k, together=together)
     return masks, eligible
 
 
-def _store(leaves: Sequence[Ranked]) -> list[Ranked]:
+def _store(all_ranked: Sequence[Ranked]) -> list[Ranked]:
     """Computes the scores of parameters; all of them get masks of entries, or none does."""
-    masks = [leaf.eligible() for leaf in leaves]
+    masks = [ranked.eligible() for ranked in all_ranked]
     is_limited = any(mask is not None for mask in masks)
     stored = list[Ranked]()
-    for leaf, mask in zip(leaves, masks, strict=True):
+    for ranked, mask in zip(all_ranked, masks, strict=True):
         if mask is None and is_limited:
             # Behind the barrier, or XLA would count a mask of ones as it compiles.
             one = lax.optimization_barrier(jnp.uint8(1))
-            mask = jnp.broadcast_to(one, leaf.shape)
+            mask = jnp.broadcast_to(one, ranked.shape)
         where = None if mask is None else mask.astype(jnp.uint8)
-        stored.append(Ranked.wrap(leaf.compute(), where, leaf.batch_axes, leaf.last_axes))
+        stored.append(Ranked.wrap(ranked.compute(), where, ranked.batch_axes, ranked.last_axes))
     return stored

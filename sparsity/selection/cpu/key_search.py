@@ -228,7 +228,7 @@ def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -
     highest = lowest + np.array(keys.top - keys.low).astype(lowest.dtype)
     b = Bracket.begin(jnp.where(is_some, lowest, highest), highest, k)
     first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(b)[:, 1:]], axis=1)
-    start, no_parts = State(b, [], [], first), Groups((), across_leaves=True)
+    start, no_parts = State(b, [], [], first), Groups((), together=True)
 
     def count(state: State) -> tuple[Words, list[jax.Array]]:
         return above(state.pivots), []

@@ -1,4 +1,4 @@
-"""Leaves that may be reshaped, as segments of rows: each slice of a leaf is a segment.
+"""Parameters that may be reshaped, as segments of rows: each slice is a segment.
 
 Counts by row say in which row the ties of a key end, without another pass.
 """
@@ -34,7 +34,7 @@ class Rows:
     Attributes:
       arrays: stored arrays, each [segments, rows, width].
       scalars: scalars of the scores, each [segments].
-      starts: int32[segments], flat index in its leaf of each segment's first entry.
+      starts: int32[segments], flat index in its parameter of each segment's first entry.
       recipe: computes the keys.
       sizes: number of entries of each segment, followed by padding in its rows; None: there is no
         padding.
@@ -47,8 +47,8 @@ class Rows:
     sizes: tuple[int, ...] | None = _static()
 
     @property
-    def leaves(self) -> Sequence[Rows]:
-        """These rows, as `Visits.leaves`."""
+    def all_rows(self) -> Sequence[Rows]:
+        """These rows, as `Visits.all_rows`."""
         return [self]
 
     @property
@@ -196,50 +196,50 @@ class Rows:
 
 
 # ------------------------------------------------------------------ entries of many
-# Each leaf adds reads of its entries to a program, not computations of keys.
-def sample(leaves: Sequence[Rows]) -> jax.Array:
-    """Returns evenly spaced keys, [segments of all leaves, count]; leaves have one count."""
-    offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])
-    arrays = [leaf._read_sample() for leaf in leaves]
-    return _join_segments(leaves, np.arange(len(offset)), arrays)._keys(jnp.asarray(offset))
+# Each parameter adds reads of its entries to a program, not computations of keys.
+def sample(all_rows: Sequence[Rows]) -> jax.Array:
+    """Returns evenly spaced keys, [segments of all rows, count]; all have one count."""
+    offset = np.concatenate([rows._sample_offsets() for rows in all_rows])
+    arrays = [rows._read_sample() for rows in all_rows]
+    return _join_segments(all_rows, np.arange(len(offset)), arrays)._keys(jnp.asarray(offset))
 
 
-def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
+def sample_every(all_rows: Sequence[Rows], stride: int) -> jax.Array:
     """Returns the key of every stride-th entry of each segment, [count] of all segments."""
-    segment, offset = _list_places(leaves, stride)
-    arrays = [leaf._read_every(stride) for leaf in leaves]
-    return _join_segments(leaves, segment, arrays)._keys(jnp.asarray(offset))
+    segment, offset = _list_places(all_rows, stride)
+    arrays = [rows._read_every(stride) for rows in all_rows]
+    return _join_segments(all_rows, segment, arrays)._keys(jnp.asarray(offset))
 
 
-def _list_places(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
+def _list_places(all_rows: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns every stride-th place: indices of segments, and places in them, both [count]."""
     each = [
-        np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.num_entries
+        np.arange(0, size, stride, dtype=np.int32) for rows in all_rows for size in rows.num_entries
     ]
     return np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
 
 
 def find_tie_ends(
-    leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array
+    all_rows: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array
 ) -> jax.Array:
     """Returns the place in each segment after the need-th tie of a row, int32[segments].
 
     Args:
-      leaves: their segments follow each other.
+      all_rows: their segments follow each other.
       row: int32[segments], the row to read.
       key: [segments], entries with this key are ties.
       need: int32[segments], the number of ties to pass.
     """
-    widths = np.concatenate([np.full(leaf.num_segments, leaf.width, np.int32) for leaf in leaves])
+    widths = np.concatenate([np.full(rows.num_segments, rows.width, np.int32) for rows in all_rows])
     most = int(widths.max())
-    starts = np.cumsum([0, *(leaf.num_segments for leaf in leaves)]).tolist()
+    starts = np.cumsum([0, *(rows.num_segments for rows in all_rows)]).tolist()
     arrays = [
-        leaf._read_row(read_part(row, start, leaf.num_segments), most)
-        for leaf, start in zip(leaves, starts, strict=False)
+        rows._read_row(read_part(row, start, rows.num_segments), most)
+        for rows, start in zip(all_rows, starts, strict=False)
     ]
     place = lax.iota(jnp.int32, most)[None]
     offset = (row * widths)[:, None] + place
-    segments = _join_segments(leaves, np.arange(len(widths)), arrays)
+    segments = _join_segments(all_rows, np.arange(len(widths)), arrays)
     keys = segments._keys(offset)
     ties = (keys == key[:, None].astype(keys.dtype)) & (place < widths[:, None])
     for allowed in (segments.recipe.eligible(segments.arrays), segments._is_entry(offset)):
@@ -248,24 +248,24 @@ def find_tie_ends(
 
 
 def _join_segments(
-    leaves: Sequence[Rows], segment: np.ndarray, arrays: Sequence[tuple[jax.Array, ...]]
+    all_rows: Sequence[Rows], segment: np.ndarray, arrays: Sequence[tuple[jax.Array, ...]]
 ) -> Rows:
-    """Returns entries of the segments of many leaves, each as a segment of its own.
+    """Returns entries of the segments of many parameters, each as a segment of its own.
 
     Args:
-      leaves: the segments.
+      all_rows: the segments.
       segment: index of the segment of each entry, [count].
-      arrays: arrays of each leaf at these entries, [segments of the leaf, ...] or [count] together.
+      arrays: arrays of all rows at these entries, [segments of the rows, ...] or [count] together.
     """
-    sizes = np.concatenate([leaf.num_entries for leaf in leaves])
-    is_unpadded = all(leaf.sizes is None for leaf in leaves)
+    sizes = np.concatenate([rows.num_entries for rows in all_rows])
+    is_unpadded = all(rows.sizes is None for rows in all_rows)
     is_all = np.array_equal(segment, np.arange(len(sizes)))
-    scalars = map(_join, zip(*[leaf.scalars for leaf in leaves], strict=True))
+    scalars = map(_join, zip(*[rows.scalars for rows in all_rows], strict=True))
     return Rows(
         arrays=tuple(map(_join, zip(*arrays, strict=True))),
         scalars=tuple(x if is_all else x[segment] for x in scalars),
-        starts=np.concatenate([leaf.starts for leaf in leaves])[segment],
-        recipe=leaves[0].recipe,
+        starts=np.concatenate([rows.starts for rows in all_rows])[segment],
+        recipe=all_rows[0].recipe,
         sizes=None if is_unpadded else tuple(sizes[segment].tolist()),
     )
 
@@ -274,20 +274,20 @@ def _join(x: Sequence[jax.Array]) -> jax.Array:
     return x[0] if len(x) == 1 else jnp.concatenate(x)
 
 
-def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
-    """Cuts leaves into segments of rows, [segments, rows, width].
+def cut_rows(all_ranked: Sequence[Ranked], rows: int, width: int) -> Rows:
+    """Cuts parameters into segments of rows, [segments, rows, width].
 
-    Copies several leaves, and leaves that need padding; one leaf without padding is reshaped.
+    Copies several parameters, and those that need padding; one without padding is reshaped.
     """
-    counts = [leaf.num_slices for leaf in leaves]
-    sizes = np.repeat([leaf.slice_size for leaf in leaves], counts)
+    counts = [ranked.num_slices for ranked in all_ranked]
+    sizes = np.repeat([ranked.slice_size for ranked in all_ranked], counts)
 
     def cut(values: Sequence[jax.Array]) -> jax.Array:
         if len(values) == 1 and values[0].size == counts[0] * rows * width:
             return values[0].reshape(-1, rows, width)
         flat = [
-            pad(x.reshape(leaf.num_slices, leaf.slice_size), rows * width)
-            for x, leaf in zip(values, leaves, strict=True)
+            pad(x.reshape(ranked.num_slices, ranked.slice_size), rows * width)
+            for x, ranked in zip(values, all_ranked, strict=True)
         ]
         return jnp.concatenate(flat).reshape(-1, rows, width)
 
@@ -296,12 +296,14 @@ def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
         return stacked if max(counts) == 1 else stacked[np.repeat(range(len(counts)), counts)]
 
     return Rows(
-        arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
-        scalars=tuple(map(repeat_by_slices, zip(*[leaf.scalars for leaf in leaves], strict=True))),
-        starts=np.concatenate(
-            [np.arange(x.num_slices, dtype=np.int32) * x.slice_size for x in leaves]
+        arrays=tuple(map(cut, zip(*[ranked.arrays for ranked in all_ranked], strict=True))),
+        scalars=tuple(
+            map(repeat_by_slices, zip(*[ranked.scalars for ranked in all_ranked], strict=True))
         ),
-        recipe=leaves[0].recipe,
+        starts=np.concatenate(
+            [np.arange(x.num_slices, dtype=np.int32) * x.slice_size for x in all_ranked]
+        ),
+        recipe=all_ranked[0].recipe,
         sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
     )
 

@@ -20,38 +20,36 @@ from sparsity.selection.scores import Ranked
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
 
 
-def is_small(leaves: Sequence[Ranked], *, across_leaves: bool) -> bool:
-    """Returns whether leaves should be sorted."""
-    if across_leaves:
-        return sum(leaf.size for leaf in leaves) <= MAX_SORTED
-    return (
-        sum(leaf.num_slices for leaf in leaves) * max(leaf.slice_size for leaf in leaves)
-        <= MAX_SORTED
-    )
+def is_small(all_ranked: Sequence[Ranked], *, together: bool) -> bool:
+    """Returns whether parameters should be sorted."""
+    if together:
+        return sum(ranked.size for ranked in all_ranked) <= MAX_SORTED
+    most = max(x.slice_size for x in all_ranked)
+    return sum(x.num_slices for x in all_ranked) * most <= MAX_SORTED
 
 
 def select_by_sorting(
-    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
+    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`, by sorting."""
-    keys, allowed = (_in_rows(x, across_leaves) for x in zip(*map(_keys, leaves), strict=True))
+    keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, all_ranked), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
     rank = limit_kept(words, k)[1].astype(jnp.int32)
     best = mask_by_sorting(keys, allowed, rank[:, None])
-    return _split(best.astype(jnp.uint8), leaves, across_leaves), words
+    return _split(best.astype(jnp.uint8), all_ranked, together), words
 
 
-def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
-    """Returns keys of a leaf and the mask of the eligible ones, both [slices, size]."""
-    keys, allowed = leaf.keys(), leaf.eligible()
+def _keys(ranked: Ranked) -> tuple[jax.Array, jax.Array]:
+    """Returns keys of a parameter and the mask of the eligible ones, both [slices, size]."""
+    keys, allowed = ranked.keys(), ranked.eligible()
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
-    return leaf.to_slices(keys), leaf.to_slices(allowed)
+    return ranked.to_slices(keys), ranked.to_slices(allowed)
 
 
-def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
+def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
     """Returns slices as rows of one size, padded by entries that are never kept, or as one row."""
-    if across_leaves:
+    if together:
         return jnp.concatenate([x.reshape(1, -1) for x in slices], axis=1)
     size = max(x.shape[1] for x in slices)
     least = 0 if slices[0].dtype == bool else np.iinfo(slices[0].dtype).min
@@ -60,13 +58,14 @@ def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
     )
 
 
-def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> list[jax.Array]:
-    if across_leaves:
-        ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+def _split(best: jax.Array, all_ranked: Sequence[Ranked], together: bool) -> list[jax.Array]:
+    if together:
+        ends = np.cumsum([ranked.size for ranked in all_ranked])[:-1]
         slices = jnp.split(best[0], ends)
     else:
-        ends = np.cumsum([leaf.num_slices for leaf in leaves])[:-1]
+        ends = np.cumsum([ranked.num_slices for ranked in all_ranked])[:-1]
         slices = [
-            x[:, : leaf.slice_size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)
+            x[:, : ranked.slice_size]
+            for x, ranked in zip(jnp.split(best, ends), all_ranked, strict=True)
         ]
-    return [leaf.from_slices(x) for x, leaf in zip(slices, leaves, strict=True)]
+    return [ranked.from_slices(x) for x, ranked in zip(slices, all_ranked, strict=True)]

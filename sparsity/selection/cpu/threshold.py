@@ -50,23 +50,23 @@ class Selected(NamedTuple):
 
 
 def select_by_thresholds(
-    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
+    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
     Parameters are of one kind and lie on one device. No parameter is empty.
     """
-    parts, first = arrange([in_rows(leaf) for leaf in leaves])
+    parts, first = arrange([in_rows(ranked) for ranked in all_ranked])
     # Segments are numbered by parts; this is their order by parameters.
     order = np.concatenate(
-        [start + np.arange(leaf.num_slices) for start, leaf in zip(first, leaves, strict=True)]
+        [start + np.arange(x.num_slices) for start, x in zip(first, all_ranked, strict=True)]
     )
-    groups = Groups(tuple(part.num_segments for part in parts), across_leaves)
-    if not across_leaves and not isinstance(k, Removed):
+    groups = Groups(tuple(part.num_segments for part in parts), together)
+    if not together and not isinstance(k, Removed):
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
-    zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
-    state, k, n = _find_kth_keys(parts, groups, k, leaves[0].dtype, zero)
+    zero = varying_zero([x for ranked in all_ranked for x in ranked.arrays], like)
+    state, k, n = _find_kth_keys(parts, groups, k, all_ranked[0].dtype, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]
     need = exact.minus(k, state.bracket.above)
@@ -74,12 +74,12 @@ def select_by_thresholds(
     ends = _ends(parts, keys, ties, _shares(groups, ties, need, order))
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = []
-    for start, leaf in zip(first, leaves, strict=True):
-        leaf_key, leaf_end = (read_part(x, start, leaf.num_slices) for x in (key, end))
+    for start, ranked in zip(first, all_ranked, strict=True):
+        slice_key, slice_end = (read_part(x, start, ranked.num_slices) for x in (key, end))
         # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
         # ~index >= -end holds for the ties before `end`.
-        masks.append(mask_entries(leaf, leaf_key, -leaf_end))
-    if not across_leaves:
+        masks.append(mask_entries(ranked, slice_key, -slice_end))
+    if not together:
         n = _permute(n[0], order), _permute(n[1], order)
     return Selected(masks, n, jnp.max(state.bracket.passes))
 
@@ -124,22 +124,22 @@ def _find_kth_keys(
 
 def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     """Returns the pivots of the first pass, from sampled keys."""
-    if groups.across_leaves:
+    if groups.together:
         total = sum(int(part.num_entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
         count = min(max(total >> _SAMPLE_SHIFT, least), most)
         stride = total // count | 1  # odd: not in step with rows
-        keys = jnp.concatenate([rows.sample_every(part.leaves, stride) for part in parts])
+        keys = jnp.concatenate([rows.sample_every(part.all_rows, stride) for part in parts])
         return key_search.sampled_pivots(keys[None], np.array([total], np.float32), k)
     words = zip(*(groups.spread(word) for word in k), strict=True)
     pivots = []
     for part, part_k in zip(parts, words, strict=True):
         n = part.num_entries.astype(np.float32)
         if part.num_segments < _MANY_SEGMENTS:
-            pivots.append(key_search.sampled_pivots(rows.sample(part.leaves), n, part_k))
+            pivots.append(key_search.sampled_pivots(rows.sample(part.all_rows), n, part_k))
         else:
             stride = max(int(n.sum()) // _SAMPLE_SIZES[1], 1) | 1
-            keys = rows.sample_every(part.leaves, stride)[None]
+            keys = rows.sample_every(part.all_rows, stride)[None]
             pivots.append(key_search.sampled_pivots(keys, n, part_k))
     return jnp.concatenate(pivots)
 
@@ -149,10 +149,10 @@ def _shares(
     groups: Groups, ties: Sequence[jax.Array], need: Words, order: np.ndarray
 ) -> list[jax.Array]:
     """Returns the number of ties that each segment keeps, int32[segments] of each part."""
-    if not groups.across_leaves:
+    if not groups.together:
         return groups.spread(need[1].astype(jnp.int32))
-    shares = tie_shares(_permute(jnp.concatenate(sum_rows(ties)), order), need, across_leaves=True)
-    return groups._replace(across_leaves=False).spread(_permute(shares, np.argsort(order)))
+    shares = tie_shares(_permute(jnp.concatenate(sum_rows(ties)), order), need, together=True)
+    return groups._replace(together=False).spread(_permute(shares, np.argsort(order)))
 
 
 def _ends(
@@ -173,7 +173,7 @@ def _ends(
 
     def cut() -> list[jax.Array]:
         return [
-            jnp.where(is_partial, rows.find_tie_ends(part.leaves, *args), end)
+            jnp.where(is_partial, rows.find_tie_ends(part.all_rows, *args), end)
             for part, args, is_partial, end in zip(parts, cuts, partials, ends, strict=True)
         ]
 

@@ -1,8 +1,8 @@
-"""Leaves cut into segments; large ones are visited one after another.
+"""Parameters cut into segments; large ones are visited one after another.
 
-The visits are a loop that leaves out segments that are done. The loop has a branch for each leaf.
-Leaves of one shape share a kernel, as the index of a segment is read at run time. Small
-segments are padded to one of three sizes and counted at once.
+The visits are a loop that leaves out segments that are done. The loop has a branch for each
+parameter. Parameters of one shape share a kernel, as the index of a segment is read at run time.
+Small segments are padded to one of three sizes and counted at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsity.selection.cpu.rows import LARGE, Rows, cut_rows, pad
 from sparsity.selection.scores import Ranked
 
 _ROWS = 1024  # of a large segment, for threads to share
-MAX_ENTRIES = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
+MAX_ENTRIES = 2**31 - _ROWS  # entries of a parameter, so that it can be padded to whole rows
 _LEAST_WIDTH = 1024  # of these rows: seven counts of a row are then less than 1 % of its entries
 _MANY = 2**20  # entries of a segment from which on one more kernel saves up to 0.2 ms a pass
 _FEWER = 4  # rows are copied if one in so many is read: a copy reads and writes, and is read again
@@ -33,30 +33,30 @@ _PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: three kernels 
 _BRANCHES = 16  # of one switch: its time to compile grows with their square
 
 Parts: TypeAlias = Sequence["Rows | Visits"]
-# Busy segments, their leaves, and their slices.
+# Busy segments, the indices of their rows, and their slices.
 Indices: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
-    """Returns the segments of leaves of one kind, and the index of each leaf's first segment."""
+def arrange(all_ranked: Sequence[Ranked]) -> tuple[Parts, list[int]]:
+    """Returns the segments of parameters of one kind, and the first segment of each parameter."""
     kinds: dict[int | str | None, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.slice_size >= LARGE:
+    for i, ranked in enumerate(all_ranked):
+        if ranked.slice_size >= LARGE:
             kind: int | str | None = None
-        elif leaf.size >= LARGE:
+        elif ranked.size >= LARGE:
             kind = f"leaf {i}"
         else:
-            kind = next(size for size in _PADDED if leaf.slice_size <= size)
+            kind = next(size for size in _PADDED if ranked.slice_size <= size)
         kinds.setdefault(kind, []).append(i)
     parts: list[Rows | Visits] = []
-    first, index = [0] * len(leaves), 0
+    first, index = [0] * len(all_ranked), 0
     for kind, members in kinds.items():
         for i in members:
             first[i] = index
-            index += leaves[i].num_slices
-        group = [leaves[i] for i in members]
+            index += all_ranked[i].num_slices
+        group = [all_ranked[i] for i in members]
         if kind is None:
-            counts = [_row_count(leaf.slice_size) for leaf in group]
+            counts = [_row_count(ranked.slice_size) for ranked in group]
             each = zip(group, counts, strict=True)
             parts.append(Visits([cut_rows([x], n, -(-x.slice_size // n)) for x, n in each]))
         elif isinstance(kind, int):
@@ -85,10 +85,10 @@ class Visits:
     """Large segments, visited one after another, with the methods of `Rows`.
 
     Attributes:
-      leaves: the rows of each leaf; every slice is a segment.
+      all_rows: the rows of each parameter; every slice is a segment.
     """
 
-    leaves: Sequence[Rows]
+    all_rows: Sequence[Rows]
 
     @property
     def num_segments(self) -> int:
@@ -98,30 +98,32 @@ class Visits:
     @functools.cached_property
     def num_rows(self) -> int:
         """Number of rows of a segment, at most."""
-        return max(leaf.num_rows for leaf in self.leaves)
+        return max(rows.num_rows for rows in self.all_rows)
 
     @property
     def num_entries(self) -> np.ndarray:
         """Numbers of entries, int32[segments]."""
-        return np.concatenate([leaf.num_entries for leaf in self.leaves])
+        return np.concatenate([rows.num_entries for rows in self.all_rows])
 
     @property
     def row_ends(self) -> np.ndarray:
         """Ends of rows within their segments, int32[segments, rows]; 0 for missing rows."""
-        missing = [[(0, 0), (0, self.num_rows - leaf.num_rows)] for leaf in self.leaves]
-        ends = zip(self.leaves, missing, strict=True)
-        return np.concatenate([np.pad(leaf.row_ends, padding) for leaf, padding in ends])
+        missing = [[(0, 0), (0, self.num_rows - rows.num_rows)] for rows in self.all_rows]
+        ends = zip(self.all_rows, missing, strict=True)
+        return np.concatenate([np.pad(rows.row_ends, padding) for rows, padding in ends])
 
     def count_eligible(self) -> jax.Array:
         """Counts the eligible entries, int32[segments, rows]."""
-        return jnp.concatenate([pad(leaf.count_eligible(), self.num_rows) for leaf in self.leaves])
+        return jnp.concatenate(
+            [pad(rows.count_eligible(), self.num_rows) for rows in self.all_rows]
+        )
 
     def count_above(
         self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
     ) -> jax.Array:
         """Counts as `Rows.count_above`; counts of segments that are not busy do not matter."""
         if self.num_segments == 1:
-            return _count_above(self.leaves[0], pivots, at_least, above)
+            return _count_above(self.all_rows[0], pivots, at_least, above)
         visits = jax.custom_batching.custom_vmap(self._count_in_turn)
 
         # Of mapped branches all would be taken, in every visit.
@@ -131,81 +133,81 @@ class Visits:
             return jax.vmap(self._count_at_once, in_axes=axes, axis_size=size)(*args), True
 
         ends = np.cumsum(self._counts)
-        leaf_index = np.repeat(np.arange(len(ends)), self._counts)
+        rows_index = np.repeat(np.arange(len(ends)), self._counts)
         slice_index = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
-        indices = busy, jnp.asarray(leaf_index, jnp.int32), jnp.asarray(slice_index, jnp.int32)
+        indices = busy, jnp.asarray(rows_index, jnp.int32), jnp.asarray(slice_index, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
-        leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
-        return visits(leaves, indices, pivots, at_least, above)
+        all_rows = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.all_rows]
+        return visits(all_rows, indices, pivots, at_least, above)
 
     def _count_at_once(
-        self, leaves: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
+        self, all_rows: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
     ) -> jax.Array:
-        """Counts the keys above pivots[segments, pivots] of all segments of all leaves."""
-        pairs = zip(leaves, jnp.split(pivots, np.cumsum(self._counts)[:-1]), strict=True)
-        return jnp.concatenate([pad(leaf.count_above(x), self.num_rows) for leaf, x in pairs])
+        """Counts the keys above pivots[segments, pivots] of all segments."""
+        pairs = zip(all_rows, jnp.split(pivots, np.cumsum(self._counts)[:-1]), strict=True)
+        return jnp.concatenate([pad(rows.count_above(x), self.num_rows) for rows, x in pairs])
 
     def _count_in_turn(
-        self, leaves: Sequence[Rows], indices: Indices, pivots: jax.Array, *rows: jax.Array
+        self, all_rows: Sequence[Rows], indices: Indices, pivots: jax.Array, *counts: jax.Array
     ) -> jax.Array:
-        """Counts the keys of one busy segment after the other; `rows` are counts at both ends."""
-        busy, leaf_index, slice_index = indices
-        scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
-        starts = jnp.concatenate([leaf.starts for leaf in leaves])
-        tables = slice_index, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
-        branches = [functools.partial(self._count_segment, leaf) for leaf in leaves]
+        """Counts the keys of one busy segment after the other; `counts` are those at both ends."""
+        busy, rows_index, slice_index = indices
+        scalars = zip(*[rows.scalars for rows in all_rows], strict=True)
+        starts = jnp.concatenate([rows.starts for rows in all_rows])
+        tables = slice_index, tuple(map(jnp.concatenate, scalars)), starts, pivots, counts
+        branches = [functools.partial(self._count_segment, rows) for rows in all_rows]
 
         def visit(at: jax.Array) -> jax.Array:
             def read(x: jax.Array) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
             segment = jax.tree.map(read, tables)
-            return _switch(leaf_index[at], branches, segment)[0]
+            return _switch(rows_index[at], branches, segment)[0]
 
         # The zeros vary over a mesh as the counts do.
         like = pivots[:, None].astype(jnp.int32)
         shape = self.num_segments, self.num_rows, pivots.shape[1]
         return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
 
-    def _count_segment(self, leaf: Rows, segment: PyTree) -> jax.Array:
-        """Counts keys of one segment of a leaf, int32[1, rows, pivots]."""
+    def _count_segment(self, rows: Rows, segment: PyTree) -> jax.Array:
+        """Counts keys of one segment of a parameter, int32[1, rows, pivots]."""
         index, scalars, start, pivots, row_counts = segment
-        rows = [x[:, : leaf.num_rows] for x in row_counts]
+        counts = [x[:, : rows.num_rows] for x in row_counts]
         return pad(
-            _count_above(leaf.segment(index[0], scalars, start), pivots, *rows), self.num_rows
+            _count_above(rows.segment(index[0], scalars, start), pivots, *counts), self.num_rows
         )
 
     @property
     def _counts(self) -> list[int]:
-        """Number of segments of each leaf."""
-        return [leaf.num_segments for leaf in self.leaves]
+        """Number of segments of each parameter."""
+        return [rows.num_segments for rows in self.all_rows]
 
 
-def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
+def _count_above(rows: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
     """Counts as `Rows.count_above` in one segment; reads only rows with keys of the bracket."""
-    if leaf.sizes is not None or leaf.num_rows * leaf.width < _MANY:
-        return leaf.count_above(pivots)
+    if rows.sizes is not None or rows.num_rows * rows.width < _MANY:
+        return rows.count_above(pivots)
     holds = at_least[0] > above[0]
     count = jnp.sum(holds, dtype=jnp.int32)
-    is_few = count <= leaf.num_rows // _FEWER
+    is_few = count <= rows.num_rows // _FEWER
 
     def count_few() -> jax.Array:
         # Zeros at the end count row 0 again, with the same result.
         indices = _list_chosen(holds)
 
         def count_rows(i: jax.Array, counts: jax.Array) -> jax.Array:
-            rows = lax.dynamic_slice_in_dim(indices, i * _AT_ONCE, _AT_ONCE)
+            chosen = lax.dynamic_slice_in_dim(indices, i * _AT_ONCE, _AT_ONCE)
             # Without a barrier XLA:CPU turns all of a bfloat16 leaf into float32 before the loop.
-            arrays, rows = lax.optimization_barrier((leaf.arrays, rows))
-            few = dataclasses.replace(leaf, arrays=arrays).copy_rows(rows)
+            arrays, chosen = lax.optimization_barrier((rows.arrays, chosen))
+            few = dataclasses.replace(rows, arrays=arrays).copy_rows(chosen)
             row_counts = few.count_above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
-            return counts.at[0, rows].set(row_counts[:, 0])
+            return counts.at[0, chosen].set(row_counts[:, 0])
 
         # Rows without keys of the bracket have `above` keys above each pivot inside.
         wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
         return lax.fori_loop(0, -(-count // _AT_ONCE), count_rows, wide)
 
-    return lax.cond(is_few, count_few, lambda: leaf.count_above(pivots))
+    return lax.cond(is_few, count_few, lambda: rows.count_above(pivots))
 
 
 def _list_chosen(chosen: jax.Array) -> jax.Array:
