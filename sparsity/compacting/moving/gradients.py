@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.moving.mask_update import MaskUpdate, SliceArrays, move_all
+from sparsity.compacting.moving.mask_update import MaskUpdate, SliceArrays, find_all_positions
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.core.trees import Path
@@ -28,7 +28,7 @@ _EXACT = 2**24  # integers below are exact in float32
 _BASE = 2**16
 
 
-def move_by_gradient(
+def find_positions_by_gradient(
     mask_updates: Mapping[Path, MaskUpdate],
     slices: Mapping[Path, SliceArrays],
     loss: Callable[[Mapping[Path, Observer]], jax.Array],
@@ -64,9 +64,10 @@ def move_by_gradient(
         else:
             arrays = jnp.broadcast_to(mapped, mask_update.layout.batch_shape)
             observers[path] = dataclasses.replace(observers[path], arrays=arrays)
-    moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
+    outputs = jax.grad(run)([x.result for x in observers.values()])
+    by_path = dict(zip(observers, outputs, strict=True))
     by_dense_gradient = {path: mask_updates[path] for path in mask_updates if path not in at_once}
-    return moved | move_all(by_dense_gradient, slices, moved)
+    return by_path | find_all_positions(by_dense_gradient, slices, by_path)
 
 
 def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -90,7 +91,7 @@ def _observe_positions(mask_update: MaskUpdate, slices: SliceArrays) -> Observer
     is_small = math.prod(layout.shape) + math.prod(layout.kept_shape) < _EXACT
 
     def find(part: SliceArrays, gradient: jax.Array) -> jax.Array:
-        new = mask_update.move(part, gradient)
+        new = mask_update.find_positions(part, gradient)
         digits = [new] if is_small else [new % _BASE, new // _BASE]
         return jnp.stack(digits, axis=-1).astype(jnp.float32)
 

@@ -120,7 +120,7 @@ class MaskUpdate:
             gradient,
         )
 
-    def move(self, part: SliceArrays, gradient: jax.Array | None = None) -> jax.Array:
+    def find_positions(self, part: SliceArrays, gradient: jax.Array | None = None) -> jax.Array:
         """Returns the new positions of a part.
 
         Args:
@@ -130,9 +130,11 @@ class MaskUpdate:
         # Before a loop XLA computes, and stores, all that its rounds share, such as the flat
         # indices of entries. XLA takes nothing out of a branch.
         always = jnp.min(part.positions, initial=0) >= 0
-        return lax.cond(always, lambda: self._move(part, gradient), lambda: part.positions)
+        return lax.cond(
+            always, lambda: self._find_positions(part, gradient), lambda: part.positions
+        )
 
-    def _move(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
+    def _find_positions(self, part: SliceArrays, gradient: jax.Array | None) -> jax.Array:
         layout = self.part_layout
         shape, positions = layout.kept_shape, part.positions.reshape(layout.positions_shape)
         # With the token, XLA builds the dense slice only after the gradient.
@@ -151,7 +153,7 @@ class MaskUpdate:
         num_rows = layout.count_unit_rows(self.site.pattern) if is_stack else None
         if self.rule is not None and num_rows is not None:  # or the pattern moves masks
             waiting = part._replace(positions=positions + token)
-            new = self._move_units(waiting, num_rows, param, gradient)
+            new = self._find_positions_by_unit(waiting, num_rows, param, gradient)
         else:
             mask = densify(jnp.ones(shape, jnp.uint8))
             move = self._move_parameter if self.rule is None else self._move_slice
@@ -177,7 +179,7 @@ class MaskUpdate:
         axes = self.site.batch_axes
         return self.site.pattern.move(mask, jnp.abs(param), grow, fraction, batch_axes=axes)
 
-    def _move_units(
+    def _find_positions_by_unit(
         self, part: SliceArrays, num_rows: int, param: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new positions of entries, or of the inputs of groups, row by row."""
@@ -210,7 +212,9 @@ class MaskUpdate:
         draw = functools.partial(self._draw, part)
         return inputs.call(self.rule.grow, state, param, grad, named={"draw": draw})
 
-    def move_alike(self, each: list[tuple[SliceArrays, jax.Array | None]]) -> list[jax.Array]:
+    def find_positions_alike(
+        self, each: list[tuple[SliceArrays, jax.Array | None]]
+    ) -> list[jax.Array]:
         """Returns the new positions of parameters of one `program_key`, part by part."""
 
         def flatten(x: jax.Array) -> jax.Array:
@@ -220,15 +224,15 @@ class MaskUpdate:
         counts = [len(part.step) for part, _ in parts]
         # A switch copies one part at a time; joined arrays would be a copy of all.
 
-        def move(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+        def find(place: tuple[jax.Array, jax.Array]) -> jax.Array:
             number, row = place
             reads = [lambda row, x=x: jax.tree.map(lambda a: a[row], x) for x in parts]
-            return self.move(*lax.switch(number, reads, row))
+            return self.find_positions(*lax.switch(number, reads, row))
 
         places = np.repeat(np.arange(len(parts)), counts), np.concatenate([*map(np.arange, counts)])
-        moved = lax.map(move, places)
-        pairs = zip(jnp.split(moved, np.cumsum(counts)[:-1]), each, strict=True)
-        return [new.reshape(old.positions.shape) for new, (old, _) in pairs]
+        new = lax.map(find, places)
+        pairs = zip(jnp.split(new, np.cumsum(counts)[:-1]), each, strict=True)
+        return [x.reshape(old.positions.shape) for x, (old, _) in pairs]
 
     def _tree(self, array: chex.Numeric | None) -> PyTree:
         """Returns a tree like the parameters with one array or number."""
@@ -243,7 +247,7 @@ class MaskUpdate:
         return hashing.hash_entries(index, *words)
 
 
-def move_all(
+def find_all_positions(
     mask_updates: Mapping[Path, MaskUpdate],
     slices: Mapping[Path, SliceArrays],
     gradients: Mapping[Path, jax.Array] = MappingProxyType({}),
@@ -264,8 +268,8 @@ def move_all(
     for paths in kinds.values():
         each = [(slices[path], gradients.get(path)) for path in paths]
         likes = [slices[path].positions for path in paths]
-        moved = sharding.shard_like(likes, mask_updates[paths[0]].move_alike, each)
-        new |= zip(paths, moved, strict=True)
+        each_new = sharding.shard_like(likes, mask_updates[paths[0]].find_positions_alike, each)
+        new |= zip(paths, each_new, strict=True)
     return new
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.compacting.moving.carry import PositionChange, carry_state
-from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
+from sparsity.compacting.moving.gradients import differentiate_directly, find_positions_by_gradient
 from sparsity.compacting.moving.make_mask_updates import make_mask_updates
-from sparsity.compacting.moving.mask_update import move_all
+from sparsity.compacting.moving.mask_update import find_all_positions
 from sparsity.compacting.stored_model import StoredModel, run_stored
 from sparsity.comparisons.updates import read_state
 from sparsity.core import trees
@@ -115,9 +115,9 @@ def _move_masks(
         for path, mask_update in mask_updates.items()
     }
     if loss is None:
-        new = move_all(mask_updates, slices)
+        new = find_all_positions(mask_updates, slices)
     else:
-        new = move_by_gradient(
+        new = find_positions_by_gradient(
             mask_updates,
             slices,
             lambda observers: loss(
