@@ -15,7 +15,7 @@ from sparsity.core.exact import Words, varying_zero
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import are_kept
 from sparsity.selection import Ranked
-from sparsity.selection.kept_counts import Removed, count_kept_words
+from sparsity.selection.kept_counts import RemovedFraction, count_kept_words
 from sparsity.selection.topk import select_best
 
 
@@ -55,7 +55,7 @@ def _move_units(
     zero = varying_zero([x for ranked in (*drop, *grow) for x in ranked.arrays], is_moving)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select_best(drop, Removed(fraction), together=together)
+        kept, active = select_best(drop, RemovedFraction(fraction), together=together)
         return kept, exact.minus(active, count_kept_words(active, fraction))
 
     def unchanged() -> tuple[list[jax.Array], Words]:

@@ -100,7 +100,7 @@ def count_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
 
 
 @dataclasses.dataclass(frozen=True)
-class Removed:
+class RemovedFraction:
     """Fraction of units to remove, in the place of a number of units to keep.
 
     Attributes:
@@ -110,8 +110,8 @@ class Removed:
     fraction: chex.Numeric
 
 
-def limit_kept(n: Words, k: Words | Removed) -> Words:
+def limit_kept(n: Words, k: Words | RemovedFraction) -> Words:
     """Returns the number of units to keep of n: k, but at most n."""
-    if isinstance(k, Removed):
+    if isinstance(k, RemovedFraction):
         return count_kept_words(n, k.fraction)
     return exact.choose(exact.at_least(k, n), n, k)

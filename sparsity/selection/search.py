@@ -34,17 +34,17 @@ from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.exact_sums import count, sums
 from sparsity.core.hashing import flat_index
-from sparsity.selection.kept_counts import Removed, limit_kept
+from sparsity.selection.kept_counts import RemovedFraction, limit_kept
 from sparsity.selection.keys import KeyRange, key_range
 from sparsity.selection.scores import Ranked
 
-State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+DigitState: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 Above: TypeAlias = Callable[[jax.Array], Words]
 FindThresholds: TypeAlias = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
 _BITS = 4  # of a digit: for 1e7 floats 4 take 76 ms of one CPU core, 3 take 87, and 2 take 97
 
 
-class Groups(NamedTuple):
+class SliceBrackets(NamedTuple):
     """Assignment of slices to brackets: each slice has a bracket, or all share one.
 
     Attributes:
@@ -63,7 +63,7 @@ class Groups(NamedTuple):
         high, low = exact.total(joined)
         return high[None], low[None]
 
-    def spread(self, x: jax.Array) -> list[jax.Array]:
+    def by_slice(self, x: jax.Array) -> list[jax.Array]:
         """Returns x[brackets, ...] for the slices of each parameter."""
         if self.together:
             return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in self.slices]
@@ -84,7 +84,7 @@ def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) ->
     highest = lowest + np.array((1 << bits) - 1).astype(lowest.dtype)
     state = zero_like(k[1][0]), jnp.where(is_some, lowest, highest), is_some
 
-    def step(state: State) -> State:
+    def step(state: DigitState) -> DigitState:
         i, key, is_open = state
         # The last pass may look at bits again: of digits that reach beyond them none is enough.
         shift = jnp.maximum(bits - _BITS * (i.astype(jnp.int32) + 1), 0).astype(key.dtype)
@@ -99,7 +99,7 @@ def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) ->
 
 def select_by_counting(
     all_ranked: Sequence[Ranked],
-    k: Words | Removed,
+    k: Words | RemovedFraction,
     *,
     together: bool,
     find_thresholds: FindThresholds = find_by_digits,
@@ -119,26 +119,28 @@ def select_by_counting(
       as words like k.
     """
     counters = [SliceCounter(ranked) for ranked in all_ranked]
-    groups = Groups(tuple(ranked.num_slices for ranked in all_ranked), together)
-    like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
+    brackets = SliceBrackets(tuple(ranked.num_slices for ranked in all_ranked), together)
+    like = jnp.zeros((), jnp.int32) if isinstance(k, RemovedFraction) else k[1][0]
     zero = varying_zero([x for ranked in all_ranked for x in ranked.arrays], like)
-    eligible = groups.totals([x.count_eligible() + zero for x in counters])
+    eligible = brackets.totals([x.count_eligible() + zero for x in counters])
     k = limit_kept(eligible, k)
 
-    def count_above(groups: Groups, tied: Sequence[jax.Array | None], pivots: jax.Array) -> Words:
-        each = zip(counters, groups.spread(pivots), tied, strict=True)
-        return groups.totals([x.count_above(rows, key) for x, rows, key in each])
+    def count_above(
+        brackets: SliceBrackets, tied: Sequence[jax.Array | None], pivots: jax.Array
+    ) -> Words:
+        each = zip(counters, brackets.by_slice(pivots), tied, strict=True)
+        return brackets.totals([x.count_above(rows, key) for x, rows, key in each])
 
-    above = functools.partial(count_above, groups, [None] * len(all_ranked))
+    above = functools.partial(count_above, brackets, [None] * len(all_ranked))
     score_keys = key_range(all_ranked[0].dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
-    keys = groups.spread(find_thresholds(above, k, lowest, score_keys))
+    keys = brackets.by_slice(find_thresholds(above, k, lowest, score_keys))
     counts = [x.count_above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
-    need = exact.minus(k, groups.totals([x[:, 0] for x in counts]))
+    need = exact.minus(k, brackets.totals([x[:, 0] for x in counts]))
     share = tie_shares(ties, need, together)
-    by_slice = groups._replace(together=False)
-    above_among_ties = functools.partial(count_above, by_slice, keys)
+    each_alone = brackets._replace(together=False)
+    above_among_ties = functools.partial(count_above, each_alone, keys)
     tie_keys = KeyRange(np.dtype(np.int32), -1 - max(x.slice_size for x in all_ranked), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
@@ -147,7 +149,7 @@ def select_by_counting(
         lambda: all_ties,
     )
     # Each ~index is below 0, so that a cut of 0 keeps no tie.
-    cuts = by_slice.spread(jnp.where(share > 0, cut, 0))
+    cuts = each_alone.by_slice(jnp.where(share > 0, cut, 0))
     return [x.mask(*ends) for x, *ends in zip(counters, keys, cuts, strict=True)], eligible
 
 
@@ -184,7 +186,7 @@ class SliceCounter:
         else:
             ties, index = self._compare(ranked, tied)[1], flat_index(self._shape, strides)
             keys = jnp.where(ties, ~index, np.int32(-(2**31)))
-        return self._sums([keys > self._spread(pivot) for pivot in pivots.T])
+        return self._sums([keys > self._align_slices(pivot) for pivot in pivots.T])
 
     def count_above_and_ties(self, key: jax.Array) -> jax.Array:
         """Counts keys above key[slices] and eligible keys equal to it, int32[slices, 2]."""
@@ -193,15 +195,15 @@ class SliceCounter:
     def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
         """Returns the uint8 mask of keys above the key, and of ties with ~index >= cut[slices]."""
         above, ties = self._compare(self._ranked, key)
-        is_early = ~flat_index(self._shape, self._strides) >= self._spread(cut)
+        is_early = ~flat_index(self._shape, self._strides) >= self._align_slices(cut)
         return (above | (ties & is_early)).astype(jnp.uint8)
 
     def _compare(self, ranked: Ranked, key: jax.Array) -> list[jax.Array]:
         """Returns masks of keys above key[slices], and of eligible keys equal to it."""
-        keys, key, where = ranked.keys(), self._spread(key), ranked.eligible()
+        keys, key, where = ranked.keys(), self._align_slices(key), ranked.eligible()
         return [keys > key, keys == key if where is None else (keys == key) & where]
 
-    def _spread(self, x: jax.Array) -> jax.Array:
+    def _align_slices(self, x: jax.Array) -> jax.Array:
         """Reshapes x[slices], to be broadcast against the entries."""
         inner = (1,) * len(self._axes)
         shape = self._shape[: self._axes.start] + inner + self._shape[self._axes.stop :]

@@ -34,7 +34,7 @@ from sparsity.core.exact import Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
 from sparsity.selection.host import select_on_host
-from sparsity.selection.kept_counts import Removed
+from sparsity.selection.kept_counts import RemovedFraction
 from sparsity.selection.scores import EntryScores, Ranked
 
 
@@ -207,7 +207,7 @@ def choose_search(all_ranked: Sequence[Ranked]) -> Callable[..., tuple[list[jax.
 
 
 def select_best(
-    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
+    all_ranked: Sequence[Ranked], k: Words | RemovedFraction, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks and numbers as `search.select_by_counting` does; not compiled.
 
@@ -228,7 +228,7 @@ def select_best(
             [np.arange(ends[i] - all_ranked[i].num_slices, ends[i]) for i in members]
         )
         is_all = together or len(slices) == ends[-1]
-        kind_k = k if is_all or isinstance(k, Removed) else (k[0][slices], k[1][slices])
+        kind_k = k if is_all or isinstance(k, RemovedFraction) else (k[0][slices], k[1][slices])
         kind_masks, n = one_search([all_ranked[i] for i in members], kind_k, together=together)
         for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask

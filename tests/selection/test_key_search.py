@@ -156,19 +156,20 @@ def worst_counts(pivots, low, high):
 
 def find_key(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
-    groups = portable.Groups((len(rows[0]),), together=True)
+    brackets = portable.SliceBrackets((len(rows[0]),), together=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     b = key_search.Bracket.begin(
-        *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(key_search.sum_rows(rows))
+        *(jnp.array([x], jnp.int32) for x in (low, high)),
+        brackets.totals(key_search.sum_rows(rows)),
     )
     first = jax.vmap(key_search.even_pivots)(b)
 
     def read(state):
         counts = count(state.pivots)
-        return groups.totals(key_search.sum_rows(counts)), counts
+        return brackets.totals(key_search.sum_rows(counts)), counts
 
-    start = key_search.State(b, rows, [x & 0 for x in rows], first)
-    end = key_search.search(read, groups, k, start, max_misses=2, is_float=False)
+    start = key_search.SearchState(b, rows, [x & 0 for x in rows], first)
+    end = key_search.search(read, brackets, k, start, max_misses=2, is_float=False)
     return end.bracket.high[0], end.bracket.passes[0]
 
 
@@ -209,7 +210,9 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
     def above(pivots):
-        return portable.Groups((3,), together=True).totals(key_search.sum_rows(count(pivots)))
+        return portable.SliceBrackets((3,), together=True).totals(
+            key_search.sum_rows(count(pivots))
+        )
 
     @jax.jit
     def both(k):

@@ -12,7 +12,7 @@ from sparsity import selection
 from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, sorting, threshold, visits
-from sparsity.selection.kept_counts import Removed
+from sparsity.selection.kept_counts import RemovedFraction
 from sparsity.selection.scores import Ranked
 from tests import helpers
 from tests.selection_oracle import best, best_first
@@ -196,7 +196,7 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)
     where = (rng.random((3, 40)) < [[0.2], [0.5], [0.9]]).astype(np.uint8)
     ranked = Ranked.wrap(scores, jnp.asarray(where), batch_axes=1)
-    run = jax.jit(lambda ranked, x: search([ranked], Removed(x), together=False)[:2])
+    run = jax.jit(lambda ranked, x: search([ranked], RemovedFraction(x), together=False)[:2])
     ([mask], (_, eligible)) = run(ranked, jnp.float32(0.3))
     counts = where.sum(axis=1)
     np.testing.assert_array_equal(eligible, counts)

@@ -16,12 +16,12 @@ from sparsity.core.kernels import use_flat as use_flat
 from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.key_search import find_by_guesses as find_by_guesses
 from sparsity.selection.cpu.visits import MAX_ENTRIES as MAX_ENTRIES
-from sparsity.selection.kept_counts import Removed
+from sparsity.selection.kept_counts import RemovedFraction
 from sparsity.selection.scores import Ranked
 
 
 def select_by_rows(
-    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
+    all_ranked: Sequence[Ranked], k: Words | RemovedFraction, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 

@@ -16,16 +16,16 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.keys import KeyRange, to_keys
-from sparsity.selection.search import Above, Groups
+from sparsity.selection.search import Above, SliceBrackets
 
 # The numbers of passes below are means over 13 kinds of 65,600 float32 scores, the hostile ones of
 # tests/selection/test_threshold.py, at five to seven k each: 3.5 as it is, at most 16.
 # Log2 of parts between seven pivots: 15 take twice as long a pass, 3 need half more passes.
 _EIGHTHS = 3
 
-_SPREAD = np.float32(1 / 12)  # of guesses: five on either side span 5/6 of a bracket; 1/24: 3.7
-_SHARPER = 16  # divides the spread after a hit, as a smaller bracket is more linear; 1: 3.6 passes
-# In spreads around a guess: near ones leave little if it is good, far ones catch the k-th key if it
+_GUESS_ERROR = np.float32(1 / 12)  # five on either side span 5/6 of a bracket; 1/24: 3.7 passes
+_SHARPER = 16  # divides the error after a hit, as a smaller bracket is more linear; 1: 3.6 passes
+# In errors around a guess: near ones leave little if it is good, far ones catch the k-th key if it
 # is not; 2 instead of 5 took as many passes, 20 took 3.7.
 _GUESS_TEETH = np.array([-5, -1, 0, 1, 5], np.float32)
 _MIN_VARIANCE = 0.25  # of a count, half a key squared: that of a binomial vanishes at both ends
@@ -53,7 +53,7 @@ class Bracket(NamedTuple):
     high: jax.Array
     at_least: Words  # number of keys >= low
     above: Words  # number of keys > high
-    spread: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
+    guess_error: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
     poor_passes: jax.Array  # int32: passes that left more than an eighth of the counted keys
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
     passes: jax.Array  # int32
@@ -68,8 +68,8 @@ class Bracket(NamedTuple):
         """Returns brackets before the first pass, with nothing above them."""
         above = zero_like(at_least[0]), zero_like(at_least[1])
         zero = above[1].astype(np.int32)
-        spread = zero.astype(np.float32) + _SPREAD / _SHARPER
-        return cls(low, high, at_least, above, spread, poor_passes=zero, misses=zero, passes=zero)
+        error = zero.astype(np.float32) + _GUESS_ERROR / _SHARPER
+        return cls(low, high, at_least, above, error, poor_passes=zero, misses=zero, passes=zero)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -99,8 +99,8 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     # The place of the k-th key from the low end, if keys lie evenly
     centre = (exact.to_float(exact.minus(b.at_least, k)) + 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
-    spread = jnp.maximum(noise, b.spread)
-    places = jnp.clip(centre + spread * _GUESS_TEETH, 0, 1).astype(real)
+    error = jnp.maximum(noise, b.guess_error)
+    places = jnp.clip(centre + error * _GUESS_TEETH, 0, 1).astype(real)
     width = _width(b.low, b.high)
     bits = width.dtype.itemsize * 8
     span = jnp.minimum(width.astype(real), real.type(2.0**bits * _BELOW_ONE))
@@ -116,7 +116,7 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
     roundest = _roundest(b.low, b.high)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
-    return jnp.where(spread > _SPREAD, even_pivots(b), pivots)
+    return jnp.where(error > _GUESS_ERROR, even_pivots(b), pivots)
 
 
 def _floats(keys: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
 
 
 # ------------------------------------------------------------------ the search
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """State of a search: its brackets, the counts of each row at their ends, and the next pivots.
 
     Attributes:
@@ -173,12 +173,18 @@ class State(NamedTuple):
     pivots: jax.Array
 
 
-Count: TypeAlias = Callable[[State], tuple[Words, list[jax.Array]]]
+Count: TypeAlias = Callable[[SearchState], tuple[Words, list[jax.Array]]]
 
 
 def search(
-    count: Count, groups: Groups, k: Words, start: State, *, max_misses: int, is_float: bool
-) -> State:
+    count: Count,
+    brackets: SliceBrackets,
+    k: Words,
+    start: SearchState,
+    *,
+    max_misses: int,
+    is_float: bool,
+) -> SearchState:
     """Narrows brackets to one key each, all of them in the same passes.
 
     A pass that leaves more than an eighth of a bracket is a miss. After max_misses misses the
@@ -188,7 +194,7 @@ def search(
     Args:
       count: maps the state to the numbers of keys above each pivot, in one pass: of each bracket,
         and int32[segments, rows, pivots] of each part.
-      groups: the bracket of each segment.
+      brackets: the bracket of each segment.
       k: the rank of the key in each bracket, from 1.
       start: the state before the first pass; its pivots need not lie within the brackets.
       max_misses: how many guesses may fail.
@@ -198,17 +204,17 @@ def search(
       The brackets of the k-th keys alone, or of keys with exactly k keys above them.
     """
 
-    def step(state: State) -> State:
+    def step(state: SearchState) -> SearchState:
         totals_above, counts = count(state)
         old, is_open = state.bracket, state.bracket.is_open
         bracket, *ends = jax.vmap(narrow)(old, state.pivots, totals_above, k)
         # Brackets of one key stay, and get no end.
         bracket = jax.tree.map(lambda x, y: jnp.where(is_open, x, y), bracket, old)
-        at_low, at_high = (groups.spread(end & is_open[:, None]) for end in ends)
+        at_low, at_high = (brackets.by_slice(end & is_open[:, None]) for end in ends)
         guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(bracket, k)
         is_guessed = (bracket.misses < max_misses)[:, None]
         pivots = jnp.where(is_guessed, guesses, jax.vmap(even_pivots)(bracket))
-        return State(
+        return SearchState(
             bracket,
             at_least=_counts_at(counts, at_low, state.at_least),
             above=_counts_at(counts, at_high, state.above),
@@ -228,9 +234,9 @@ def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -
     highest = lowest + np.array(keys.top - keys.low).astype(lowest.dtype)
     b = Bracket.begin(jnp.where(is_some, lowest, highest), highest, k)
     first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(b)[:, 1:]], axis=1)
-    start, no_parts = State(b, [], [], first), Groups((), together=True)
+    start, no_parts = SearchState(b, [], [], first), SliceBrackets((), together=True)
 
-    def count(state: State) -> tuple[Words, list[jax.Array]]:
+    def count(state: SearchState) -> tuple[Words, list[jax.Array]]:
         return above(state.pivots), []
 
     misses = _MAX_MISSES_ON_MESH
@@ -270,7 +276,7 @@ def narrow(
         high=high,
         at_least=at_least,
         above=above,
-        spread=jnp.where(poor, _SPREAD, b.spread / _SHARPER),
+        guess_error=jnp.where(poor, _GUESS_ERROR, b.guess_error / _SHARPER),
         poor_passes=b.poor_passes + poor.astype(jnp.int32),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.exact import Words, zero_like
-from sparsity.selection.kept_counts import Removed, limit_kept
+from sparsity.selection.kept_counts import RemovedFraction, limit_kept
 from sparsity.selection.keys import mask_by_sorting
 from sparsity.selection.scores import Ranked
 
@@ -29,7 +29,7 @@ def is_small(all_ranked: Sequence[Ranked], *, together: bool) -> bool:
 
 
 def select_by_sorting(
-    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
+    all_ranked: Sequence[Ranked], k: Words | RemovedFraction, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`, by sorting."""
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, all_ranked), strict=True))

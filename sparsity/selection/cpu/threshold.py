@@ -22,12 +22,12 @@ from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search, rows
 from sparsity.selection.cpu.columns import in_rows
-from sparsity.selection.cpu.key_search import Bracket, State, sum_rows
+from sparsity.selection.cpu.key_search import Bracket, SearchState, sum_rows
 from sparsity.selection.cpu.visits import Parts, arrange
-from sparsity.selection.kept_counts import Removed, limit_kept
+from sparsity.selection.kept_counts import RemovedFraction, limit_kept
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
-from sparsity.selection.search import Groups, mask_entries, tie_shares
+from sparsity.selection.search import SliceBrackets, mask_entries, tie_shares
 
 _SAMPLE_SHIFT = 8  # together, every 256th key is sampled: to sort them costs less than a pass,
 _SAMPLE_SIZES = (256, 4096)  # but at least and at most so many: 4096 are sorted in 0.15 ms
@@ -50,7 +50,7 @@ class Selected(NamedTuple):
 
 
 def select_by_thresholds(
-    all_ranked: Sequence[Ranked], k: Words | Removed, *, together: bool
+    all_ranked: Sequence[Ranked], k: Words | RemovedFraction, *, together: bool
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
@@ -61,17 +61,17 @@ def select_by_thresholds(
     order = np.concatenate(
         [start + np.arange(x.num_slices) for start, x in zip(first, all_ranked, strict=True)]
     )
-    groups = Groups(tuple(part.num_segments for part in parts), together)
-    if not together and not isinstance(k, Removed):
+    brackets = SliceBrackets(tuple(part.num_segments for part in parts), together)
+    if not together and not isinstance(k, RemovedFraction):
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
-    like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
+    like = jnp.zeros((), jnp.int32) if isinstance(k, RemovedFraction) else k[1][0]
     zero = varying_zero([x for ranked in all_ranked for x in ranked.arrays], like)
-    state, k, n = _find_kth_keys(parts, groups, k, all_ranked[0].dtype, zero)
+    state, k, n = _find_kth_keys(parts, brackets, k, all_ranked[0].dtype, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]
     need = exact.minus(k, state.bracket.above)
-    keys = groups.spread(state.bracket.high)
-    ends = _ends(parts, keys, ties, _shares(groups, ties, need, order))
+    keys = brackets.by_slice(state.bracket.high)
+    ends = _ends(parts, keys, ties, _shares(brackets, ties, need, order))
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = []
     for start, ranked in zip(first, all_ranked, strict=True):
@@ -85,13 +85,17 @@ def select_by_thresholds(
 
 
 def _find_kth_keys(
-    parts: Parts, groups: Groups, k: Words | Removed, dtype: np.dtype, zero: jax.Array
-) -> tuple[State, Words, Words]:
+    parts: Parts,
+    brackets: SliceBrackets,
+    k: Words | RemovedFraction,
+    dtype: np.dtype,
+    zero: jax.Array,
+) -> tuple[SearchState, Words, Words]:
     """Finds the k-th key of every bracket.
 
     Args:
       parts: the segments.
-      groups: the bracket of each segment.
+      brackets: the bracket of each segment.
       k: the rank of the key in each bracket.
       dtype: the dtype of the scores.
       zero: 0, which varies over a mesh as the counts do.
@@ -100,7 +104,7 @@ def _find_kth_keys(
       The brackets of the keys, k but at most n, and the number n of eligible entries.
     """
     eligible = [part.count_eligible() + zero for part in parts]
-    n = groups.totals(sum_rows(eligible))
+    n = brackets.totals(sum_rows(eligible))
     k = limit_kept(n, k)
     key_dtype, lowest, top, is_float = key_range(dtype)
     is_empty = (k[0] | k[1]) == 0
@@ -110,28 +114,28 @@ def _find_kth_keys(
     low, high = ends + lowest, ends + top
     bracket = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
-    def count(state: State) -> tuple[Words, list[jax.Array]]:
-        each = map(groups.spread, (state.pivots, state.bracket.is_open))
+    def count(state: SearchState) -> tuple[Words, list[jax.Array]]:
+        each = map(brackets.by_slice, (state.pivots, state.bracket.is_open))
         args = zip(parts, *each, state.at_least, state.above, strict=True)
         counts = [part.count_above(*values) + zero for part, *values in args]
-        return groups.totals(sum_rows(counts)), counts
+        return brackets.totals(sum_rows(counts)), counts
 
-    first = _first_pivots(parts, groups, k).astype(key_dtype)
-    start = State(bracket, eligible, [zero_like(x) for x in eligible], first)
-    end = key_search.search(count, groups, k, start, max_misses=_MAX_MISSES, is_float=is_float)
+    first = _first_pivots(parts, brackets, k).astype(key_dtype)
+    start = SearchState(bracket, eligible, [zero_like(x) for x in eligible], first)
+    end = key_search.search(count, brackets, k, start, max_misses=_MAX_MISSES, is_float=is_float)
     return end, k, n
 
 
-def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
+def _first_pivots(parts: Parts, brackets: SliceBrackets, k: Words) -> jax.Array:
     """Returns the pivots of the first pass, from sampled keys."""
-    if groups.together:
+    if brackets.together:
         total = sum(int(part.num_entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
         count = min(max(total >> _SAMPLE_SHIFT, least), most)
         stride = total // count | 1  # odd: not in step with rows
         keys = jnp.concatenate([rows.sample_every(part.all_rows, stride) for part in parts])
         return key_search.sampled_pivots(keys[None], np.array([total], np.float32), k)
-    words = zip(*(groups.spread(word) for word in k), strict=True)
+    words = zip(*(brackets.by_slice(word) for word in k), strict=True)
     pivots = []
     for part, part_k in zip(parts, words, strict=True):
         n = part.num_entries.astype(np.float32)
@@ -146,13 +150,13 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
 
 # ------------------------------------------------------------------ ties
 def _shares(
-    groups: Groups, ties: Sequence[jax.Array], need: Words, order: np.ndarray
+    brackets: SliceBrackets, ties: Sequence[jax.Array], need: Words, order: np.ndarray
 ) -> list[jax.Array]:
     """Returns the number of ties that each segment keeps, int32[segments] of each part."""
-    if not groups.together:
-        return groups.spread(need[1].astype(jnp.int32))
+    if not brackets.together:
+        return brackets.by_slice(need[1].astype(jnp.int32))
     shares = tie_shares(_permute(jnp.concatenate(sum_rows(ties)), order), need, together=True)
-    return groups._replace(together=False).spread(_permute(shares, np.argsort(order)))
+    return brackets._replace(together=False).by_slice(_permute(shares, np.argsort(order)))
 
 
 def _ends(
