@@ -38,6 +38,8 @@ def says_any(module, annotation):
             return any(says_any(module, part) for part in parts)
         case ast.Name(id=name):
             return names_any(module, name)
+        case ast.Subscript(value=ast.Name(id="Literal")):  # whose strings are values
+            return False
         case ast.Attribute(value=ast.Name(id=home), attr=name):
             return names_any(getattr(vars(sys.modules[module]).get(home), "__name__", ""), name)
     return any(says_any(module, part) for part in ast.iter_child_nodes(annotation))

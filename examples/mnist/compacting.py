@@ -50,9 +50,9 @@ def first_step(updater: sparsity.BaseUpdater, algorithm: str) -> int:
         raise ValueError(refusal(algorithm, "The algorithm has no masks."))
     if updater.keeps_dense_weights:
         raise ValueError(refusal(algorithm, "Pruned weights keep values, which must be stored."))
-    if updater.keeps_count is None:
+    if updater.keeps_count == "at most":
         raise ValueError(refusal(algorithm, "Mask updates may change the number of kept weights."))
-    if updater.keeps_count:
+    if updater.keeps_count == "exact":
         return 0
     updates = sparsity_schedules.update_range(updater.scheduler)
     return updates[1] + 1 if updates else 0

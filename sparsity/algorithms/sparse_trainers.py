@@ -35,6 +35,7 @@ from sparsity.masks import (
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import SliceRule, StepInputs
+from sparsity.training.overrides import KeepsCount
 from sparsity.training.state import SparseState
 from sparsity.training.updater_hooks import choose_draw, is_overridden
 
@@ -91,7 +92,7 @@ class StaticRandomSparse(SparseTraining):
     """
 
     regrows: ClassVar[bool | None] = False
-    keeps_count: ClassVar[bool | None] = True
+    keeps_count: ClassVar[KeepsCount] = "exact"
     unused_hooks: ClassVar[Mapping[str, str]] = {"calculate_scores": "get_initial_masks"}
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
@@ -115,7 +116,7 @@ class DropAndGrow(SparseTraining):
     drop_fraction_fn: optax.Schedule = DropFraction(0.3)
 
     regrows: ClassVar[bool | None] = True
-    keeps_count: ClassVar[bool | None] = True
+    keeps_count: ClassVar[KeepsCount] = "exact"
     unused_hooks: ClassVar[Mapping[str, str]] = {
         "calculate_scores": "get_drop_scores or get_grow_scores",
         "create_masks": "new_masks, or get_initial_masks for the first masks",

@@ -42,6 +42,7 @@ from sparsity.selection import EntryScores, compute_array, num_kept, topk_mask
 from sparsity.selection.kept_counts import count_kept_int
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
+from sparsity.training.overrides import KeepsCount
 from sparsity.training.state import SparseState
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
@@ -72,7 +73,7 @@ class SRigL(RigL):
       [2, 2, 2]
     """
 
-    keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
+    keeps_count: ClassVar[KeepsCount] = "at most"  # the fan-in is rounded down
 
     min_salient: float | None = 0.3
 

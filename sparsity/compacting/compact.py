@@ -189,7 +189,7 @@ class Compact(StoredModel, Generic[Tree]):
         self._check_movable(params, opt_state)
         positions = self.indices
         # An updater that keeps the counts and never regrows weights leaves the masks as they are.
-        if not pruner.keeps_count or pruner.regrows is not False:
+        if pruner.keeps_count != "exact" or pruner.regrows is not False:
             training = ModelInTraining(self, params, opt_state, count)
             positions, params, opt_state = move_masks(training, pruner, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}

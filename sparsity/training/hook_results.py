@@ -105,7 +105,7 @@ def _check_units(
       mask: the mask as the user gave it, which has entries also where the parameter is traced.
       param: the parameter.
     """
-    moves = updater.regrows and updater.keeps_count and has_updates(updater.scheduler)
+    moves = updater.regrows and updater.keeps_count == "exact" and has_updates(updater.scheduler)
     if not moves or path not in sites or not _is_readable(mask):
         return
     pattern, axes = sites[path].pattern, sites[path].batch_axes

@@ -26,7 +26,7 @@ def check_compact_fields(updater: UpdaterHooks) -> None:
         )
     if not has_updates(schedule):
         return
-    if updater.keeps_count is False:
+    if updater.keeps_count == "any":
         raise ValueError(
             f"{refused}, but with scheduler = {schedule!r} {_describe_count(updater)}. The option "
             "can be had with static_sparse, set, rigl and srigl, or when masks are final: "
@@ -43,7 +43,7 @@ def check_compact_fields(updater: UpdaterHooks) -> None:
 def check_first_masks(updater: UpdaterHooks) -> None:
     """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
     reason = ""
-    if updater.keeps_count is False:
+    if updater.keeps_count == "any":
         reason = _describe_count(updater)
     elif not is_stated(updater.scope, "keeps_targets"):
         reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
@@ -60,7 +60,7 @@ def check_moves(updater: UpdaterHooks, site: Site) -> None:
     """Raises a ValueError if updates may keep more entries than a mask of the user."""
     if not has_updates(updater.scheduler):
         return
-    if updater.keeps_count is None or not site.pattern.is_elementwise:
+    if updater.keeps_count == "at most" or not site.pattern.is_elementwise:
         raise ValueError(
             f"use_compact_state=True: {type(updater).__name__} with {site.pattern!r} may keep more "
             f"entries of {site.name!r} than the mask that wrap_optax got. Leave masks out, use "
@@ -69,12 +69,12 @@ def check_moves(updater: UpdaterHooks, site: Site) -> None:
 
 
 def _describe_count(updater: UpdaterHooks) -> str:
-    """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
+    """Returns why the number of kept weights is not static, of a class that keeps any."""
     classes, (_, hooks) = type(updater).__mro__, INFERRED["keeps_count"]
     cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
     if cls is UpdaterHooks:
         return f"{classes[0].__name__} starts from dense masks and changes their number"
     return (
-        f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = True "
-        f"in {classes[0].__name__} if each slice keeps the number that its target gives)"
+        f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = "
+        f"'exact' in {classes[0].__name__} if each slice keeps the number that its target gives)"
     )

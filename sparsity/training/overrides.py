@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
 
 _PACKAGE = __name__.partition(".")[0]
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
+KeepsCount: TypeAlias = Literal["exact", "at most", "any"]
 
 # Class attributes, and the value of a class that overrides one of the hooks without stating the
 # attribute. `regrows = True` stays.
-INFERRED: Mapping[str, tuple[bool | None, tuple[str, ...]]] = {
+INFERRED: Mapping[str, tuple[bool | KeepsCount | None, tuple[str, ...]]] = {
     "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
     "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
-    "keeps_count": (False, (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
+    "keeps_count": ("any", (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
 }
 
 # Hooks whose overrides may call a hook of `unused_hooks`, which a class may then override.

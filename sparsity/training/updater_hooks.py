@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import chex
 import jax
@@ -35,7 +35,7 @@ from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
-from sparsity.training.overrides import check_overrides, infer_attributes
+from sparsity.training.overrides import KeepsCount, check_overrides, infer_attributes
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 
@@ -76,8 +76,8 @@ class UpdaterHooks(DataclassBase):
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         `wrap_optax` warns if an override of a hook sets the attribute and `is_sparse_updates` is
         `None`.
-      keeps_count: class attribute. True: each slice keeps the number that the target sparsity
-        gives. `None`: at most that number. False: any number.
+      keeps_count: class attribute. "exact": each slice keeps the number that the target sparsity
+        gives. "at most": at most that number. "any": any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
         classes that train sparse from the start, whose `instant_sparsify` raises a RuntimeError.
       needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
@@ -108,7 +108,7 @@ class UpdaterHooks(DataclassBase):
 
     regrows: ClassVar[bool | None] = None
     keeps_dense_weights: ClassVar[bool] = False
-    keeps_count: ClassVar[bool | None] = False
+    keeps_count: ClassVar[KeepsCount] = "any"
     prunes_at_once: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
@@ -121,9 +121,13 @@ class UpdaterHooks(DataclassBase):
         """Sets the class attributes that overrides of hooks change.
 
         Raises:
-          TypeError: the class overrides one of `unused_hooks`.
+          TypeError: the class overrides one of `unused_hooks`, or states another `keeps_count`.
         """
         super().__init_subclass__()
+        if cls.keeps_count not in (names := get_args(KeepsCount)):
+            raise TypeError(
+                f"{cls.__name__}.keeps_count must be one of {names}, got {cls.keeps_count!r}."
+            )
         check_overrides(cls)
         cls._inferred = infer_attributes(cls, UpdaterHooks, cls._inferred)
 
@@ -274,10 +278,10 @@ class UpdaterHooks(DataclassBase):
           target: target sparsity of the parameter.
 
         Returns:
-          `None` if the number depends on scores, as by default where `keeps_count` is not True.
+          `None` if the number depends on scores, as by default unless `keeps_count` is "exact".
         """
         has_count = site.pattern.count_kept(shape, 0.5, site.batch_axes) is not None
-        return kept if self.keeps_count and has_count else None
+        return kept if self.keeps_count == "exact" and has_count else None
 
     def slice_rule(self) -> SliceRule | None:
         """Returns the rule by which each slice moves alone; `None` if whole parameters move."""

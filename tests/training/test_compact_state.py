@@ -359,7 +359,7 @@ def test_a_subclass_that_makes_masks_needs_a_statement_or_masks():
         def new_masks(self, sparse_state, inputs):
             return sparse_state.masks
 
-    message = r"Custom overrides new_masks.*\(state keeps_count = True in Custom "
+    message = r"Custom overrides new_masks.*\(state keeps_count = 'exact' in Custom "
     with pytest.raises(ValueError, match=message):
         Custom(use_compact_state=True, scheduler=sparsity.PeriodicSchedule(5))
     with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from tests.updaters.hook_tables import ROWS
 PARAMS = jnp.arange(1.0, 9.0).reshape(2, 4)
 ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
-STATED = {"keeps_dense_weights": False, "regrows": True, "keeps_count": True}
+STATED = {"keeps_dense_weights": False, "regrows": True, "keeps_count": "exact"}
 _STORED = {"store_masks": True}
 CASES = {name: (cls, HALF | ONCE) for name, cls in sparsity.ALGORITHM_REGISTRY.items()}
 del CASES["no_prune"]  # calls no hook of a step, which makes a class that prunes dense

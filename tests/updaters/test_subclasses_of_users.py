@@ -75,7 +75,7 @@ def test_a_mixin_that_keeps_dense_weights_is_noticed():
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_mixin_states_attributes_for_the_class_that_it_is_mixed_into(keeps):
     class Soft:
-        keeps_dense_weights, keeps_count, regrows = keeps, True, False
+        keeps_dense_weights, keeps_count, regrows = keeps, "exact", False
 
         def post_gradient_update(self, params, sparse_state):
             return params
@@ -91,9 +91,15 @@ def test_a_mixin_states_attributes_for_the_class_that_it_is_mixed_into(keeps):
             return params
 
     stated = Pruner.keeps_dense_weights, Pruner.keeps_count, Pruner.regrows
-    assert stated == (keeps, True, False)
+    assert stated == (keeps, "exact", False)
     assert Child.regrows is None  # the child has scores of its own, of which the mixin says nothing
     Pruner(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))  # warnings are errors
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_class_names_the_number_of_weights_that_it_keeps(value):
+    with pytest.raises(TypeError, match=r"Own.keeps_count .*'exact', 'at most', 'any'.*got "):
+        type("Own", (sparsity.SET,), {"keeps_count": value})
 
 
 @pytest.mark.parametrize("base", [sparsity.SET, sparsity.RigL, sparsity.SRigL])
@@ -156,7 +162,7 @@ def test_new_masks_get_the_arguments_of_the_loop_that_they_name(base, options):
 
 def test_new_masks_of_a_compact_step_get_the_arguments_of_the_loop_that_they_name():
     class Ranked(sparsity.RigL):
-        keeps_count = True
+        keeps_count = "exact"
 
         def new_masks(self, sparse_state, inputs, *, importance):
             return {"k": importance}
