@@ -81,9 +81,9 @@ class Compact(StoredModel, Generic[Tree]):
         than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
       layouts: (path, layout) of each masked parameter.
-      in_turn: whether each parameter is made dense only when the inputs of its product exist, so
-        that one dense parameter is stored at a time. False on several devices, where each wait
-        would send a message between devices.
+      densifies_one_at_a_time: whether each parameter is made dense only when the inputs of its
+        product exist, so that one dense parameter is stored at a time. False on several devices,
+        where each wait would send a message between devices.
       start: `params`, `opt_state` and `update_error`, by name; no part of the pytree.
 
     Example:
@@ -385,7 +385,7 @@ jax.tree_util.register_pytree_with_keys(
     Compact,
     lambda model: (
         [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in ("indices", "frozen")],
-        (model.graph, model.layouts, model.in_turn),
+        (model.graph, model.layouts, model.densifies_one_at_a_time),
     ),
     lambda static, leaves: Compact(*[*leaves, *static]),
 )

@@ -34,7 +34,7 @@ Arrays: TypeAlias = list[jax.Array]
 _products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
 
 
-def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool) -> Arrays:
+def read_dense(equation: Equation, inputs: Sequence[MaybePending], one_at_a_time: bool) -> Arrays:
     """Returns the outputs of an equation that reads pending arrays as dense ones.
 
     Equal products, such as those of equal layers, are traced and lowered once.
@@ -48,7 +48,7 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], in_turn: bool
             dataclasses.replace(x, name="") if isinstance(x, KeptArray) else x for x in inputs
         ]
     arrays, structure = jax.tree.flatten(inputs)
-    read = DenseRead(equation, structure, in_turn)
+    read = DenseRead(equation, structure, one_at_a_time)
     return _bind_compiled(read, arrays) if is_shared else read.bind(arrays)
 
 
@@ -72,12 +72,12 @@ class DenseRead:
     Attributes:
       equation: the equation.
       structure: structure of the inputs, whose leaves are the arrays of the methods.
-      in_turn: whether dense parameters wait for other arrays.
+      one_at_a_time: whether dense parameters wait for other arrays.
     """
 
     equation: Equation
     structure: jax.tree_util.PyTreeDef
-    in_turn: bool
+    one_at_a_time: bool
 
     def bind(self, arrays: Sequence[jax.Array]) -> Arrays:
         """Returns the outputs of the equation, with the rule for derivatives."""
@@ -95,10 +95,10 @@ class DenseRead:
 
         Args:
           arrays: the leaves of the inputs.
-          after: arrays for which the dense parameters wait if `in_turn`.
+          after: arrays for which the dense parameters wait if `one_at_a_time`.
         """
-        inputs, token = self._inputs(arrays), make_token(after) if self.in_turn else 0
-        if self.in_turn and _is_widened(self.equation, inputs):
+        inputs, token = self._inputs(arrays), make_token(after) if self.one_at_a_time else 0
+        if self.one_at_a_time and _is_widened(self.equation, inputs):
             return _multiply_wide(self.equation, inputs, token)
         return self.equation.bind([densify(x, token) for x in inputs])
 

@@ -35,15 +35,18 @@ class Densifier(Interpreter[MaybePending]):
 
     Args:
       is_data: whether a value depends on more than parameters.
-      in_turn: whether to let each dense parameter wait for the inputs of its product.
+      one_at_a_time: whether to let each dense parameter wait for the inputs of its product.
       record: called with each equation that reads a masked parameter, its inputs, and whether the
         parameter is made dense.
     """
 
     def __init__(
-        self, is_data: Callable[[Value], bool], in_turn: bool, record: Record = lambda *_: None
+        self,
+        is_data: Callable[[Value], bool],
+        one_at_a_time: bool,
+        record: Record = lambda *_: None,
     ) -> None:
-        self._is_data, self._in_turn, self._record = is_data, in_turn, record
+        self._is_data, self._one_at_a_time, self._record = is_data, one_at_a_time, record
 
     def run(self, program: Program, inputs: Sequence[MaybePending]) -> list[MaybePending]:
         return [densify(output) for output in super().run(program, inputs)]
@@ -99,7 +102,7 @@ class Densifier(Interpreter[MaybePending]):
         return equation.bind([densify(x) for x in inputs])
 
     def list_step_inputs(self, scan: Equation) -> PyTree:
-        return jnp.arange(scan.length) if self._in_turn else None
+        return jnp.arange(scan.length) if self._one_at_a_time else None
 
     def read_layer(
         self, array: MaybePending, stack: MaybePending, step_inputs: PyTree
@@ -134,7 +137,7 @@ class Densifier(Interpreter[MaybePending]):
         """Returns the outputs of an equation that reads pending arrays as dense ones."""
         _check_casts(equation, inputs)
         self._record(equation, inputs, True)
-        return read_dense(equation, inputs, self._in_turn)
+        return read_dense(equation, inputs, self._one_at_a_time)
 
 
 def _is_stack(array: MaybePending) -> bool:

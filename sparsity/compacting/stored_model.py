@@ -53,7 +53,7 @@ class StoredModel:
     frozen: PyTree
     graph: Graph
     layouts: tuple[tuple[Path, FormatLayout], ...]
-    in_turn: bool
+    densifies_one_at_a_time: bool
     start: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
 
     def read_start(self, name: str) -> PyTree:
@@ -88,7 +88,8 @@ def run_stored(
       record: called with the equations that read masked parameters, see `Densifier`.
     """
     graph, inputs = _retrace(model, params, args, observers)
-    return graph.model.run(Densifier(graph.tracker.is_data, model.in_turn, record), inputs)
+    densifier = Densifier(graph.tracker.is_data, model.densifies_one_at_a_time, record)
+    return graph.model.run(densifier, inputs)
 
 
 def wrap_values(
@@ -156,7 +157,7 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
         layout = layouts.get(trees.path_names(path))
         return leaf if layout is None else layout.describe_values(leaf)
 
-    model = dataclasses.replace(model, in_turn=False)
+    model = dataclasses.replace(model, densifies_one_at_a_time=False)
     arrays, rebuild = trees.split_arrays((trees.map_matched(describe, params), args))
 
     def run(arrays: list[jax.Array]) -> PyTree:

@@ -116,7 +116,7 @@ def _make_call(read: Read, model: StoredModel) -> tuple[str, TimedCall]:
         operands = [replaced.get(i, x) for i, x in enumerate(arrays)]
         # As in the model: otherwise XLA shares the dense parameter of both passes in this small
         # program, which it cannot do in a model of many layers.
-        interpreter = Densifier(lambda _: True, model.in_turn)
+        interpreter = Densifier(lambda _: True, model.densifies_one_at_a_time)
         outputs = interpreter.bind(read.equation, jax.tree.unflatten(structure, operands))
         dense = [densify(y) for y in outputs if trees.is_prunable(y)]
         return sum((jnp.sum(jnp.abs(y) ** 2) for y in dense), jnp.zeros(()))
@@ -124,7 +124,7 @@ def _make_call(read: Read, model: StoredModel) -> tuple[str, TimedCall]:
     run = jax.jit(jax.grad(loss))
     name, params = read.equation.name, read.equation.params
     shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-    text = f"{jax.default_backend()} {name} {params} {shapes} {model.in_turn}"
+    text = f"{jax.default_backend()} {name} {params} {shapes} {model.densifies_one_at_a_time}"
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 

@@ -78,7 +78,7 @@ def carry_state(
     params: Params,
     state: PyTree,
     fresh: PyTree | None,
-    in_turn: bool,
+    one_at_a_time: bool,
 ) -> tuple[dict[Path, jax.Array], PyTree, PyTree]:
     """Moves parameters and the state of their optimizer to new positions.
 
@@ -87,7 +87,7 @@ def carry_state(
       params: tree of parameters; new entries start at 0.
       state: state of the optimizer.
       fresh: state of new entries, `None` for 0.
-      in_turn: whether each parameter waits for the one before, as in `Compact`.
+      one_at_a_time: whether each parameter waits for the one before, as in `Compact`.
 
     Returns:
       The new positions by path, the parameters, and the state.
@@ -109,7 +109,7 @@ def carry_state(
     kept_state = owners.map_owned(collect, change_tree, state, *fresh_states)
     positions, moved, values = {}, {}, list[jax.Array]()
     for path, change in changes.items():
-        token = make_token([*values, *kept[change]]) if in_turn else 0
+        token = make_token([*values, *kept[change]]) if one_at_a_time else 0
         positions[path], values = change.carry(kept[change], starts[change], token)
         moved[change] = iter(values)
 

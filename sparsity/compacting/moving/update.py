@@ -130,7 +130,9 @@ def _move_masks(
         for path, layout in model.layouts
         if path in mask_updates
     }
-    new, params, opt_state = carry_state(changes, params, opt_state, fresh, model.in_turn)
+    new, params, opt_state = carry_state(
+        changes, params, opt_state, fresh, model.densifies_one_at_a_time
+    )
     return _replace_leaves(model.indices, new), params, opt_state
 
 
