@@ -18,7 +18,7 @@ from sparsity.training.state import SparseState
 from sparsity.training.updater_hooks import UpdaterHooks
 
 
-def take_gradients(updater: UpdaterHooks, modified: PyTree, inputs: StepInputs) -> PyTree:
+def read_gradients(updater: UpdaterHooks, modified: PyTree, inputs: StepInputs) -> PyTree:
     """Returns the gradients of a step with those of a hook in place of the weights' gradients.
 
     Raises:
@@ -36,7 +36,7 @@ def take_gradients(updater: UpdaterHooks, modified: PyTree, inputs: StepInputs) 
     )
 
 
-def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:
+def read_new_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -> Masks:
     """Returns the masks of a hook in the containers of the old masks.
 
     Raises:
@@ -52,7 +52,7 @@ def take_masks(masks: Masks, old: PyTree, params: Params, may_be_packed: bool) -
     return trees.map_matched(lambda _, before, mask: mask, old, masks)
 
 
-def take_user_masks(
+def read_user_masks(
     updater: UpdaterHooks, masks: Masks, state: SparseState, params: Params, sites: Sites
 ) -> SparseState:
     """Returns the first state with masks of a user, and a target for each leaf with a mask."""
@@ -127,7 +127,7 @@ def _check_units(
         )
 
 
-def take_algorithm_state(new: PyTree, old: PyTree) -> PyTree:
+def read_algorithm_state(new: PyTree, old: PyTree) -> PyTree:
     """Returns the new `algorithm_state`; raises a ValueError if its structure differs."""
     structures = [jax.tree.structure(tree) for tree in (old, new)]
     if len({*structures}) > 1:

@@ -75,7 +75,9 @@ class KeptParameter:
 
         return self.layout.map_slices(take, self.param, values, self.positions)
 
-    def scatter(self, update: jax.Array, mask: jax.Array, count: chex.Numeric) -> jax.Array:
+    def make_dense_update(
+        self, update: jax.Array, mask: jax.Array, count: chex.Numeric
+    ) -> jax.Array:
         """Returns the update of the parameter; arguments as in `scatter_updates`."""
         layout, param = self.layout, self.param
         dtype = promote(update.dtype, param.dtype)
@@ -166,7 +168,7 @@ def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks, count: chex.N
     def scatter_update(
         _: trees.KeyPath, update: jax.Array, parameter: KeptParameter | None, mask: PyTree
     ) -> jax.Array:
-        return update if parameter is None else parameter.scatter(update, mask, count)
+        return update if parameter is None else parameter.make_dense_update(update, mask, count)
 
     return trees.map_matched(scatter_update, updates, kept, masks, role="updates")
 

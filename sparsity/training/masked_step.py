@@ -18,7 +18,7 @@ from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_state import KeptState
 from sparsity.training.regrow import (
     check_resettable,
-    hidden_by,
+    name_opaque_state,
     restart_regrown,
     start_from_zero,
     without_grown,
@@ -47,7 +47,7 @@ class MaskedStep(Step):
         return isinstance(jax.eval_shape(self.inner.init, params), KeptState)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
+        return self.may_regrow and name_opaque_state(inputs.params, state.inner_state) is None
 
     def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
         plain, _ = self.unpack_for_hooks(state, inputs)

@@ -120,7 +120,7 @@ def check_resettable(
       name: name of the class of the updater.
       is_sure: raise a ValueError, because weights regrow; `False` warns that they may.
     """
-    hidden = hidden_by(params, inner_state)
+    hidden = name_opaque_state(params, inner_state)
     if hidden is None:
         return
     if is_sure:
@@ -136,7 +136,7 @@ def check_resettable(
     )
 
 
-def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
+def name_opaque_state(params: Params, inner_state: optax.OptState) -> str | None:
     """Names the part of a state that hides the entries of parameters; `None` without one."""
     if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
         return "sparsity.train_only"

@@ -28,10 +28,10 @@ from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
 from sparsity.training.hook_results import (
-    take_algorithm_state,
-    take_gradients,
-    take_masks,
-    take_user_masks,
+    read_algorithm_state,
+    read_gradients,
+    read_new_masks,
+    read_user_masks,
 )
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
@@ -98,7 +98,7 @@ class Step(abc.ABC):
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.user_masks is not None:
-            state = take_user_masks(updater, self.user_masks, state, params, inputs.sites)
+            state = read_user_masks(updater, self.user_masks, state, params, inputs.sites)
         elif is_overridden(updater, "get_initial_masks"):
             targets = state.target_sparsities
             check_masked(updater, "get_initial_masks", state.masks, inputs.weights, targets)
@@ -152,7 +152,7 @@ class Step(abc.ABC):
         plain, inputs = self.unpack_for_hooks(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
-        algorithm_state = take_algorithm_state(new.algorithm_state, state.algorithm_state)
+        algorithm_state = read_algorithm_state(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=algorithm_state)
 
     def maybe_update_masks(
@@ -188,7 +188,7 @@ class Step(abc.ABC):
             old = old._replace(count=count)
         new = call_mask_hooks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
-        masks = take_masks(new.masks, old.masks, params, updater.use_packed_masks)
+        masks = read_new_masks(new.masks, old.masks, params, updater.use_packed_masks)
         new = new._replace(masks=masks)
         grown = None
         if regrows:
@@ -208,7 +208,7 @@ class Step(abc.ABC):
             return inputs.all_grads
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        grads = take_gradients(self.updater, modified, inputs)
+        grads = read_gradients(self.updater, modified, inputs)
         check_gradients(grads, inputs.params, plain.masks)
         return grads
 

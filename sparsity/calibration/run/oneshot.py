@@ -262,7 +262,7 @@ class _Run:
         layer = task.prune_layer(self.weights, path, index, statistic)
         if task.needs.has_grams:
             return layer
-        return layer._replace(output_squares=reached.sum_losses(*layer.list_matrices()))
+        return layer._replace(output_squares=reached.sum_losses(*layer.list_weights_and_losses()))
 
     def _finish_others(self, fn: ModelFn) -> None:
         """Finishes the parameters that are not done, each by its inputs in the present model.
@@ -284,7 +284,7 @@ class _Run:
         def prune_all() -> dict[Path, PrunedLayer]:
             """Prunes by moments, and sums up the losses in one more run of the model."""
             layers = {path: prune(path) for path in paths}
-            matrices = {path: layer.list_matrices() for path, layer in layers.items()}
+            matrices = {path: layer.list_weights_and_losses() for path, layer in layers.items()}
             losses = sum_losses(fn, params, batches, matrices)
             return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
 

@@ -43,8 +43,8 @@ class PrunedLayer(NamedTuple):
       refitted: the weights after the refit.
       mask: uint8.
       keeps_means: whether a bias restores the means of the outputs, which pruning changes.
-      output_squares: float[2 or 3], the sum of the squared outputs of each of `list_matrices()`;
-        `None` if the Gram matrices of the statistic give the sums.
+      output_squares: float[2 or 3], the sum of the squared outputs of each matrix of
+        `list_weights_and_losses`; `None` if the Gram matrices of the statistic give the sums.
     """
 
     statistic: Statistic
@@ -66,7 +66,7 @@ class PrunedLayer(NamedTuple):
             **{name: float(share) for name, share in shares.items()},
         )
 
-    def list_matrices(self) -> list[jax.Array]:
+    def list_weights_and_losses(self) -> list[jax.Array]:
         """Returns the dense weights, and the losses after and before a refit, as matrices.
 
         A loss is the dense weights less the kept ones; without a refit there is one loss.
