@@ -62,7 +62,7 @@ class Layerwise(DataclassBase):
         if topk_fn is not None:
             return [select_alone(scored) for scored in scored_sites]
         check_slice_sizes(scored_sites)
-        return _search_by_kind(scored_sites, _select_ranked, select_alone)
+        return _search_alike(scored_sites, _select_ranked, select_alone)
 
     def move(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
@@ -77,7 +77,7 @@ class Layerwise(DataclassBase):
             )
 
         check_slice_sizes(moving_sites)
-        return _search_by_kind(
+        return _search_alike(
             moving_sites, functools.partial(_move_ranked, drop_fraction), move_alone
         )
 
@@ -90,7 +90,7 @@ def is_layerwise(scope: object) -> bool:
     return cls.select is Layerwise.select and cls.move is Layerwise.move
 
 
-def _search_by_kind(
+def _search_alike(
     competitors: Sequence[AnySite],
     search: Callable[[Sequence[AnySite]], list[jax.Array]],
     mask_alone: Callable[[AnySite], jax.Array],
@@ -101,15 +101,15 @@ def _search_by_kind(
     of single entries need not be stored. No program reads arrays of several meshes.
     """
     masks: dict[int, jax.Array] = {}
-    kinds: dict[tuple[bool, Mesh | None], list[int]] = {}
+    members_by_program: dict[tuple[bool, Mesh | None], list[int]] = {}
     for i, competitor in enumerate(competitors):
         pattern = competitor.site.pattern
         if pattern.ranks_units:
-            kind = pattern.is_elementwise, find_site_mesh(competitor)
-            kinds.setdefault(kind, []).append(i)
+            program = pattern.is_elementwise, find_site_mesh(competitor)
+            members_by_program.setdefault(program, []).append(i)
         else:
             masks[i] = mask_alone(competitor)
-    for members in kinds.values():
+    for members in members_by_program.values():
         masks.update(zip(members, search([competitors[i] for i in members]), strict=True))
     return [masks[i] for i in range(len(competitors))]
 

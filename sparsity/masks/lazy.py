@@ -88,10 +88,10 @@ def defer_scores(
         key_path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
     ) -> EntryScores:
         values = [x for x in (param, mask, grad) if x is not None]
-        kind = mask is not None, tuple(x.dtype for x in values)
-        if kind not in fns:
-            fns[kind] = _EntryScore.trace(hook, *kind)
-        return EntryScores(fns[kind], tuple(values[i] for i in fns[kind].read))
+        signature = mask is not None, tuple(x.dtype for x in values)
+        if signature not in fns:
+            fns[signature] = _EntryScore.trace(hook, *signature)
+        return EntryScores(fns[signature], tuple(values[i] for i in fns[signature].read))
 
     scores: ScoreTree = trees.map_matched(lazy, params, masks, grads)
     return scores if all(fn.is_entrywise for fn in fns.values()) else None

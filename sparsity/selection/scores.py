@@ -306,7 +306,7 @@ class Ranked:
         return dtypes[values]
 
     @property
-    def kind(self) -> Hashable:
+    def program_key(self) -> Hashable:
         """Equal for parameters whose keys come from one recipe, of arrays that may be joined."""
         return self.recipe, tuple(x.dtype for x in (*self.arrays, *self.scalars))
 

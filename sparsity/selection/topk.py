@@ -215,22 +215,22 @@ def select_best(
     """
     all_ranked = jax.tree.map(lax.stop_gradient, all_ranked)  # a mask has no derivatives
     one_search = choose_search(all_ranked)
-    kinds: dict[Hashable, list[int]] = {}
+    members_by_program: dict[Hashable, list[int]] = {}
     for i, ranked in enumerate(all_ranked):
         if ranked.size:
-            kind = ranked.kind if one_search is cpu.select_by_rows else ranked.dtype
-            kinds.setdefault(None if together else kind, []).append(i)
+            program = ranked.program_key if one_search is cpu.select_by_rows else ranked.dtype
+            members_by_program.setdefault(None if together else program, []).append(i)
     ends = np.cumsum([ranked.num_slices for ranked in all_ranked])
     masks = [jnp.zeros(ranked.shape, jnp.uint8) for ranked in all_ranked]
     eligible = (jnp.zeros(1 if together else ends[-1], jnp.uint32),) * 2
-    for members in kinds.values():
+    for members in members_by_program.values():
         slices = np.concatenate(
             [np.arange(ends[i] - all_ranked[i].num_slices, ends[i]) for i in members]
         )
         is_all = together or len(slices) == ends[-1]
-        kind_k = k if is_all or isinstance(k, RemovedFraction) else (k[0][slices], k[1][slices])
-        kind_masks, n = one_search([all_ranked[i] for i in members], kind_k, together=together)
-        for i, mask in zip(members, kind_masks, strict=True):
+        member_k = k if is_all or isinstance(k, RemovedFraction) else (k[0][slices], k[1][slices])
+        member_masks, n = one_search([all_ranked[i] for i in members], member_k, together=together)
+        for i, mask in zip(members, member_masks, strict=True):
             masks[i] = mask
         if not is_all:
             n = eligible[0].at[slices].set(n[0]), eligible[1].at[slices].set(n[1])

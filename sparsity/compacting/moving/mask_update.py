@@ -259,13 +259,13 @@ def find_all_positions(
       slices: slices by path.
       gradients: dense gradients, where a loss gives them; axes in the order of the layout.
     """
-    kinds: dict[Hashable, list[Path]] = {}
+    paths_by_key: dict[Hashable, list[Path]] = {}
     for path, mask_update in mask_updates.items():
         arrays = slices[path], gradients.get(path)
-        kind = mask_update.program_key(), jax.tree.structure(arrays)
-        kinds.setdefault(path if mask_update.rule is None else kind, []).append(path)
+        key = mask_update.program_key(), jax.tree.structure(arrays)
+        paths_by_key.setdefault(path if mask_update.rule is None else key, []).append(path)
     new: dict[Path, jax.Array] = {}
-    for paths in kinds.values():
+    for paths in paths_by_key.values():
         each = [(slices[path], gradients.get(path)) for path in paths]
         likes = [slices[path].positions for path in paths]
         each_new = sharding.shard_like(likes, mask_updates[paths[0]].find_positions_alike, each)

@@ -25,9 +25,9 @@ def select_by_rows(
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 
-    Parameters are of one kind, or compete together. No parameter is empty.
+    Parameters have one `program_key`, or compete together. No parameter is empty.
     """
-    if len({ranked.kind for ranked in all_ranked}) > 1:
+    if len({ranked.program_key for ranked in all_ranked}) > 1:
         all_ranked = _store(all_ranked)
     if sorting.is_small(all_ranked, together=together):
         return sorting.select_by_sorting(all_ranked, k, together=together)

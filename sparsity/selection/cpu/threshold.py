@@ -54,7 +54,7 @@ def select_by_thresholds(
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
-    Parameters are of one kind and lie on one device. No parameter is empty.
+    Parameters have one `program_key` and lie on one device. No parameter is empty.
     """
     parts, first = arrange([in_rows(ranked) for ranked in all_ranked])
     # Segments are numbered by parts; this is their order by parameters.

@@ -38,29 +38,29 @@ Indices: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def arrange(all_ranked: Sequence[Ranked]) -> tuple[Parts, list[int]]:
-    """Returns the segments of parameters of one kind, and the first segment of each parameter."""
-    kinds: dict[int | str | None, list[int]] = {}
+    """Returns the segments of parameters of one `program_key`, and the first segment of each."""
+    members_by_part: dict[int | str | None, list[int]] = {}
     for i, ranked in enumerate(all_ranked):
         if ranked.slice_size >= LARGE:
-            kind: int | str | None = None
+            part_key: int | str | None = None
         elif ranked.size >= LARGE:
-            kind = f"leaf {i}"
+            part_key = f"parameter {i}"
         else:
-            kind = next(size for size in _PADDED if ranked.slice_size <= size)
-        kinds.setdefault(kind, []).append(i)
+            part_key = next(size for size in _PADDED if ranked.slice_size <= size)
+        members_by_part.setdefault(part_key, []).append(i)
     parts: list[Rows | Visits] = []
     first, index = [0] * len(all_ranked), 0
-    for kind, members in kinds.items():
+    for part_key, members in members_by_part.items():
         for i in members:
             first[i] = index
             index += all_ranked[i].num_slices
         group = [all_ranked[i] for i in members]
-        if kind is None:
+        if part_key is None:
             counts = [_row_count(ranked.slice_size) for ranked in group]
             each = zip(group, counts, strict=True)
             parts.append(Visits([cut_rows([x], n, -(-x.slice_size // n)) for x, n in each]))
-        elif isinstance(kind, int):
-            parts.append(cut_rows(group, kind // _WIDTH, _WIDTH))
+        elif isinstance(part_key, int):
+            parts.append(cut_rows(group, part_key // _WIDTH, _WIDTH))
         else:
             size = group[0].slice_size
             rows = _divisor(size, max(size // _LEAST_WIDTH, 1))
