@@ -91,7 +91,7 @@ class Axis:
 
 
 Variable: TypeAlias = Axis  # an axis whose root has no parts
-AxisNumber: TypeAlias = int  # the place of an axis among those of an array
+AxisIndex: TypeAlias = int  # the place of an axis among those of an array
 
 # {variable: indices that stay}, with a row for each layer of a scan if layers keep different ones.
 KeptIndices: TypeAlias = Mapping[Variable, np.ndarray]

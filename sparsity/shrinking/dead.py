@@ -16,10 +16,10 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.programs.axes import AxisNumber, KeptIndices, Variable
+from sparsity.programs.axes import AxisIndex, KeptIndices, Variable
 
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
-Evidence: TypeAlias = Mapping[Path, Mapping[AxisNumber, Sequence[np.ndarray]]]  # as in `Plan`
+Evidence: TypeAlias = Mapping[Path, Mapping[AxisIndex, Sequence[np.ndarray]]]  # as in `Plan`
 # bool, 1 where an entry is neither masked nor removed
 LiveMasks: TypeAlias = Mapping[Path, np.ndarray]
 
@@ -51,7 +51,7 @@ def find_dead(
         _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
-    evidence: dict[Path, dict[AxisNumber, np.ndarray]] = {}
+    evidence: dict[Path, dict[AxisIndex, np.ndarray]] = {}
     # Removed channels leave entries of other groups without a use: repeats until nothing changes.
     while masked:
         dead = proofs.find_removable(masked)
@@ -145,7 +145,7 @@ class _Proofs:
             trial = {group: members for group, members in trial.items() if members}
             if not trial:
                 return
-            entries: dict[Path, set[tuple[AxisNumber, Variable]]] = {}
+            entries: dict[Path, set[tuple[AxisIndex, Variable]]] = {}
             for group, members in trial.items():
                 for path, axis in (group.members[i] for i in members):
                     entries.setdefault(path, set()).add((axis, group.variable))
@@ -216,7 +216,7 @@ def _note_evidence(
     group: ChannelGroup,
     masked: np.ndarray,
     graph: Graph,
-    evidence: dict[Path, dict[AxisNumber, np.ndarray]],
+    evidence: dict[Path, dict[AxisIndex, np.ndarray]],
 ) -> None:
     """Adds bool[layers, channels, members] of removed channels to {path: {axis: bool}}."""
     members = zip(group.members, group.positions, strict=True)

@@ -14,7 +14,7 @@ from sparsity.graph.channels.groups import ParameterAxes
 from sparsity.graph.traced_model import Parameter
 from sparsity.programs.axes import (
     Axis,
-    AxisNumber,
+    AxisIndex,
     KeptIndices,
     Variable,
     count_entries,
@@ -24,7 +24,7 @@ from sparsity.programs.axes import (
 )
 
 AxisSizes: TypeAlias = dict[Variable, int]
-AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisNumber, np.ndarray]]  # {path: {axis: array}}
+AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisIndex, np.ndarray]]  # {path: {axis: array}}
 
 
 @runtime_checkable
@@ -45,9 +45,9 @@ class PlanLike(Protocol):
 
 def list_kept_indices(
     parameters: ParameterAxes, kept_indices: KeptIndices
-) -> dict[Path, dict[AxisNumber, np.ndarray]]:
+) -> dict[Path, dict[AxisIndex, np.ndarray]]:
     """Returns `PlanLike.kept` from the kept entries of each variable that loses some."""
-    kept: dict[Path, dict[AxisNumber, np.ndarray]] = {}
+    kept: dict[Path, dict[AxisIndex, np.ndarray]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             index = find_kept_indices(axis, kept_indices)

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph.traced_model import Parameter
-from sparsity.programs.axes import Axis, AxisNumber, Reason, Variable, label_entries, list_variables
+from sparsity.programs.axes import Axis, AxisIndex, Reason, Variable, label_entries, list_variables
 
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
@@ -71,8 +71,8 @@ class Channels(NamedTuple):
 def find_channels(
     parameters: ParameterAxes,
     unproven: Mapping[Variable, Reason],
-    output_axes: Mapping[Path, set[AxisNumber]],
-    window_axes: Mapping[Path, set[AxisNumber]],
+    output_axes: Mapping[Path, set[AxisIndex]],
+    window_axes: Mapping[Path, set[AxisIndex]],
     num_layers: Mapping[Variable, int],
 ) -> Channels:
     """Returns the groups that can be removed, and the refused axes.
@@ -174,9 +174,9 @@ def _find_refusals(
 
 def _find_members(
     parameters: ParameterAxes,
-) -> dict[Variable, list[tuple[Parameter, AxisNumber, Axis]]]:
+) -> dict[Variable, list[tuple[Parameter, AxisIndex, Axis]]]:
     """Returns {variable: the axes of parameters along which its entries lie}."""
-    members: dict[Variable, list[tuple[Parameter, AxisNumber, Axis]]] = {}
+    members: dict[Variable, list[tuple[Parameter, AxisIndex, Axis]]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             for variable in dict.fromkeys(list_variables(axis)):

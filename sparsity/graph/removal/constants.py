@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from sparsity.programs.axes import AxisNumber, Variable
+from sparsity.programs.axes import AxisIndex, Variable
 from sparsity.programs.entrywise import is_same, repeat_constant
 
 # An axis, and the variable that loses entries.
-RemovedEntry: TypeAlias = tuple[AxisNumber, Variable]
+RemovedEntry: TypeAlias = tuple[AxisIndex, Variable]
 
 
 class Constants:

@@ -22,7 +22,7 @@ from sparsity.graph.removal.shared_entries import (
     find_shared_entry,
 )
 from sparsity.programs import entrywise
-from sparsity.programs.axes import AxisNumber, Reason, Variable, list_variables
+from sparsity.programs.axes import AxisIndex, Reason, Variable, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
@@ -160,7 +160,7 @@ class Proof(Flow[Constants]):
         is_empty = 0 in [value.shape[axis] for axis in axes]
         self.facts[equation.outputs[0]] = Constants() if is_empty else reduced.reduce(equation.name)
 
-    def _note_shared_entry(self, reduction: Equation, axis: AxisNumber, variable: Variable) -> bool:
+    def _note_shared_entry(self, reduction: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
@@ -216,7 +216,7 @@ class Proof(Flow[Constants]):
         product, values = read_product(equation), equation.inputs
 
         def find_factors(
-            operand: int, axis: AxisNumber, variable: Variable
+            operand: int, axis: AxisIndex, variable: Variable
         ) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
             constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
