@@ -161,10 +161,10 @@ def label_entries(
     involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
-    number, lengths = involved[0] if involved else 0, [len(x) for x in parts]
-    outer_size, inner_size = math.prod(lengths[:number]), math.prod(lengths[number + 1 :])
+    index, lengths = involved[0] if involved else 0, [len(x) for x in parts]
+    outer_size, inner_size = math.prod(lengths[:index]), math.prod(lengths[index + 1 :])
     # Row-major: each label repeats for all inner entries, and the sequence for all outer ones.
-    return np.tile(np.repeat(parts[number], inner_size), outer_size)
+    return np.tile(np.repeat(parts[index], inner_size), outer_size)
 
 
 def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
