@@ -38,10 +38,10 @@ class Coupling(Flow[list[Axis]]):
             if value not in model.parameter_inputs:
                 self.pin(value, Reason(None, "an input of the model", "input"))
         self.run(program)
-        for number, value in enumerate(program.outputs):
-            if number in carried:
+        for index, value in enumerate(program.outputs):
+            if index in carried:
                 reason = Reason(None, "a state that is carried to the next call", "state")
-                self._unify_axes(value, program.inputs[carried[number]], reason)
+                self._unify_axes(value, program.inputs[carried[index]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
         for value in model.parameter_inputs.keys() - find_read_values(program):
@@ -164,8 +164,8 @@ class Coupling(Flow[list[Axis]]):
                 _relate(
                     relation, sources, [find_target(place) for place in relation.targets], reason
                 )
-        for number, output in enumerate(equation.outputs):
-            self.facts[output] = [find_target(Place(number, i)) for i in range(len(output.shape))]
+        for index, output in enumerate(equation.outputs):
+            self.facts[output] = [find_target(Place(index, i)) for i in range(len(output.shape))]
 
     def _visit_product(self, equation: Equation) -> None:
         product, (result,) = read_product(equation), equation.outputs
@@ -190,8 +190,8 @@ class Coupling(Flow[list[Axis]]):
         reason = reason._replace(
             text=product.ordered_text, kind="space" if product.rhs.window else ""
         )
-        for number, axis in product.ordered:
-            pin(self.axes(values[number])[axis], reason)
+        for index, axis in product.ordered:
+            pin(self.axes(values[index])[axis], reason)
         for value in equation.inputs[2:]:
             self.pin(value, Reason(equation, product.ordered_text))
 

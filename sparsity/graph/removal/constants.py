@@ -39,7 +39,7 @@ class Constants:
         return self.at.get(entry, self.everywhere)
 
     def renumber_axes(self, renumber: Callable[[int], int | None]) -> Constants:
-        """Returns the constants with other numbers of axes, `None` for an axis that is gone."""
+        """Returns the constants with other indices of axes, `None` for an axis that is gone."""
         renumbered = {(renumber(i), v): c for (i, v), c in self.at.items()}
         at = {(i, v): c for (i, v), c in renumbered.items() if i is not None}
         return Constants(at, self.everywhere, self.may_be_nan)

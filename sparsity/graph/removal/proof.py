@@ -184,12 +184,11 @@ class Proof(Flow[Constants]):
                 if not isinstance(place, int):
                     axes = [x for x in relation.sources if not isinstance(x, int)]
                     sources.setdefault(place, []).extend(axes)
-        for number, output in enumerate(equation.outputs):
-            numbers = rule.sources(equation, number)
-            inputs = {i: equation.inputs[i] for i in numbers}
+        for index, output in enumerate(equation.outputs):
+            inputs = {i: equation.inputs[i] for i in rule.sources(equation, index)}
             at: dict[RemovedEntry, float | None] = {}
             for axis, variable in self._list_free_entries(output):
-                axes = sources.get(Place(number, axis), [])
+                axes = sources.get(Place(index, axis), [])
                 at[axis, variable] = self._meet_inputs(inputs, axes, variable)
             everywhere = _find_common([self.fact(value).everywhere for value in inputs.values()])
             constants = Constants(at, everywhere)
@@ -202,9 +201,9 @@ class Proof(Flow[Constants]):
     ) -> float | None:
         """Returns the constant of all inputs at removed entries of a variable, if there is one."""
         constants = [
-            self.fact(inputs[number])[axis, variable]
-            for number, axis in axes
-            if number in inputs and variable in self._list_free_variables(inputs[number])[axis]
+            self.fact(inputs[index])[axis, variable]
+            for index, axis in axes
+            if index in inputs and variable in self._list_free_variables(inputs[index])[axis]
         ]
         # A scalar, such as a padding value, lies at the places of all variables, too.
         constants += [self.fact(value).everywhere for value in inputs.values() if not value.shape]
@@ -219,7 +218,7 @@ class Proof(Flow[Constants]):
             operand: int, axis: AxisIndex, variable: Variable
         ) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
-            constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
+            constants = [self.fact(values[index]) for index in (operand, 1 - operand)]
             partner = product.map_paired_axes(operand).get(axis)
             other = None if partner is None else constants[1][partner, variable]
             return constants[0][axis, variable], other

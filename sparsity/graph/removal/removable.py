@@ -81,8 +81,8 @@ class Removal:
         pairs = self._model.carried.items()
         return {
             self._model.parameters[i].path
-            for output_number, i in pairs
-            if outputs[output_number] is not inputs[i]
+            for output_index, i in pairs
+            if outputs[output_index] is not inputs[i]
         }
 
     @functools.cached_property
@@ -122,7 +122,7 @@ def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Variab
         if scan.name != "scan":
             continue
         (body,) = scan.list_bodies()
-        for value in (scan.inputs[number] for number in body.layers):
+        for value in (scan.inputs[index] for index in body.layers):
             steps, *axes = coupling.axes(value)
             for variable in (v for axis in axes for v in list_variables(axis)):
                 if (
