@@ -48,11 +48,11 @@ def fingerprint(value: object) -> str:
     return _Describer().describe(value)
 
 
-def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[str]:
+def _describe_program(program: Program, index_by_value: dict[Value, int]) -> Iterator[str]:
     def describe_value(value: Value) -> str:
         if value.constant is not None:
             return fingerprint(value.constant)
-        return str(numbers.setdefault(value, len(numbers)))
+        return str(index_by_value.setdefault(value, len(index_by_value)))
 
     for value in program.inputs:
         yield f"input {describe_value(value)} {value.dtype}{value.shape}"
@@ -60,7 +60,7 @@ def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[s
         yield f"{equation.name} {[describe_value(value) for value in equation.inputs]}"
         yield from _describe_parameters(equation)
         for body in equation.inner_programs:
-            yield from _describe_program(body, numbers)
+            yield from _describe_program(body, index_by_value)
         for value in equation.outputs:
             yield f"output {describe_value(value)} {value.dtype}{value.shape}"
     yield f"returns {[describe_value(value) for value in program.outputs]}"
