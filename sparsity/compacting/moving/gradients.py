@@ -133,8 +133,8 @@ def _count_reads_in(equation: Equation, value: Value) -> int:
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return sum(
         # Steps read different layers of a stack, but all read any other input.
-        _count_reads(body.program, inner) * (1 if number in body.layers else 2)
-        for number, (outer, inner) in pairs
+        _count_reads(body.program, inner) * (1 if index in body.layers else 2)
+        for index, (outer, inner) in pairs
         if outer is value
     )
 
