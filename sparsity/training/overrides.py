@@ -63,9 +63,9 @@ def check_overrides(cls: type, assigned: Iterable[str] = ()) -> None:
       cls: class of an updater.
       assigned: names of attributes of the updater, which override those of its class.
     """
-    for number, base in enumerate(cls.__mro__):
+    for index, base in enumerate(cls.__mro__):
         unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
-        ahead = [x for x in cls.__mro__[:number] if not (_is_ours(x) and issubclass(x, base))]
+        ahead = [x for x in cls.__mro__[:index] if not (_is_ours(x) and issubclass(x, base))]
         overrides = {*assigned}.union(*map(vars, ahead))
         for hook in sorted(overrides & unused.keys()):
             if overrides.isdisjoint(_CALLERS.get(hook, ())):
