@@ -283,9 +283,9 @@ def _grow_in_turn(mask: jax.Array, scores: EntryScores, fan_in: int) -> jax.Arra
     neurons = mask.shape[1]
     size = -(-neurons // _PARTS)
 
-    def grow(number: jax.Array, mask: jax.Array) -> jax.Array:
+    def grow(part_index: jax.Array, mask: jax.Array) -> jax.Array:
         # The last part overlaps the one before: its neurons that are complete grow nothing.
-        start = jnp.minimum(number * size, neurons - size)
+        start = jnp.minimum(part_index * size, neurons - size)
 
         def read(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, start, size, axis=1)
