@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sparsity.graph.traced_model import Model
-from sparsity.programs.axes import Axis, JoinKind, Reason, join_axes, list_variables, pin, unify
+from sparsity.programs.axes import Axis, Join, Reason, join_axes, list_variables, pin, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
@@ -210,8 +210,8 @@ def _relate(
             for axis in targets:
                 pin(axis, pins[0])
             return
-    kind: JoinKind = "product" if relation.kind == "product" else "sum"
-    one, other = (x[0] if len(x) == 1 else join_axes(kind, x) for x in (targets, sources))
+    join: Join = "product" if relation.kind == "product" else "sum"
+    one, other = (x[0] if len(x) == 1 else join_axes(join, x) for x in (targets, sources))
     unify(one, other, reason)
 
 
