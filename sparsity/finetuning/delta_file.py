@@ -98,10 +98,10 @@ def _compute_digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
     return digest.hexdigest()
 
 
-def _check_fields(name: str, fields: PyTree, *kinds: type) -> PyTree:
+def _check_fields(name: str, fields: PyTree, *classes: type) -> PyTree:
     """Returns the fields that describe a parameter; raises a ValueError for other types."""
-    if not isinstance(fields, list) or [type(field) for field in fields] != [*kinds]:
-        expected = ", ".join(kind.__name__ for kind in kinds)
+    if not isinstance(fields, list) or [type(field) for field in fields] != [*classes]:
+        expected = ", ".join(cls.__name__ for cls in classes)
         raise ValueError(f"{name!r} is described by {fields!r:.80}, not by [{expected}]")
     return fields
 

@@ -178,19 +178,19 @@ class Lockstep:
                 if value not in frame.data[0]:
                     param_inputs[inner] = functools.partial(frame.read_from_params, value, *index)
                     continue
-                for b in batches:
-                    array = frame.read(b, value)
-                    data[b][inner] = array[index] if index else array
+                for batch in batches:
+                    array = frame.read(batch, value)
+                    data[batch][inner] = array[index] if index else array
             inner_frame = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
             self._run(inner_frame)
-            for b in batches:
-                outputs = [inner_frame.read(b, value) for value in body.program.outputs]
-                carry[b] = outputs[:count]
-                stacked[b].append(outputs[count:])
-        for b in batches:
-            layers = stacked[b][::-1] if equation.params["reverse"] else stacked[b]
+            for batch in batches:
+                outputs = [inner_frame.read(batch, value) for value in body.program.outputs]
+                carry[batch] = outputs[:count]
+                stacked[batch].append(outputs[count:])
+        for batch in batches:
+            layers = stacked[batch][::-1] if equation.params["reverse"] else stacked[batch]
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
-            frame.write(b, equation, [*carry[b], *joined])
+            frame.write(batch, equation, [*carry[batch], *joined])
 
     def _prune_weight(
         self, frame: Frame, equation: Equation, use_index: int, layers: ScanLayers

@@ -57,9 +57,9 @@ def move_by_gradient(
     mapped = _zero_from(traced.consts)
     for path, mask_update in mask_updates.items():
         if path in at_once:
-            each = slices[path]
+            slice_arrays = slices[path]
             observers[path] = _observe_positions(
-                mask_update, each._replace(step=each.step + mapped)
+                mask_update, slice_arrays._replace(step=slice_arrays.step + mapped)
             )
         else:
             arrays = jnp.broadcast_to(mapped, mask_update.layout.batch_shape)

@@ -221,9 +221,9 @@ class MaskUpdate:
         # A switch copies one part at a time; joined arrays would be a copy of all.
 
         def move(place: tuple[jax.Array, jax.Array]) -> jax.Array:
-            index, row = place
+            number, row = place
             reads = [lambda row, x=x: jax.tree.map(lambda a: a[row], x) for x in parts]
-            return self.move(*lax.switch(index, reads, row))
+            return self.move(*lax.switch(number, reads, row))
 
         places = np.repeat(np.arange(len(parts)), counts), np.concatenate([*map(np.arange, counts)])
         moved = lax.map(move, places)

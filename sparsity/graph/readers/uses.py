@@ -223,9 +223,9 @@ class Tracker(Flow[ArrayFacts]):
             if is_joined and is_data:
                 continue
             views = []
-            for i in sources:
-                for view in inputs[i].views:
-                    moved = follow_layout(view, equation, relations, i, index)
+            for source in sources:
+                for view in inputs[source].views:
+                    moved = follow_layout(view, equation, relations, source, index)
                     if moved is not None and not (
                         is_joined and moved.changed_at == view.changed_at
                     ):
