@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsity.masks import Site, is_stated
+from sparsity.masks import Site, has_statement
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.overrides import INFERRED
 from sparsity.training.updater_hooks import UpdaterHooks
@@ -32,7 +32,7 @@ def check_compact_fields(updater: UpdaterHooks) -> None:
             "can be had with static_sparse, set, rigl and srigl, or when masks are final: "
             "scheduler=NoUpdateSchedule() and wrap_optax(tx, masks=masks)."
         )
-    if not is_stated(updater.scope, "keeps_targets"):
+    if not has_statement(updater.scope, "keeps_targets"):
         raise ValueError(
             f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
             "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule(). A scope "
@@ -45,7 +45,7 @@ def check_first_masks(updater: UpdaterHooks) -> None:
     reason = ""
     if updater.keeps_count is False:
         reason = _describe_count(updater)
-    elif not is_stated(updater.scope, "keeps_targets"):
+    elif not has_statement(updater.scope, "keeps_targets"):
         reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
     elif updater.topk_fn is not None:
         reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"
