@@ -14,7 +14,7 @@ def check_compact_fields(updater: UpdaterHooks) -> None:
     refused = "use_compact_state=True stores the optimizer's state for kept weights only"
     if updater.is_sparse_updates is False or read_attribute(updater, "keeps_dense_weights"):
         is_off = updater.is_sparse_updates is False
-        field = "is_sparse_updates = False" if is_off else f"{name}.keeps_dense_weights = True"
+        field = "is_sparse_updates = False" if is_off else f"keeps_dense_weights holds for {name}"
         raise ValueError(
             f"{refused}, but {field}: pruned weights keep values and would be trained. Leave "
             "use_compact_state off."
