@@ -109,13 +109,13 @@ def layers(count: int, size: int, rows: int, is_scanned: bool) -> Network:
     def fn(params: Params, x: jax.Array) -> jax.Array:
         if is_scanned:
             return lax.scan(layer, x, params["layers"])[0]
-        for number in range(count):
-            x, _ = layer(x, params[f"{number}"])
+        for index in range(count):
+            x, _ = layer(x, params[f"{index}"])
         return x
 
     keys = jax.random.split(jax.random.key(0), count)
     draw = jax.jit(functools.partial(jax.random.normal, shape=(size, size)))
-    weights = {f"{number}": draw(key) / size for number, key in enumerate(keys)}
+    weights = {f"{index}": draw(key) / size for index, key in enumerate(keys)}
     params = {"layers": jnp.stack(list(weights.values()))} if is_scanned else weights
     return Network(fn, params, jnp.ones((rows, size)), lambda _, w: w.ndim - 2)
 
@@ -251,12 +251,12 @@ def run_in_turn(
     """Returns seconds and CPU-seconds of each step, in turn, after one step that warms up."""
     states = {name: program.state for name, program in programs.items()}
     seconds, used = ({name: list[float]() for name in programs} for _ in range(2))
-    for number in range(rounds + 1):
+    for round_index in range(rounds + 1):
         for name, program in programs.items():
             jax.block_until_ready(states)
             start, start_used = time.perf_counter(), time.process_time()
             states[name] = jax.block_until_ready(compiled[name](states[name], program.inputs))
-            if number:
+            if round_index:
                 seconds[name].append(time.perf_counter() - start)
                 used[name].append(time.process_time() - start_used)
     return seconds, used

@@ -24,7 +24,7 @@ def load(path: Path) -> tuple[Callable[[Params, jax.Array], jax.Array], Params]:
 
     Returns:
       (fn, params): `fn(params, inputs)`. A parameter is named after the node that reads it:
-      `Conv_57` is read by the Conv that is number 57 in the graph.
+      `Conv_57` is read by the Conv at index 57 of the graph.
 
     Raises:
       ValueError: the network has an operator that is not in `OPERATORS`.
@@ -67,10 +67,10 @@ def _parameter_names(graph: onnx.GraphProto) -> dict[str, str]:
     float32 = onnx.TensorProto.FLOAT
     tensors = {t.name for t in graph.initializer if t.data_type == float32 and np.prod(t.dims) > 1}
     names: dict[str, str] = {}
-    for number, node in enumerate(graph.node):
+    for index, node in enumerate(graph.node):
         for tensor in node.input:
             if tensor in tensors:
-                names.setdefault(tensor, f"{node.op_type}_{number}")
+                names.setdefault(tensor, f"{node.op_type}_{index}")
     return names
 
 

@@ -66,6 +66,7 @@ class ADMMPruning(MagnitudePruning):
 
     rho: float | optax.Schedule | None = None
 
+    regrows: ClassVar[bool | None] = None  # duals add to the scores of pruned weights
     schedule_type: ClassVar[str] = "periodic"
     unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
 

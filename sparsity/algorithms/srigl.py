@@ -46,6 +46,7 @@ from sparsity.training.overrides import KeepsCount
 from sparsity.training.state import SparseState
 
 _PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
+_TILE = 16  # inputs that are counted together
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -210,8 +211,7 @@ def constant_fan_in(
     input_axes = tuple(range(batch_axes, mask.ndim - 1))
     budget = jnp.asarray(num_kept(neurons * inputs, sparsity))
 
-    def count_by_neuron(mask: jax.Array) -> jax.Array:
-        return count(mask != 0, input_axes)
+    count_by_neuron = functools.partial(_count_by_neuron, batch_axes=batch_axes)
 
     # Step 1: salient weights, of all neurons together
     active = jnp.sum(count_by_neuron(mask), -1, jnp.int32)
@@ -235,6 +235,19 @@ def constant_fan_in(
     return _fill_neurons(
         kept, count_by_neuron(kept), max_kept, drop_scores, grow_scores, batch_axes
     )
+
+
+def _count_by_neuron(mask: jax.Array, batch_axes: int) -> jax.Array:
+    """Counts the weights of each neuron, int32[*batch, neurons].
+
+    By tiles of inputs: XLA:CPU counts one column after the other, and a cache holds the lines of a
+    tile for the next columns. Complete columns of a (1024, 4096) mask take 28 times as long.
+    """
+    batch, neurons = mask.shape[:batch_axes], mask.shape[-1]
+    rows = (mask != 0).reshape(*batch, -1, neurons)
+    padding = [(0, 0)] * batch_axes + [(0, -rows.shape[-2] % _TILE), (0, 0)]
+    tiles = jnp.pad(rows, padding).reshape(*batch, -1, _TILE, neurons)
+    return jnp.sum(count(tiles, [batch_axes + 1]), batch_axes, jnp.int32)
 
 
 def move_fan_in(
@@ -284,9 +297,9 @@ def _grow_in_turn(mask: jax.Array, scores: EntryScores, fan_in: int) -> jax.Arra
     neurons = mask.shape[1]
     size = -(-neurons // _PARTS)
 
-    def grow(number: jax.Array, mask: jax.Array) -> jax.Array:
+    def grow(part_index: jax.Array, mask: jax.Array) -> jax.Array:
         # The last part overlaps the one before: its neurons that are complete grow nothing.
-        start = jnp.minimum(number * size, neurons - size)
+        start = jnp.minimum(part_index * size, neurons - size)
 
         def read(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, start, size, axis=1)

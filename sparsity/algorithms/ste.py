@@ -47,6 +47,7 @@ class StraightThrough(BaseUpdater):
     store_masks: bool = False
 
     keeps_dense_weights: ClassVar[bool] = True
+    regrows: ClassVar[bool | None] = None  # weights return with the values that they kept
     unused_hooks: ClassVar[Mapping[str, str]] = {"apply_masks": "pre_forward_update"}
 
     def check_fields(self) -> None:

@@ -101,8 +101,8 @@ def owl(
     scaled_shares = [(float(x) - low) / (high - low) if high > low else 0.0 for x in shares]
     mean = float(np.average(scaled_shares, weights=[param.size for param in leaves.values()]))
     rates = {}
-    for path, x in zip(leaves, scaled_shares, strict=True):
-        rate = rates[path] = float(sparsity - 2 * spread * (x - mean))
+    for path, share in zip(leaves, scaled_shares, strict=True):
+        rate = rates[path] = float(sparsity - 2 * spread * (share - mean))
         if not 0 <= rate <= 1:
             raise ValueError(
                 f"owl gives {trees.join_names(path)!r} the sparsity {rate:.4f}, outside [0, 1], at "

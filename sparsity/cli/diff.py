@@ -146,9 +146,9 @@ def _has_differences(report: JsonObject) -> bool:
 
 def _format_cells(report: JsonObject) -> list[str]:
     """Returns the shape and dtype of an array, or those of both if they differ, and the counts."""
-    kinds = [
-        f"{trees.shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"
-        for kind in (report[key] for key in ("old", "new") if key in report)
+    texts = [
+        f"{trees.shape_text(array['shape'])} {array['dtype']}" if array else "nothing"
+        for array in (report[key] for key in ("old", "new") if key in report)
     ]
-    change = " -> ".join(dict.fromkeys(kinds))
+    change = " -> ".join(dict.fromkeys(texts))
     return [change, *(f"{report[key]:,}" if key in report else "" for key in COUNTS)]

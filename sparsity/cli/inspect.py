@@ -93,14 +93,14 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
 
 def _sum_reports(reports: list[JsonObject]) -> JsonObject:
     size, nonzeros = (sum(report[key] for report in reports) for key in ("size", "nonzeros"))
-    counts = {kind: [report["bytes"][kind] for report in reports] for kind in BYTES}
+    counts = {form: [report["bytes"][form] for report in reports] for form in BYTES}
     return {
         "size": size,
         "nonzeros": nonzeros,
         "sparsity": _compute_sparsity(nonzeros, size),
         "bytes": {
-            kind: None if None in counts_of_kind else sum(counts_of_kind)
-            for kind, counts_of_kind in counts.items()
+            form: None if None in counts_of_form else sum(counts_of_form)
+            for form, counts_of_form in counts.items()
         },
     }
 
@@ -115,5 +115,5 @@ def _format_cells(report: JsonObject) -> list[str]:
         report.get("dtype", ""),
         " ".join(report.get("patterns", [])),
         f"{report['sparsity']:.4f}",
-        *(format_bytes(report["bytes"][kind]) for kind in BYTES),
+        *(format_bytes(report["bytes"][form]) for form in BYTES),
     ]

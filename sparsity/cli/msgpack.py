@@ -49,11 +49,11 @@ def _map_leaves(fn: Callable[[KeyPath, object], object], tree: PyTree) -> PyTree
 
 def _restore(path: Path) -> PyTree:
     serialization = extras.load("flax.serialization", "cli")
-    data = np.memmap(path, np.uint8, "r")
+    content = np.memmap(path, np.uint8, "r")
     # Flax takes the last of two values with one key.
     skip = {"ext_hook": lambda code, data: None, "strict_map_key": False}
-    extras.load("msgpack", "cli").unpackb(data, object_pairs_hook=unique_keys, **skip)
-    tree = serialization.msgpack_restore(data)
+    extras.load("msgpack", "cli").unpackb(content, object_pairs_hook=unique_keys, **skip)
+    tree = serialization.msgpack_restore(content)
     if not isinstance(tree, dict):
         raise ValueError("it holds no map of arrays")
     return tree

@@ -150,8 +150,8 @@ class DenseRead:
 
         def bind_replaced(*chosen: jax.Array) -> Arrays:
             replaced = dict(zip(indices, chosen, strict=True))
-            each = [replaced.get(index, array) for index, array in enumerate(arrays)]
-            return self._floats(self._bind_dense(each, after))
+            replaced_arrays = [replaced.get(index, array) for index, array in enumerate(arrays)]
+            return self._floats(self._bind_dense(replaced_arrays, after))
 
         if not indices:
             return {}

@@ -20,11 +20,11 @@ def promote(*dtypes: DTypeLike) -> np.dtype:
       >>> promote(jnp.float8_e5m2, jnp.float32), promote(jnp.float8_e5m2, jnp.float8_e5m2)
       (dtype('float32'), dtype(float8_e5m2))
     """
-    kinds = {np.dtype(dtype) for dtype in dtypes}
-    if len(kinds) > 1:
-        kinds = {np.dtype(jnp.bfloat16) if _is_narrow(dtype) else dtype for dtype in kinds}
+    distinct = {np.dtype(dtype) for dtype in dtypes}
+    if len(distinct) > 1:
+        distinct = {np.dtype(jnp.bfloat16) if _is_narrow(dtype) else dtype for dtype in distinct}
     with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, sorted(kinds, key=str))
+        return functools.reduce(jnp.promote_types, sorted(distinct, key=str))
 
 
 def multiply(one: jax.Array, other: jax.Array) -> jax.Array:

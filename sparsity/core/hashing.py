@@ -30,7 +30,7 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
 
     Args:
       shape: shape of the scores.
-      *words: integers or integer scalars, traced or not, such as a seed, a step, the number of a
+      *words: integers or integer scalars, traced or not, such as a seed, a step, the index of a
         leaf; the low 32 bits count.
 
     Returns:

@@ -98,8 +98,8 @@ class Polynomial:
         """Yields the denominators of all coefficients."""
         yield from (a.denominator for a in self.terms.values())
         for alternatives in self.largest:
-            for x in alternatives:
-                yield from x.denominators()
+            for alternative in alternatives:
+                yield from alternative.denominators()
 
 
 class Cost:

@@ -166,13 +166,13 @@ class Delta:
         weights = [1.0] * len(deltas) if weights is None else list(weights)
         if len(weights) != len(deltas):
             raise ValueError(f"weights must have {len(deltas)} numbers, one a delta: {weights}.")
-        for number, (delta, weight) in enumerate(zip(deltas, weights, strict=True)):
-            check_kind(f"deltas[{number}]", delta, Delta, "a Delta")
-            check_number(f"weights[{number}]", weight)
+        for index, (delta, weight) in enumerate(zip(deltas, weights, strict=True)):
+            check_kind(f"deltas[{index}]", delta, Delta, "a Delta")
+            check_number(f"weights[{index}]", weight)
             for name in {**deltas[0].base, **delta.base}:
                 if reason := find_difference(deltas[0].base.get(name), delta.base.get(name)):
                     raise ValueError(
-                        f"deltas[{number}] has another base than deltas[0]: {name!r} {reason}. "
+                        f"deltas[{index}] has another base than deltas[0]: {name!r} {reason}. "
                         "Merge deltas of one base."
                     )
         terms = [

@@ -37,12 +37,12 @@ def write(path: Path, base: Mapping[str, BaseParameter], terms: Sequence[Term]) 
     """Writes a delta, completely or not at all."""
     save_file = extras.load("safetensors.numpy", "cli").save_file
     arrays: dict[str, np.ndarray] = {}
-    for number, term in enumerate(terms):
+    for index, term in enumerate(terms):
         for name, entries in term.entries.items():
             is_numpy = entries.values.dtype.name in NUMPY
             values = entries.values if is_numpy else entries.values.view(np.uint8)
-            arrays[f"{number}/gaps/{name}"] = entries.gaps
-            arrays[f"{number}/{KINDS[entries.is_difference]}/{name}"] = values
+            arrays[f"{index}/gaps/{name}"] = entries.gaps
+            arrays[f"{index}/{KINDS[entries.is_difference]}/{name}"] = values
     described = [
         {
             "weight": term.weight,
@@ -98,10 +98,10 @@ def _compute_digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
     return digest.hexdigest()
 
 
-def _check_fields(name: str, fields: PyTree, *kinds: type) -> PyTree:
+def _check_fields(name: str, fields: PyTree, *classes: type) -> PyTree:
     """Returns the fields that describe a parameter; raises a ValueError for other types."""
-    if not isinstance(fields, list) or [type(field) for field in fields] != [*kinds]:
-        expected = ", ".join(kind.__name__ for kind in kinds)
+    if not isinstance(fields, list) or [type(field) for field in fields] != [*classes]:
+        expected = ", ".join(cls.__name__ for cls in classes)
         raise ValueError(f"{name!r} is described by {fields!r:.80}, not by [{expected}]")
     return fields
 
@@ -113,9 +113,7 @@ def _read_parameter(name: str, fields: PyTree) -> BaseParameter:
     return BaseParameter(tuple(shape), np.dtype(dtype).name, fingerprint)
 
 
-def _read_term(
-    file: PyTree, number: int, base: Mapping[str, BaseParameter], fields: PyTree
-) -> Term:
+def _read_term(file: PyTree, index: int, base: Mapping[str, BaseParameter], fields: PyTree) -> Term:
     """Returns a term of an open file; raises unless its entries fit the parameters."""
     check_number("weight", fields["weight"])
     entries_by_name = {}
@@ -123,10 +121,10 @@ def _read_term(
         is_difference, dtype, largest = _check_fields(name, described, bool, str, float)
         if not 0 <= largest < math.inf:
             raise ValueError(f"{name!r} has {largest} as its largest change")
-        values = file.get_tensor(f"{number}/{KINDS[is_difference]}/{name}")
+        values = file.get_tensor(f"{index}/{KINDS[is_difference]}/{name}")
         values = values if values.dtype.name == dtype else values.view(dtype)
         entries = ChangedEntries(
-            file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest
+            file.get_tensor(f"{index}/gaps/{name}"), values, is_difference, largest
         )
         entries_by_name[name] = entries
         _check_entries(name, base[name], entries)

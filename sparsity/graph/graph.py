@@ -147,7 +147,7 @@ class Graph:
     def table(self, masks: Masks | None = None) -> str:
         """Returns a table of all parameters: shape, readers, contracted axes, MACs, channels.
 
-        The last column gives the axes that can lose channels, and the numbers of their groups. A
+        The last column gives the axes that can lose channels, and the indices of their groups. A
         line below names primitives whose multiply-adds do not count.
 
         Args:
@@ -165,10 +165,10 @@ class Graph:
             macs = [f"{n:,}" for n in ((dense,) if masks is None else (dense, sparse))]
             table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
-        groups: dict[Path, list[tuple[int, int]]] = {}
-        for number, group in enumerate(self.groups):
+        groups_by_path: dict[Path, list[tuple[int, int]]] = {}
+        for index, group in enumerate(self.groups):
             for path, axis in group.members:
-                groups.setdefault(path, []).append((axis, number))
+                groups_by_path.setdefault(path, []).append((axis, index))
         unread = total  # multiply-adds of products that read no parameter
         for parameter, dense, sparse in self._list_macs(masks):
             uses = [use for use in self.uses if use.path == parameter.path]
@@ -176,11 +176,11 @@ class Graph:
             readers = ["lookup" if kind == "gather" else kind for kind in kinds]
             axes = sorted({axis for use in uses for axis in use.contracting})
             texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
-            numbers = ", ".join(
-                f"{axis}: {n}" for axis, n in sorted(groups.get(parameter.path, ()))
+            groups = ", ".join(
+                f"{axis}: {n}" for axis, n in sorted(groups_by_path.get(parameter.path, ()))
             )
             add_row(
-                parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, numbers
+                parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, groups
             )
             unread -= dense
         table.add_section()

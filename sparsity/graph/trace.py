@@ -147,25 +147,25 @@ def _may_equal(constant: PyTree, array: PyTree) -> bool:
 def _find_carried(
     program: Program, outputs: Sequence[Path], parameters: Sequence[Parameter]
 ) -> dict[int, int]:
-    """Returns {number of an output: number of the parameter that it becomes in the next call}.
+    """Returns {index of an output: index of the parameter that it becomes in the next call}.
 
     Position and shape are not enough: a hidden layer may be returned in a tuple and have the shape
     of a weight. An output is state only if the end of its path that equals the path of the
     parameter contains a name. If a product reads the parameter, the output must also be computed
     from the parameter without a product in between.
     """
-    numbers = {parameter.path: i for i, parameter in enumerate(parameters)}
+    index_by_path = {parameter.path: i for i, parameter in enumerate(parameters)}
     flow = _ParameterFlow(program, program.inputs[: len(parameters)])
     carried: dict[int, int] = {}
     for i, path in enumerate(outputs):
-        ends = [path[start:] for start in range(len(path)) if path[start:] in numbers]
+        ends = [path[start:] for start in range(len(path)) if path[start:] in index_by_path]
         # A path of numbers alone is a place in a tuple.
-        named = (numbers[end] for end in ends if not all(name.isdecimal() for name in end))
-        number, value = next(named, None), program.outputs[i]
-        if number is None or not _fits_parameter(value, parameters[number]):
+        named = (index_by_path[end] for end in ends if not all(name.isdecimal() for name in end))
+        parameter_index, value = next(named, None), program.outputs[i]
+        if parameter_index is None or not _fits_parameter(value, parameters[parameter_index]):
             continue
-        if number not in flow.multiplied or number in flow.fact(value):
-            carried[i] = number
+        if parameter_index not in flow.multiplied or parameter_index in flow.fact(value):
+            carried[i] = parameter_index
     return carried
 
 
@@ -180,7 +180,7 @@ def _read_state(
     Raises:
       ValueError: the state names an output or a parameter that does not exist or does not fit.
     """
-    numbers = {parameter.path: i for i, parameter in enumerate(parameters)}
+    index_by_path = {parameter.path: i for i, parameter in enumerate(parameters)}
     carried: dict[int, int] = {}
     check_kind("state", state, Mapping, "a dict {path of an output: path of a parameter}")
     for key, target in state.items():
@@ -190,10 +190,10 @@ def _read_state(
             tuple(name.split("/")) if isinstance(name, str) else name for name in (key, target)
         )
         matched = {
-            i: numbers[target_path + path[len(source_path) :]]
+            i: index_by_path[target_path + path[len(source_path) :]]
             for i, path in enumerate(outputs)
             if path[: len(source_path)] == source_path
-            and target_path + path[len(source_path) :] in numbers
+            and target_path + path[len(source_path) :] in index_by_path
         }
         if not matched:
             raise ValueError(
@@ -201,8 +201,8 @@ def _read_state(
                 f"{trees.listed(['/'.join(path) for path in outputs])}, params have "
                 f"{trees.listed([parameter.name for parameter in parameters])}."
             )
-        for i, number in matched.items():
-            value, parameter = program.outputs[i], parameters[number]
+        for i, parameter_index in matched.items():
+            value, parameter = program.outputs[i], parameters[parameter_index]
             if not _fits_parameter(value, parameter):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
@@ -220,15 +220,15 @@ def _fits_parameter(value: Value, parameter: Parameter) -> bool:
 class _ParameterFlow(Flow[frozenset[int]]):
     """Follows the parameters through a program, up to the products.
 
-    A fact is the numbers of the parameters from which a value is computed without a product.
+    A fact is the indices of the parameters from which a value is computed without a product.
 
     Attributes:
-      multiplied: numbers of the parameters that reach a product in this way.
+      multiplied: indices of the parameters that reach a product in this way.
     """
 
     def __init__(self, program: Program, parameters: Sequence[Value]) -> None:
         super().__init__()
-        self.facts = {value: frozenset([number]) for number, value in enumerate(parameters)}
+        self.facts = {value: frozenset([index]) for index, value in enumerate(parameters)}
         self.multiplied: frozenset[int] = frozenset()
         self.run(program)
 
@@ -236,11 +236,11 @@ class _ParameterFlow(Flow[frozenset[int]]):
         return frozenset()
 
     def visit(self, equation: Equation) -> None:
-        numbers = frozenset[int]().union(*(self.fact(value) for value in equation.inputs))
+        indices = frozenset[int]().union(*(self.fact(value) for value in equation.inputs))
         if equation.name in PRODUCTS:
-            self.multiplied |= numbers
+            self.multiplied |= indices
         else:
-            self.facts.update(dict.fromkeys(equation.outputs, numbers))
+            self.facts.update(dict.fromkeys(equation.outputs, indices))
 
     def join(
         self, one: frozenset[int], other: frozenset[int], equation: Equation, target: Value

@@ -41,7 +41,7 @@ class Model:
     Attributes:
       program: the program; its first inputs are the parameters.
       parameters: the parameters, in tree order.
-      carried: {number of an output: number of the parameter that it becomes in the next call}.
+      carried: {index of an output: index of the parameter that it becomes in the next call}.
       outputs: paths of the outputs.
       output_tree: structure of the outputs.
       fn: the function that was traced.

@@ -36,8 +36,8 @@ from sparsity.masks.scopes import (
     TreeScope as TreeScope,
     adapt_scope as adapt_scope,
     find_missing_scope_method as find_missing_scope_method,
+    has_statement as has_statement,
     is_per_slice as is_per_slice,
-    is_stated as is_stated,
     takes_signed_scores as takes_signed_scores,
 )
 from sparsity.masks.sites import (

@@ -30,7 +30,7 @@ class MaskBudget(abc.ABC):
         Budgets in which the cost of a weight depends on other kept weights override this method.
 
         Args:
-          leaves: path and parameter, by the number of its variable.
+          leaves: path and parameter, by the index of its variable.
         """
         costs = [Fraction(float(np.float32(self.cost(*leaf)))) for leaf in leaves]
         return sum((Polynomial.variable(i) * x for i, x in enumerate(costs)), Polynomial({}))

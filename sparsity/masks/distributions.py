@@ -22,7 +22,7 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
 from sparsity.core.names import Registry
 from sparsity.core.trees import Params, PyTree, Sparsities
-from sparsity.masks.scopes import is_stated
+from sparsity.masks.scopes import has_statement
 from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
@@ -147,8 +147,8 @@ class Uniform:
         self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
     ) -> PyTree:
         """Returns the lowest sparsities whose masks keep no more than `entries`."""
-        keeps_total = is_stated(scope, "keeps_total")
-        if not (scope is None or keeps_total or is_stated(scope, "keeps_targets")):
+        keeps_total = has_statement(scope, "keeps_total")
+        if not (scope is None or keeps_total or has_statement(scope, "keeps_targets")):
             raise ValueError(
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=). A scope "

@@ -20,7 +20,7 @@ from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
-from sparsity.patterns.base import expand_units, pool_units
+from sparsity.patterns.base import expand_units, is_ranking_units, pool_units
 from sparsity.selection import LazyScores, Ranked, compute_array, num_kept, topk_masks
 
 
@@ -104,7 +104,7 @@ def _search_alike(
     members_by_program: dict[tuple[bool, Mesh | None], list[int]] = {}
     for i, competitor in enumerate(competitors):
         pattern = competitor.site.pattern
-        if pattern.ranks_units:
+        if is_ranking_units(pattern):
             program = pattern.is_elementwise, find_site_mesh(competitor)
             members_by_program.setdefault(program, []).append(i)
         else:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, check_real_array, find_missing_method
+from sparsity.core.statements import is_stated
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.selection import LazyScores, compute_array
@@ -196,27 +197,20 @@ def find_missing_scope_method(scope: object) -> str | None:
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
     """Returns whether each slice of a parameter has a mask that depends on its own scores alone.
 
-    Whether moves do so as well says `is_stated(scope, "per_slice")`.
+    Whether moves do so as well says `has_statement(scope, "per_slice")`.
     """
     return getattr(scope, "per_slice", False) is True
 
 
-def is_stated(
+def has_statement(
     scope: object, attribute: Literal["per_slice", "keeps_targets", "keeps_total"]
 ) -> bool:
-    """Returns whether a class states that an attribute of `Scope` is True of `select` and `move`.
+    """Returns whether a scope states that an attribute of `Scope` is True of `select` and `move`.
 
     The statement of a class does not hold for methods that a subclass overrides.
     """
-
-    def find_definer(name: str) -> type | None:
-        return next((cls for cls in type(scope).__mro__ if name in vars(cls)), None)
-
-    stating = find_definer(attribute)
-    if stating is None or getattr(scope, attribute) is not True:
-        return False
-    definers = find_definer("select"), find_definer("move")
-    return all(cls is None or issubclass(stating, cls) for cls in definers)
+    is_true = getattr(scope, attribute, False) is True
+    return is_true and is_stated(type(scope), attribute, ("select", "move"))
 
 
 def takes_signed_scores(scope: Scope | TreeScope) -> bool:

@@ -26,6 +26,7 @@ from sparsity.core.checks import (
     check_real_array,
 )
 from sparsity.core.exact_sums import count
+from sparsity.core.statements import is_stated
 from sparsity.selection.kept_counts import count_kept_int
 
 REMEDY = (
@@ -57,20 +58,11 @@ class SparsityType(DataclassBase):
 
     # Whether each entry is a unit, so that entries of all leaves can compete.
     is_elementwise: ClassVar[bool] = False
-    # Whether a mask keeps the best units, so that one search serves many leaves. False for classes
-    # that define `select` or `move`.
+    # Whether a mask keeps the best units, so that one search serves many leaves. A class that
+    # overrides `select` or `move` states the attribute again where it holds.
     ranks_units: ClassVar[bool] = True
     # Axes of the units, first after the batch axes, that index the groups in which units compete.
     group_axes: ClassVar[int] = 0
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        attributes = vars(cls)
-        if "ranks_units" not in attributes and attributes.keys() & {"select", "move"}:
-            cls.ranks_units = False
-        overridden = attributes.keys() & {"select", "move", "pool", "expand"}
-        for name in {"count_kept"} - attributes.keys() if overridden else ():
-            setattr(cls, name, getattr(SparsityType, name))
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         """Raises a ValueError that names the parameter if the pattern does not fit its shape.
@@ -215,6 +207,20 @@ class SparsityType(DataclassBase):
             return expand_units(self, kept | grown, mask.shape, batch_axes)
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
+
+
+def is_ranking_units(pattern: SparsityType) -> bool:
+    """Returns whether a pattern states that its `select` and `move` rank units."""
+    return pattern.ranks_units and is_stated(type(pattern), "ranks_units", ("select", "move"))
+
+
+def count_kept_entries(
+    pattern: SparsityType, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
+) -> int | None:
+    """Returns `count_kept` of a pattern; `None` if a subclass overrides what the method counts."""
+    counted = "select", "move", "pool", "expand"
+    is_counted = is_stated(type(pattern), "count_kept", counted)
+    return pattern.count_kept(shape, sparsity, batch_axes) if is_counted else None
 
 
 def pool_units(

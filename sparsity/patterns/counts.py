@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.core.checks import as_float, check_fraction, check_int, check_values
 from sparsity.core.sharding import evaluate_now
-from sparsity.patterns.base import SparsityType
+from sparsity.patterns.base import SparsityType, count_kept_entries, is_ranking_units
 from sparsity.selection.kept_counts import count_kept_int
 
 ROUNDING = 1e-6  # of sparsities that patterns compute
@@ -50,7 +50,7 @@ def read_count(
     Raises:
       ValueError: `count_kept` of the pattern returns no number of entries of a slice.
     """
-    count: object = pattern.count_kept(shape, sparsity, batch_axes)
+    count: object = count_kept_entries(pattern, shape, sparsity, batch_axes)
     if count is None:
         return None
     label = f"{pattern}.count_kept of {name!r}"
@@ -85,9 +85,9 @@ def entry_counter(
     slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
     if not slices * size:
         return lambda sparsity: 0
-    if pattern.count_kept(shape, 0.5, batch_axes) is not None:
+    if count_kept_entries(pattern, shape, 0.5, batch_axes) is not None:
         return lambda x: slices * (read_count(pattern, shape, x, batch_axes, name) or 0)
-    if not pattern.ranks_units:
+    if not is_ranking_units(pattern):
         return lambda x: math.ceil(
             slices * size * (1 - Fraction(read_final_sparsity(pattern, x, name) or 0))
         )

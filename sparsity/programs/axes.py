@@ -26,7 +26,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.polynomials import Polynomial
 from sparsity.programs.program import Equation
 
-JoinKind: TypeAlias = Literal["product", "sum"]
+Join: TypeAlias = Literal["product", "sum"]
 N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
@@ -55,13 +55,13 @@ class Axis:
 
     Attributes:
       size: number of entries.
-      kind: the relation of the axis to its parts; `None` for a variable.
+      join: the relation of the axis to its parts; `None` for a variable.
       parts: the axes that make up this axis.
       pin: why a variable cannot lose entries, `None` if it can.
     """
 
     size: int
-    kind: JoinKind | None = None
+    join: Join | None = None
     parts: Sequence[Axis] = ()
     pin: Reason | None = None
     # Union-find: the axis that this one was merged into
@@ -83,15 +83,15 @@ class Axis:
         if self is not other:
             self._same = other
 
-    def split_variable(self, kind: JoinKind, sizes: Iterable[int]) -> list[Variable]:
+    def split_variable(self, join: Join, sizes: Iterable[int]) -> list[Variable]:
         """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
-        self.kind, self.parts, self.pin = kind, parts, None
+        self.join, self.parts, self.pin = join, parts, None
         return parts
 
 
 Variable: TypeAlias = Axis  # an axis whose root has no parts
-AxisNumber: TypeAlias = int  # the place of an axis among those of an array
+AxisIndex: TypeAlias = int  # the place of an axis among those of an array
 
 # {variable: indices that stay}, with a row for each layer of a scan if layers keep different ones.
 KeptIndices: TypeAlias = Mapping[Variable, np.ndarray]
@@ -100,7 +100,7 @@ KeptIndices: TypeAlias = Mapping[Variable, np.ndarray]
 def list_variables(axis: Axis) -> list[Variable]:
     """Returns the variables that make up an axis, in order."""
     root = axis.root
-    if root.kind is None:
+    if root.join is None:
         return [root]
     return [variable for part in root.parts for variable in list_variables(part)]
 
@@ -112,13 +112,13 @@ def pin(axis: Axis, reason: Reason) -> None:
             variable.pin = reason
 
 
-def join_axes(kind: JoinKind, axes: Iterable[Axis]) -> Axis:
+def join_axes(join: Join, axes: Iterable[Axis]) -> Axis:
     """Returns the product of axes, all combinations of their entries, or the sum, one by one."""
-    parts = [part for axis in axes for part in _list_parts(kind, axis)]
+    parts = [part for axis in axes for part in _list_parts(join, axis)]
     if len(parts) == 1:
         return parts[0]
-    size = (math.prod if kind == "product" else sum)(part.size for part in parts)
-    return Axis(size, kind, parts)
+    size = (math.prod if join == "product" else sum)(part.size for part in parts)
+    return Axis(size, join, parts)
 
 
 def unify(one: Axis, other: Axis, reason: Reason) -> None:
@@ -129,8 +129,8 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
     a, b = one.root, other.root
     if a is b or 1 in (a.size, b.size):
         return
-    if a.size == b.size and None in (a.kind, b.kind):
-        _bind_variable(*((b, a) if a.kind else (a, b)), reason)
+    if a.size == b.size and None in (a.join, b.join):
+        _bind_variable(*((b, a) if a.join else (a, b)), reason)
     elif a.size == b.size and _unify_parts(a, b, reason):
         a.root.merge_into(b.root)
     else:
@@ -150,21 +150,21 @@ def label_entries(
     size = sizes.get(root, root.size)
     if root is variable:
         return np.arange(size)
-    if root.kind is None:
+    if root.join is None:
         return np.full(size, -1)
     labels = [label_entries(part, variable, sizes) for part in root.parts]
     if any(x is None for x in labels):
         return None
     parts = [x for x in labels if x is not None]
-    if root.kind == "sum":
+    if root.join == "sum":
         return np.concatenate(parts)
     involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
-    number, lengths = involved[0] if involved else 0, [len(x) for x in parts]
-    outer_size, inner_size = math.prod(lengths[:number]), math.prod(lengths[number + 1 :])
+    index, lengths = involved[0] if involved else 0, [len(x) for x in parts]
+    outer_size, inner_size = math.prod(lengths[:index]), math.prod(lengths[index + 1 :])
     # Row-major: each label repeats for all inner entries, and the sequence for all outer ones.
-    return np.tile(np.repeat(parts[number], inner_size), outer_size)
+    return np.tile(np.repeat(parts[index], inner_size), outer_size)
 
 
 def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | None:
@@ -173,7 +173,7 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
     [layers, entries] where the indices of a variable have a row for each layer.
     """
     root = axis.root
-    if root.kind is None:
+    if root.join is None:
         return kept_indices.get(root)
     parts = [find_kept_indices(part, kept_indices) for part in root.parts]
     if all(part is None for part in parts):
@@ -184,7 +184,7 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
     indices = [
         x if x.shape[:-1] == layers else np.broadcast_to(x, (*layers, len(x))) for x in indices
     ]
-    if root.kind == "sum":
+    if root.join == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
         shifted = [x + start for x, start in zip(indices, starts, strict=True)]
         # Inside a scan that runs, the row of its layer is traced.
@@ -201,22 +201,22 @@ def count_entries(axis: Axis, sizes: Mapping[Variable, N]) -> N | int:
     root = axis.root
     if not root.parts:
         return sizes.get(root, root.size)
-    join = operator.add if root.kind == "sum" else operator.mul
-    return functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
+    combine = operator.add if root.join == "sum" else operator.mul
+    return functools.reduce(combine, [count_entries(part, sizes) for part in root.parts])
 
 
-def _list_parts(kind: JoinKind, axis: Axis) -> list[Axis]:
+def _list_parts(join: Join, axis: Axis) -> list[Axis]:
     """Returns the factors of an axis that are longer than 1, or the terms that are not empty."""
     root = axis.root
-    if root.kind == kind:
-        return [x for part in root.parts for x in _list_parts(kind, part)]
+    if root.join == join:
+        return [x for part in root.parts for x in _list_parts(join, part)]
     # A factor of 1 and a term of 0 entries change nothing.
-    return [root] if root.size != (kind == "product") else []
+    return [root] if root.size != (join == "product") else []
 
 
 def _bind_variable(variable: Variable, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
-    if axis.kind and any(x is variable for x in list_variables(axis)):
+    if axis.join and any(x is variable for x in list_variables(axis)):
         pin(axis, reason.with_detail("an axis that is a part of itself"))
         return
     # Pins of a merged axis are not read any more: the axis takes over the pin.
@@ -228,25 +228,25 @@ def _bind_variable(variable: Variable, axis: Axis, reason: Reason) -> None:
 
 def _unify_parts(one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies the parts of two axes of one size; returns whether the parts fit."""
-    if one.kind == other.kind:
-        return one.kind is not None and _unify_like_parts(one.kind, one, other, reason)
-    return _unify_mixed_parts(*((one, other) if one.kind == "sum" else (other, one)), reason)
+    if one.join == other.join:
+        return one.join is not None and _unify_like_parts(one.join, one, other, reason)
+    return _unify_mixed_parts(*((one, other) if one.join == "sum" else (other, one)), reason)
 
 
-def _unify_like_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) -> bool:
-    """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
-    parts, other_parts = (deque(_list_parts(kind, axis)) for axis in (one, other))
+def _unify_like_parts(join: Join, one: Axis, other: Axis, reason: Reason) -> bool:
+    """Unifies parts of axes of one join, from the first on; cuts the larger where sizes differ."""
+    parts, other_parts = (deque(_list_parts(join, axis)) for axis in (one, other))
     while parts and other_parts:
         a, b = parts.popleft().root, other_parts.popleft().root
-        if kind in (a.kind, b.kind):  # taken apart meanwhile
-            parts.extendleft(reversed(_list_parts(kind, a)))
-            other_parts.extendleft(reversed(_list_parts(kind, b)))
+        if join in (a.join, b.join):  # taken apart meanwhile
+            parts.extendleft(reversed(_list_parts(join, a)))
+            other_parts.extendleft(reversed(_list_parts(join, b)))
         elif a.size == b.size:
             unify(a, b, reason)
         else:
             queues = (parts, other_parts) if a.size > b.size else (other_parts, parts)
             large, small = (a, b) if a.size > b.size else (b, a)
-            pieces = _split_off(kind, large, small.size, reason)
+            pieces = _split_off(join, large, small.size, reason)
             if pieces is None:
                 return False
             queues[0].extendleft(reversed(pieces))
@@ -255,14 +255,14 @@ def _unify_like_parts(kind: JoinKind, one: Axis, other: Axis, reason: Reason) ->
     return not parts and not other_parts
 
 
-def _split_off(kind: JoinKind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
+def _split_off(join: Join, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
     """Returns a first part of this size, and the remainder; `None` if there is no such cut."""
-    if large.kind is None and kind == "sum":
-        return large.split_variable(kind, (size, large.size - size))
-    if kind == "product":
-        if large.kind or not size or large.size % size:
+    if large.join is None and join == "sum":
+        return large.split_variable(join, (size, large.size - size))
+    if join == "product":
+        if large.join or not size or large.size % size:
             return None
-        return large.split_variable(kind, (size, large.size // size))
+        return large.split_variable(join, (size, large.size // size))
     slowest, *faster = _list_parts("product", large)  # a product, cut along its slowest factor
     inner = join_axes("product", faster)
     if size % inner.size:

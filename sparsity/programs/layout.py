@@ -20,7 +20,7 @@ EquationParams: TypeAlias = dict[str, object]
 
 
 class Place(NamedTuple):
-    """An axis of an input or an output of an equation, by their numbers."""
+    """An axis of an input or an output of an equation, by their indices."""
 
     array: int
     axis: int
@@ -88,7 +88,7 @@ class AxisRule:
         relations are indices and scalars.
       resize: `resize(equation, sizes)` returns the parameters of the equation that differ at
         smaller sizes; `None` if no parameter holds sizes.
-      sources: `sources(equation, number)` returns the numbers of the inputs whose entries an
+      sources: `sources(equation, index)` returns the indices of the inputs whose entries an
         output holds; by default that of the first input.
       find_reduction: the name of the reduction that joins entries of mixed axes, `None` if there is
         none, 'unknown' if nothing follows from constants.
@@ -100,7 +100,7 @@ class AxisRule:
 
     relate: Callable[[Equation], list[Relation]]
     resize: Callable[[Equation, Sizes], EquationParams] | None = None
-    sources: Callable[[Equation, int], Sequence[int]] = lambda equation, number: (0,)
+    sources: Callable[[Equation, int], Sequence[int]] = lambda equation, index: (0,)
     find_reduction: Callable[[Equation], str | None] = lambda equation: None
     fill: Callable[[Equation], float | None] = lambda equation: None
     is_lookup: bool = False
@@ -163,13 +163,13 @@ def _relate_parts(axis: int, joined: Value, parts: Sequence[Value], text: str) -
     relation = Relation("stack", (), (Place(0, axis),), text)
     part_axes: Sequence[int] = range(len(parallel))
     if len(parts[0].shape) == len(joined.shape):
-        places = tuple(Place(number, axis) for number in range(len(parts)))
+        places = tuple(Place(index, axis) for index in range(len(parts)))
         relation, part_axes = relation._replace(kind="sum", sources=places), parallel
     return [
         relation,
         *(
-            relate_same((number, i), (0, target), text)
-            for number in range(len(parts))
+            relate_same((index, i), (0, target), text)
+            for index in range(len(parts))
             for i, target in zip(part_axes, parallel, strict=True)
         ),
     ]
@@ -230,10 +230,10 @@ def _relate_along(
     def relate(equation: Equation) -> list[Relation]:
         selected = axes(equation)
         return [
-            relate_same((source, axis), (number, axis), _IN_ORDER)
+            relate_same((source, axis), (target, axis), _IN_ORDER)
             if axis not in selected and output.shape[axis] == size
-            else Relation(kind, (Place(source, axis),), (Place(number, axis),), _IN_ORDER)
-            for number, output in enumerate(equation.outputs)
+            else Relation(kind, (Place(source, axis),), (Place(target, axis),), _IN_ORDER)
+            for target, output in enumerate(equation.outputs)
             for source, value in enumerate(equation.inputs)
             for axis, size in enumerate(value.shape)
         ]
@@ -257,21 +257,21 @@ def _list_windows(equation: Equation) -> list[int]:
 
 
 def _relate_update(
-    equation: Equation, number: int, update_axes: Mapping[int, int], text: str
+    equation: Equation, update_index: int, update_axes: Mapping[int, int], text: str
 ) -> list[Relation]:
     """Returns the relations of an update, which replaces entries of the first input.
 
     Args:
       equation: the equation.
-      number: number of the input that is the update.
+      update_index: index of the input that is the update.
       update_axes: {axis of the first input: axis of the update}, of axes that are covered if sizes
         are equal.
       text: the operation, for errors.
     """
-    relations, update = [], equation.inputs[number]
+    relations, update = [], equation.inputs[update_index]
     for axis, size in enumerate(equation.inputs[0].shape):
         place = Place(0, axis)
-        sources = [Place(number, update_axes[axis])] if axis in update_axes else []
+        sources = [Place(update_index, update_axes[axis])] if axis in update_axes else []
         is_covered = any(update.shape[source.axis] == size for source in sources)
         kind: RelationKind = "product" if is_covered else "mixed"
         relations += [
@@ -356,7 +356,7 @@ def _resize_gather(equation: Equation, sizes: Sizes) -> EquationParams:
     return {"slice_sizes": tuple(small if size == full else size for size, full, small in sliced)}
 
 
-def _all_inputs(equation: Equation, number: int) -> Sequence[int]:
+def _all_inputs(equation: Equation, index: int) -> Sequence[int]:
     return range(len(equation.inputs))
 
 
@@ -398,7 +398,7 @@ _relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["a
 _relate_along_windows = _relate_along("mixed", _list_windows)
 _CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
 _SCATTERED = AxisRule(
-    _scatter, sources=lambda equation, number: (0, 2), find_reduction=_name_scatter_reduction
+    _scatter, sources=lambda equation, index: (0, 2), find_reduction=_name_scatter_reduction
 )
 _WINDOWED = AxisRule(
     _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
@@ -427,22 +427,22 @@ LAYOUTS: dict[str, AxisRule] = {
         is_lookup=True,
         reads_quantized=True,
     ),
-    "dynamic_update_slice": AxisRule(_update, sources=lambda equation, number: (0, 1)),
+    "dynamic_update_slice": AxisRule(_update, sources=lambda equation, index: (0, 1)),
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
     "pad": AxisRule(_relate_along("cut", _list_padded), sources=_all_inputs),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
     **dict.fromkeys(("scatter", *_SCATTER_REDUCTIONS), _SCATTERED),
     "sort": AxisRule(
         _relate_along("mixed", lambda equation: [equation.params["dimension"]]),
-        sources=lambda equation, number: (number,),
+        sources=lambda equation, index: (index,),
     ),
     "top_k": AxisRule(
         _relate_along_axis,
-        sources=lambda equation, number: () if number else (0,),  # the others are indices
+        sources=lambda equation, index: () if index else (0,),  # the others are indices
     ),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _CUMULATIVE),
     "reduce_window": AxisRule(  # by any function
-        _relate_along_windows, sources=lambda equation, number: (), moves_window=True
+        _relate_along_windows, sources=lambda equation, index: (), moves_window=True
     ),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _WINDOWED),
 }

@@ -180,7 +180,7 @@ def _convolution(equation: Equation) -> Product:
         output=tuple(output),
         cost=tuple([(result, i) for i in range(len(output))] + [(kernel, i) for i in inputs]),
         pairs=((image[0], inputs[0]),),
-        ordered=tuple((number, axis) for number, axes in enumerate(spatial) for axis in axes),
+        ordered=tuple((index, axis) for index, axes in enumerate(spatial) for axis in axes),
         ordered_text="an axis of space",
         text="a convolution",
         groups=params["feature_group_count"],

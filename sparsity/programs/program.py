@@ -196,8 +196,8 @@ class Body(NamedTuple):
       program: the program.
       inputs: for each input of the program the value outside.
       outputs: for each output of the program the output of the equation, `None` for a condition.
-      carries: (number of the output, number of the input) of values that the next step reads.
-      layers: numbers of the stacked inputs; each step of a scan reads one layer of them.
+      carries: (index of the output, index of the input) of values that the next step reads.
+      layers: indices of the stacked inputs; each step of a scan reads one layer of them.
       trips: number of runs in a call of the equation; `None` if it depends on data.
     """
 

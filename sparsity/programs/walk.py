@@ -96,18 +96,18 @@ class Flow(Generic[Fact]):
         for body in equation.list_bodies():
             self._pass_inputs(equation, body)
             self._follow_to_fixpoint(equation, body)
-            for number, output in enumerate(body.outputs):
+            for index, output in enumerate(body.outputs):
                 if output is not None:
-                    fact = self.leave_body(self._read_result(equation, body, number), equation)
+                    fact = self.leave_body(self._read_result(equation, body, index), equation)
                     if output in results:
                         fact = self.join(results[output], fact, equation, output)
                     results[output] = fact
         self.facts.update(results)
 
     def _pass_inputs(self, equation: Equation, body: Body) -> None:
-        for number, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
+        for index, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
             fact = self.fact(value)
-            if number in body.layers:
+            if index in body.layers:
                 fact = self.take_layer(fact, equation)
             elif equation.name == "shard_map":
                 fact = self.take_shard(fact, value, inner)
@@ -120,18 +120,18 @@ class Flow(Generic[Fact]):
         while not is_stable:
             is_stable = True
             self.run(body.program)
-            for output, number in body.carries:
-                value = body.program.inputs[number]
-                fact = self.fact(body.program.outputs[output])
+            for output_index, input_index in body.carries:
+                value = body.program.inputs[input_index]
+                fact = self.fact(body.program.outputs[output_index])
                 joined = self.join(self.facts[value], fact, equation, value)
                 is_stable = is_stable and joined == self.facts[value]
                 self.facts[value] = joined
 
-    def _read_result(self, equation: Equation, body: Body, number: int) -> Fact:
-        inner, carries = body.program.outputs[number], dict(body.carries)
-        if number in carries:
+    def _read_result(self, equation: Equation, body: Body, index: int) -> Fact:
+        inner, carries = body.program.outputs[index], dict(body.carries)
+        if index in carries:
             # A loop without steps returns its first carry; the fact of the input holds for both.
-            return self.facts[body.program.inputs[carries[number]]]
+            return self.facts[body.program.inputs[carries[index]]]
         if equation.name == "scan":
             return self.stack_layers(self.fact(inner), equation)
         return self.fact(inner)
@@ -262,5 +262,5 @@ def scan_like(
 def switch(
     index: PyTree, branches: Sequence[Callable[..., PyTree]], operands: Sequence[PyTree]
 ) -> PyTree:
-    """Returns the outputs of a branch, whose number may be a bool where there are two."""
+    """Returns the outputs of a branch, whose index may be a bool where there are two."""
     return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)

@@ -45,10 +45,10 @@ def rounds_in_turn(*programs: Callable[[], object], rounds: int) -> list[list[fl
     """Returns the seconds of each program in each round; see `time_in_turn`."""
     check_int("rounds", rounds, 1)
     seconds: list[list[float]] = [[] for _ in programs]
-    for number in range(-_WARM_UP, rounds):
+    for round_index in range(-_WARM_UP, rounds):
         for program, program_seconds in zip(programs, seconds, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(program())
-            if number >= 0:
+            if round_index >= 0:
                 program_seconds.append(time.perf_counter() - start)
     return seconds

@@ -20,7 +20,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
-from sparsity.programs.axes import AxisNumber
+from sparsity.programs.axes import AxisIndex
 from sparsity.shrinking.dead import mark_kept
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
@@ -43,7 +43,7 @@ class CutParameter:
 
     name: str
     shape: tuple[int, ...]
-    axes: Mapping[AxisNumber, np.ndarray]
+    axes: Mapping[AxisIndex, np.ndarray]
     mask: jax.Array | None = None
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by key path in a tr
 def list_cut_parameters(
     graph: Graph,
     params: Params,
-    kept: Mapping[Path, Mapping[AxisNumber, np.ndarray]],
+    kept: Mapping[Path, Mapping[AxisIndex, np.ndarray]],
     masks: Mapping[Path, jax.Array],
 ) -> CutParameters:
     """Returns the cut of each parameter, by its key path in a tree of params.
@@ -244,7 +244,7 @@ def _check_outside_cuts(key_path: KeyPath, leaf: jax.Array, owner_tree: PyTree) 
 
 def _find_average_axes(
     owner: CutParameter, shape: tuple[int, ...]
-) -> Mapping[AxisNumber, np.ndarray] | None:
+) -> Mapping[AxisIndex, np.ndarray] | None:
     """Returns the cut axes of a factored moment, which averages its parameter over one axis.
 
     Returns `None` if that axis loses entries, or if shapes do not determine the axis.
@@ -261,7 +261,7 @@ def _find_average_axes(
     return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
 
 
-def _cut_array(array: jax.Array, axes: Mapping[AxisNumber, np.ndarray]) -> jax.Array:
+def _cut_array(array: jax.Array, axes: Mapping[AxisIndex, np.ndarray]) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
@@ -274,7 +274,7 @@ def _cut_array(array: jax.Array, axes: Mapping[AxisNumber, np.ndarray]) -> jax.A
 
 
 def _take_all_on_host(
-    array: PyTree, axes: Mapping[AxisNumber, np.ndarray], target: Sharding | None = None
+    array: PyTree, axes: Mapping[AxisIndex, np.ndarray], target: Sharding | None = None
 ) -> PyTree:
     return NotImplemented if target is not None else _take_along_axes(array, axes)  # of a mesh
 
@@ -282,14 +282,14 @@ def _take_all_on_host(
 @host.instead(_take_all_on_host)
 @functools.partial(jax.jit, static_argnames="target")
 def _take_all(
-    array: jax.Array, axes: Mapping[AxisNumber, jax.Array], target: Sharding | None = None
+    array: jax.Array, axes: Mapping[AxisIndex, jax.Array], target: Sharding | None = None
 ) -> jax.Array:
     array = _take_bits(array, axes)
     return array if target is None else jax.lax.with_sharding_constraint(array, target)
 
 
 @jax.custom_jvp
-def _take_bits(array: jax.Array, axes: Mapping[AxisNumber, jax.Array]) -> jax.Array:
+def _take_bits(array: jax.Array, axes: Mapping[AxisIndex, jax.Array]) -> jax.Array:
     """Takes entries as integers: XLA adds zeros of other devices, and -0.0 + 0.0 is 0.0."""
     if jnp.iscomplexobj(array):
         return jax.lax.complex(_take_bits(array.real, axes), _take_bits(array.imag, axes))
@@ -302,12 +302,12 @@ def _take_bits(array: jax.Array, axes: Mapping[AxisNumber, jax.Array]) -> jax.Ar
 
 @_take_bits.defjvp
 def _take_tangents(
-    primals: tuple[jax.Array, Mapping[AxisNumber, jax.Array]], tangents: tuple[jax.Array, PyTree]
+    primals: tuple[jax.Array, Mapping[AxisIndex, jax.Array]], tangents: tuple[jax.Array, PyTree]
 ) -> tuple[jax.Array, jax.Array]:
     return _take_bits(*primals), _take_along_axes(tangents[0], primals[1])
 
 
-def _take_along_axes(array: PyTree, axes: Mapping[AxisNumber, PyTree]) -> PyTree:
+def _take_along_axes(array: PyTree, axes: Mapping[AxisIndex, PyTree]) -> PyTree:
     for axis, index in axes.items():
         array = take(array, index, axis)
     return array

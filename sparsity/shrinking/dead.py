@@ -16,10 +16,10 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.programs.axes import AxisNumber, KeptIndices, Variable
+from sparsity.programs.axes import AxisIndex, KeptIndices, Variable
 
-Members: TypeAlias = frozenset[int]  # numbers of members of a group
-Evidence: TypeAlias = Mapping[Path, Mapping[AxisNumber, Sequence[np.ndarray]]]  # as in `Plan`
+Members: TypeAlias = frozenset[int]  # indices of members of a group
+Evidence: TypeAlias = Mapping[Path, Mapping[AxisIndex, Sequence[np.ndarray]]]  # as in `Plan`
 # bool, 1 where an entry is neither masked nor removed
 LiveMasks: TypeAlias = Mapping[Path, np.ndarray]
 
@@ -51,7 +51,7 @@ def find_dead(
         _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
-    evidence: dict[Path, dict[AxisNumber, np.ndarray]] = {}
+    evidence: dict[Path, dict[AxisIndex, np.ndarray]] = {}
     # Removed channels leave entries of other groups without a use: repeats until nothing changes.
     while masked:
         dead = proofs.find_removable(masked)
@@ -89,14 +89,14 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> Ch
             removed[group] = ~mark_kept(kept[group.variable], group.size)
             is_masked = np.zeros((*removed[group].shape, len(group.members)), bool)
             members = zip(group.members, group.positions, strict=True)
-            for number, ((path, axis), positions) in enumerate(members):
+            for member_index, ((path, axis), positions) in enumerate(members):
                 rows = evidence.get(path, {}).get(axis)
                 if rows is None:
-                    is_masked[..., number] = True
+                    is_masked[..., member_index] = True
                     continue
                 is_noted = np.stack([np.isin(positions, row).all(axis=1) for row in rows])
                 is_layered = len(is_noted) == len(is_masked)
-                is_masked[..., number] = is_noted if is_layered else is_noted.all(axis=0)
+                is_masked[..., member_index] = is_noted if is_layered else is_noted.all(axis=0)
             cases[group] = is_masked & removed[group][..., None]
     dead = _Proofs(graph).find_removable(cases)
     return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
@@ -129,13 +129,13 @@ class _Proofs:
         for group, is_masked in masked.items():
             is_static = [path not in self._graph.removal.updated_state for path, _ in group.members]
             rows = (is_masked & is_static).reshape(-1, len(is_static))
-            unique, numbers = np.unique(rows, axis=0, return_inverse=True)
+            unique, case_indices = np.unique(rows, axis=0, return_inverse=True)
             members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
-            cases[group] = members, numbers.reshape(is_masked.shape[:2])
+            cases[group] = members, case_indices.reshape(is_masked.shape[:2])
         self._prove_cases({group: members for group, (members, _) in cases.items()})
         return {
-            group: np.array([self._verdicts[group][m] for m in members])[numbers]
-            for group, (members, numbers) in cases.items()
+            group: np.array([self._verdicts[group][m] for m in members])[case_indices]
+            for group, (members, case_indices) in cases.items()
         }
 
     def _prove_cases(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
@@ -145,7 +145,7 @@ class _Proofs:
             trial = {group: members for group, members in trial.items() if members}
             if not trial:
                 return
-            entries: dict[Path, set[tuple[AxisNumber, Variable]]] = {}
+            entries: dict[Path, set[tuple[AxisIndex, Variable]]] = {}
             for group, members in trial.items():
                 for path, axis in (group.members[i] for i in members):
                     entries.setdefault(path, set()).add((axis, group.variable))
@@ -173,15 +173,15 @@ def _list_members(
     """Yields the members of a group whose parameters have a mask.
 
     Yields:
-      The number of the member, the path of the parameter, int[channels, n], where each channel lies
+      The index of the member, the path of the parameter, int[channels, n], where each channel lies
       along its axis, and a view of the live entries: bool[layers or 1, size of the axis, ...].
     """
     members = zip(group.members, group.positions, strict=True)
-    for number, ((path, axis), positions) in enumerate(members):
+    for member_index, ((path, axis), positions) in enumerate(members):
         if path in live:
             layers = live[path] if group.layers else live[path][None]
             by_channel = np.moveaxis(layers, axis if group.layers else axis + 1, 1)
-            yield number, path, positions, by_channel
+            yield member_index, path, positions, by_channel
 
 
 def _check_alive(group: ChannelGroup, masked: np.ndarray, live: LiveMasks) -> None:
@@ -197,9 +197,9 @@ def _check_alive(group: ChannelGroup, masked: np.ndarray, live: LiveMasks) -> No
 def _find_masked(group: ChannelGroup, live: LiveMasks) -> np.ndarray:
     """Returns bool[layers, channels, members]: 1 where no entry of a member is live."""
     masked: np.ndarray = np.zeros((group.layers or 1, group.size, len(group.members)), bool)
-    for number, _, positions, entries in _list_members(group, live):
+    for member_index, _, positions, entries in _list_members(group, live):
         pooled = np.any(entries, axis=tuple(range(2, entries.ndim)))
-        masked[..., number] = ~pooled[:, positions].any(axis=2)
+        masked[..., member_index] = ~pooled[:, positions].any(axis=2)
     return masked
 
 
@@ -216,14 +216,14 @@ def _note_evidence(
     group: ChannelGroup,
     masked: np.ndarray,
     graph: Graph,
-    evidence: dict[Path, dict[AxisNumber, np.ndarray]],
+    evidence: dict[Path, dict[AxisIndex, np.ndarray]],
 ) -> None:
     """Adds bool[layers, channels, members] of removed channels to {path: {axis: bool}}."""
     members = zip(group.members, group.positions, strict=True)
-    for number, ((path, axis), positions) in enumerate(members):
+    for member_index, ((path, axis), positions) in enumerate(members):
         size = graph.parameters.find_shape(path)[axis]
         is_noted = np.zeros((len(masked), size), bool)
-        is_noted[:, positions] = masked[..., number, None]
+        is_noted[:, positions] = masked[..., member_index, None]
         axes = evidence.setdefault(path, {})
         axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | is_noted
 
@@ -231,9 +231,9 @@ def _note_evidence(
 def _remove(group: ChannelGroup, removable: np.ndarray, live: LiveMasks) -> set[Path]:
     """Removes bool[layers, channels, members] from live entries; returns paths that change."""
     changed_paths = set()
-    for number, path, positions, entries in _list_members(group, live):
-        if removable[..., number].any():
-            for layer, row in zip(entries, removable[..., number], strict=True):
+    for member_index, path, positions, entries in _list_members(group, live):
+        if removable[..., member_index].any():
+            for layer, row in zip(entries, removable[..., member_index], strict=True):
                 layer[positions[row].reshape(-1)] = False
             changed_paths.add(path)
     return changed_paths

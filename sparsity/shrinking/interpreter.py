@@ -65,11 +65,11 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
-        for number, axis in enumerate(self._coupling.axes(value)):
+        for axis_index, axis in enumerate(self._coupling.axes(value)):
             # In a step of a scan, the row of its layer takes the place of the rows of all layers.
             index = find_kept_indices(axis, {**self._kept_indices, **self._layer_indices})  # type: ignore[dict-item]
             if index is not None:
-                array = take(array, index, number)
+                array = take(array, index, axis_index)
         return array
 
     def read(self, value: Value) -> jax.Array:

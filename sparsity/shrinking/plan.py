@@ -302,11 +302,11 @@ def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
     kept_indices = solve_kept_indices(graph.removal.list_parameter_axes(), plan)
     removable = {group.variable for group in graph.groups}
     for parameter, axes in graph.removal.list_parameter_axes():
-        for axis_number, axis in enumerate(axes):
+        for axis_index, axis in enumerate(axes):
             if any(v in kept_indices and v not in removable for v in list_variables(axis)):
-                reason = _explain_refusal(graph, parameter.path, axis_number)
+                reason = _explain_refusal(graph, parameter.path, axis_index)
                 raise ValueError(
-                    f"The plan removes indices of axis {axis_number} of {parameter.name!r}, which "
+                    f"The plan removes indices of axis {axis_index} of {parameter.name!r}, which "
                     f"this model needs: {reason}. The plan was made for another model, or for "
                     "other flags."
                 )

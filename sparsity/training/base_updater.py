@@ -24,7 +24,7 @@ from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.kept_step import KeptStep
 from sparsity.training.masked_step import MaskedStep
-from sparsity.training.overrides import INFERRED, check_overrides
+from sparsity.training.overrides import ASSUMED, check_overrides, is_assumed
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, score_weights
@@ -166,8 +166,8 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
                  [ 1.5,  0. ]], dtype=float32)
         """
         self.check_fields()
-        if "keeps_dense_weights" in self._inferred and self.is_sparse_updates is None:
-            _, hooks = INFERRED["keeps_dense_weights"]
+        if self.is_sparse_updates is None and is_assumed(self, "keeps_dense_weights"):
+            _, hooks = ASSUMED["keeps_dense_weights"]
             cls = next(x for x in type(self).__mro__ if not vars(x).keys().isdisjoint(hooks))
             warn(
                 f"{cls.__name__} overrides {' or '.join(hooks)}, so that it is assumed "

@@ -87,8 +87,8 @@ class _Trace(NamedTuple):
       init: maps the arrays of the parameters to those of the state.
       update: maps the arrays of parameters, gradients and state, and a value, to updates, state,
         and arrays in place of Python numbers of the state.
-      floats: numbers of the parameters that have gradients.
-      owners: for each array of the state the number of its parameter, `None` for others.
+      floats: indices of the parameters that have gradients.
+      owners: for each array of the state the index of its parameter, `None` for others.
     """
 
     init: Program
@@ -101,7 +101,7 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
     """Returns the programs of `init` and `update`, for abstract parameters."""
     structs = jax.tree.map(_without_sharding, sharding.abstract(params))
     arrays, rebuild = trees.split_arrays(structs)
-    floats = [number for number, array in enumerate(arrays) if trees.is_prunable(array)]
+    floats = [index for index, array in enumerate(arrays) if trees.is_prunable(array)]
     states: list[PyTree] = []
 
     def init(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -118,8 +118,8 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
     ) -> tuple[PyTree, list[jax.Array], list[jax.Array]]:
         # Gradients of integers are float0 in jax.
         all_grads: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
-        for number, grad in zip(floats, grads, strict=True):
-            all_grads[number] = grad
+        for index, grad in zip(floats, grads, strict=True):
+            all_grads[index] = grad
         old = trees.split_arrays(states[0])[1](state)
         updates, new = inner.update(rebuild(all_grads), old, rebuild(arrays), value=value)
         leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
@@ -137,7 +137,7 @@ def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> _Tra
             owned.append(owner)
 
     owners.map_owned(note, rebuild(range(len(arrays))), states[0])
-    grads = [arrays[number] for number in floats]
+    grads = [arrays[index] for index in floats]
     value = jax.ShapeDtypeStruct((), jnp.float32)
     later = jax.make_jaxpr(update)(arrays, grads, state, value)
     return _Trace(read_jaxpr(first), read_jaxpr(later), floats, owned)
@@ -174,10 +174,10 @@ class _Comparison:
         """Returns why removed entries or those of other parameters matter, or ""."""
         flow = RemovedEntries(self._is_short)
         params = [
-            Fact(number, self._removed) if self._is_short(value) else Fact()
-            for number, value in enumerate(trace.init.inputs)
+            Fact(index, self._removed) if self._is_short(value) else Fact()
+            for index, value in enumerate(trace.init.inputs)
         ]
-        floats = [params[number] for number in trace.floats]
+        floats = [params[index] for index in trace.floats]
         grads = [Fact() if fact.owner is None else Fact(fact.owner, 0.0) for fact in floats]
         inputs = [*params, *grads]
         state, before = flow.follow(trace.init, params), None

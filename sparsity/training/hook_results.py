@@ -12,8 +12,10 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, are_kept, check_user_mask, place_masks, read_masks
+from sparsity.patterns.base import is_ranking_units
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
+from sparsity.training.overrides import read_attribute
 from sparsity.training.state import SparseState
 from sparsity.training.updater_hooks import UpdaterHooks
 
@@ -105,11 +107,12 @@ def _check_units(
       mask: the mask as the user gave it, which has entries also where the parameter is traced.
       param: the parameter.
     """
-    moves = updater.regrows and updater.keeps_count == "exact" and has_updates(updater.scheduler)
+    keeps_exact = read_attribute(updater, "keeps_count") == "exact"
+    moves = updater.regrows and keeps_exact and has_updates(updater.scheduler)
     if not moves or path not in sites or not _is_readable(mask):
         return
     pattern, axes = sites[path].pattern, sites[path].batch_axes
-    if pattern.is_elementwise or not pattern.ranks_units:
+    if pattern.is_elementwise or not is_ranking_units(pattern):
         return
     shape = param.shape
     pattern.check(shape, axes, sites[path].name)

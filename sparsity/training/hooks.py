@@ -152,7 +152,7 @@ def call_hook(
     except TypeError as error:
         raise TypeError(
             f"{name}{signature} does not fit its call: {error}. "
-            "BaseUpdater documents the arguments of its hooks; tx.update(..., name=value) passes "
-            "more."
+            "help(sparsity.BaseUpdater) shows the arguments of hooks; tx.update(..., name=value) "
+            "passes more."
         ) from None
     return hook(*args, **kwargs)

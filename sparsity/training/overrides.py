@@ -1,17 +1,19 @@
-"""Overrides of hooks: the class attributes that they change, and those without effect."""
+"""Overrides of hooks: the class attributes that no longer hold, and overrides without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
+from sparsity.core.statements import is_stated
+
 _PACKAGE = __name__.partition(".")[0]
 _UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
 KeepsCount: TypeAlias = Literal["exact", "at most", "any"]
 
-# Class attributes, and the value of a class that overrides one of the hooks without stating the
-# attribute. `regrows = True` stays.
-INFERRED: Mapping[str, tuple[bool | KeepsCount | None, tuple[str, ...]]] = {
+# Class attributes, and the values that are assumed of a class that overrides one of the hooks and
+# does not state the attribute. `regrows = True` holds for all overrides.
+ASSUMED: Mapping[str, tuple[bool | KeepsCount | None, tuple[str, ...]]] = {
     "keeps_dense_weights": (True, ("post_gradient_update", "apply_masks")),
     "regrows": (None, ("calculate_scores", *_UPDATE_HOOKS)),
     "keeps_count": ("any", (*_UPDATE_HOOKS, "get_initial_masks", "init_state")),
@@ -29,31 +31,15 @@ _CALLERS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def infer_attributes(cls: type, root: type, inherited: frozenset[str]) -> frozenset[str]:
-    """Sets the attributes of `INFERRED` for hooks that a class or a mixin of it overrides.
+def read_attribute(updater: object, name: str) -> bool | KeepsCount | None:
+    """Returns an attribute that `ASSUMED` lists, or the value that is assumed in its place."""
+    return ASSUMED[name][0] if is_assumed(updater, name) else getattr(updater, name)
 
-    Args:
-      cls: a new class of updaters.
-      root: the class that declares the hooks.
-      inherited: the result for the parents of the class.
 
-    Returns:
-      Names of the attributes that neither the class nor its parents state.
-    """
-    parents = [base for base in cls.__bases__ if issubclass(base, root)]
-    new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
-    stated = {name for base in new for name in vars(base)}
-
-    def is_new(hook: str) -> bool:
-        return all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
-
-    inferred = inherited - stated
-    for name, (value, hooks) in INFERRED.items():
-        stays = name in stated or (name == "regrows" and getattr(cls, name))
-        if not stays and any(map(is_new, hooks)):
-            setattr(cls, name, value)
-            inferred |= {name}
-    return inferred
+def is_assumed(updater: object, name: str) -> bool:
+    """Returns whether an updater overrides hooks of which its attribute says nothing."""
+    holds = name in vars(updater) or (name == "regrows" and getattr(updater, name))
+    return not holds and not is_stated(type(updater), name, ASSUMED[name][1])
 
 
 def check_overrides(cls: type, assigned: Iterable[str] = ()) -> None:
@@ -65,9 +51,9 @@ def check_overrides(cls: type, assigned: Iterable[str] = ()) -> None:
       cls: class of an updater.
       assigned: names of attributes of the updater, which override those of its class.
     """
-    for number, base in enumerate(cls.__mro__):
+    for index, base in enumerate(cls.__mro__):
         unused: Mapping[str, str] = vars(base).get("unused_hooks", {})
-        ahead = [x for x in cls.__mro__[:number] if not (_is_ours(x) and issubclass(x, base))]
+        ahead = [x for x in cls.__mro__[:index] if not (_is_ours(x) and issubclass(x, base))]
         overrides = {*assigned}.union(*map(vars, ahead))
         for hook in sorted(overrides & unused.keys()):
             if overrides.isdisjoint(_CALLERS.get(hook, ())):

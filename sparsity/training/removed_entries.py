@@ -32,7 +32,7 @@ class Fact(NamedTuple):
     """Certain properties of a value.
 
     Attributes:
-      owner: number of the parameter whose kept entries an array holds; `None` for other values.
+      owner: index of the parameter whose kept entries an array holds; `None` for other values.
       removed: value of removed entries, or of all entries of another value; `None` if uncertain.
       is_nonnegative: whether no entry is negative.
     """

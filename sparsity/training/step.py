@@ -35,6 +35,7 @@ from sparsity.training.hook_results import (
 )
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
+from sparsity.training.overrides import read_attribute
 from sparsity.training.regrow import pack_before_update
 from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState, to_stored_form
@@ -73,12 +74,14 @@ class Step(abc.ABC):
         cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
+        keeps_dense = read_attribute(updater, "keeps_dense_weights")
         zeroes_updates = updater.is_sparse_updates
         if zeroes_updates is None:
-            zeroes_updates = not updater.keeps_dense_weights
-        pruned_are_zero = zeroes_updates or not updater.keeps_dense_weights
+            zeroes_updates = not keeps_dense
+        pruned_are_zero = zeroes_updates or not keeps_dense
         # A weight that stays dense while it is masked returns with its value and its state.
-        may_regrow = pruned_are_zero if updater.regrows is None else updater.regrows
+        regrows = read_attribute(updater, "regrows")
+        may_regrow = pruned_are_zero if regrows is None else bool(regrows)
         inner = optax.with_extra_args_support(inner)
         return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, may_regrow)
 

@@ -33,9 +33,10 @@ from sparsity.masks import (
 )
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
+from sparsity.patterns.base import count_kept_entries
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
-from sparsity.training.overrides import KeepsCount, check_overrides, infer_attributes
+from sparsity.training.overrides import KeepsCount, check_overrides, read_attribute
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 
@@ -71,11 +72,11 @@ class UpdaterHooks(DataclassBase):
         refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
         never return, which makes updates of masks a tenth faster. `None`: unknown; returning
         weights restart if pruned weights are 0, and `wrap_optax` warns instead of refusing. A
-        weight that restarts is 0, with the optimizer state of `init`. Overrides of some hooks
-        change this attribute and the next two; the page on algorithms of your own lists them.
+        weight that restarts is 0, with the optimizer state of `init`. This attribute and the next
+        two hold until a subclass overrides some hooks; the page on algorithms of your own lists the
+        hooks, and the values that the library then assumes.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
-        `wrap_optax` warns if an override of a hook sets the attribute and `is_sparse_updates` is
-        `None`.
+        `wrap_optax` warns if it assumes True after an override and `is_sparse_updates` is `None`.
       keeps_count: class attribute. "exact": each slice keeps the number that the target sparsity
         gives. "at most": at most that number. "any": any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
@@ -115,21 +116,15 @@ class UpdaterHooks(DataclassBase):
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[Mapping[str, str]] = {}
     unused_hooks: ClassVar[Mapping[str, str]] = {}
-    _inferred: ClassVar[frozenset[str]] = frozenset()  # attributes that no class states
 
     def __init_subclass__(cls) -> None:
-        """Sets the class attributes that overrides of hooks change.
-
-        Raises:
-          TypeError: the class overrides one of `unused_hooks`, or states another `keeps_count`.
-        """
+        """Raises a TypeError for overrides of `unused_hooks`, and for another `keeps_count`."""
         super().__init_subclass__()
         if cls.keeps_count not in (names := get_args(KeepsCount)):
             raise TypeError(
                 f"{cls.__name__}.keeps_count must be one of {names}, got {cls.keeps_count!r}."
             )
         check_overrides(cls)
-        cls._inferred = infer_attributes(cls, UpdaterHooks, cls._inferred)
 
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to target sparsities, or `None` for dense parameters."""
@@ -280,8 +275,8 @@ class UpdaterHooks(DataclassBase):
         Returns:
           `None` if the number depends on scores, as by default unless `keeps_count` is "exact".
         """
-        has_count = site.pattern.count_kept(shape, 0.5, site.batch_axes) is not None
-        return kept if self.keeps_count == "exact" and has_count else None
+        has_count = count_kept_entries(site.pattern, shape, 0.5, site.batch_axes) is not None
+        return kept if read_attribute(self, "keeps_count") == "exact" and has_count else None
 
     def slice_rule(self) -> SliceRule | None:
         """Returns the rule by which each slice moves alone; `None` if whole parameters move."""

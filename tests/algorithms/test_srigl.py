@@ -71,6 +71,15 @@ def test_updates_are_those_of_numpy(min_salient):
     assert ablated > 20
 
 
+def test_weights_are_counted_by_neuron_in_tiles_that_need_not_divide_the_inputs():
+    rng = np.random.default_rng(0)
+    for shape, batch_axes in [((5,), 0), ((32, 5), 0), ((3, 11, 5), 0), ((2, 3, 11, 5), 1)]:
+        mask = (rng.random(shape) < 0.4).astype(np.uint8)
+        counts = srigl._count_by_neuron(jnp.asarray(mask), batch_axes)
+        expected = mask.reshape(*shape[:batch_axes], -1, 5).sum(axis=-2)
+        np.testing.assert_array_equal(counts, expected)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_moves_of_stored_weights_are_those_of_numpy(parts, monkeypatch):
     monkeypatch.setattr(srigl, "_PARTS", parts)

@@ -57,8 +57,8 @@ def test_layers_whose_branches_differ_have_counts_of_their_own():
 
     def model(params, x):
         def layer(h, inputs):
-            number, even, odd = inputs
-            return jax.lax.cond(number % 2 == 0, lambda: h @ even, lambda: h @ odd), None
+            index, even, odd = inputs
+            return jax.lax.cond(index % 2 == 0, lambda: h @ even, lambda: h @ odd), None
 
         return jax.lax.scan(layer, x, (jnp.arange(4), params["even"], params["odd"]))[0]
 

@@ -229,12 +229,12 @@ def test_branches_are_pruned_where_they_are_reached_and_count_their_own_rows():
 
     def model(params, xs):
         def step(h, x):
-            number, x = x
+            index, x = x
             branches = [lambda h, part=part: h @ params[part] for part in ("even", "odd")]
-            return jnp.tanh(lax.switch(number % 2, branches, h) + x), None
+            return jnp.tanh(lax.switch(index % 2, branches, h) + x), None
 
-        numbers = jnp.arange(len(xs))
-        return lax.scan(step, xs[0], (numbers, xs))[0] @ params["last"]
+        indices = jnp.arange(len(xs))
+        return lax.scan(step, xs[0], (indices, xs))[0] @ params["last"]
 
     def plain(params, xs, tap):
         h = np.asarray(xs[0])

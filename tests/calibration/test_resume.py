@@ -47,12 +47,12 @@ def interrupt(monkeypatch):
     write = LayerStore.write
     remaining = [None]
 
-    def written(self, number, layer):
+    def written(self, index, layer):
         if remaining[0] == 0:
             raise KeyboardInterrupt
         remaining[0] = remaining[0] and remaining[0] - 1
-        write(self, number, layer)
-        WRITTEN.append(number)
+        write(self, index, layer)
+        WRITTEN.append(index)
 
     monkeypatch.setattr(LayerStore, "write", written)
     WRITTEN.clear()

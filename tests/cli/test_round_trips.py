@@ -30,7 +30,7 @@ def test_prune_inspect_and_diff_agree(tmp_path_factory, capsys, ending, seed, ta
     rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("files")
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES[ending]), min_size=1, max_size=4))
     tree = {}
-    for number, dtype in enumerate(dtypes):
+    for index, dtype in enumerate(dtypes):
         shapes = SHAPES if ending else [shape for shape in SHAPES if 0 not in shape]
         shape = data.draw(st.sampled_from(shapes))  # Orbax saves no empty arrays
         drawn = np.nan_to_num(np.asarray(draws.values(rng, shape, "float32")), posinf=1, neginf=-1)
@@ -39,7 +39,7 @@ def test_prune_inspect_and_diff_agree(tmp_path_factory, capsys, ending, seed, ta
         normal = np.where(np.abs(drawn) < 1e-30, 0, drawn) if dtype.kind == "c" else drawn
         largest = 1e3 if dtype.itemsize > 1 else 6  # of the narrowest floats
         with np.errstate(all="ignore"):
-            tree[f"w{number}"] = normal.clip(-largest, largest).astype(dtype)
+            tree[f"w{index}"] = normal.clip(-largest, largest).astype(dtype)
     before, after = folder / f"before{ending}", folder / f"after{ending}"
     save(before, tree)
     code, _, error = run(capsys, "prune", before, after, "--sparsity", repr(target))

@@ -297,13 +297,13 @@ def test_later_moves_and_steps_compile_nothing(caplog):
         return optax.apply_updates(values, updates), moments
 
     batches = [(x, y), (y, x), (-x, y)]
-    for number, (x, y) in enumerate(batches):
+    for index, (x, y) in enumerate(batches):
         with jax.log_compiles(), caplog.at_level("WARNING"):
             values, moments = step(model, values, moments, x, y)
             loss = jax.tree_util.Partial(loss_fn, x=x, y=y)
-            model, values, moments = model.move(pruner, values, moments, 10 * number, loss)
+            model, values, moments = model.move(pruner, values, moments, 10 * index, loss)
         compiled = [record for record in caplog.records if "Compiling" in record.message]
-        assert bool(compiled) == (number == 0)
+        assert bool(compiled) == (index == 0)
         caplog.clear()
 
 

@@ -63,9 +63,9 @@ def draw(name):
     w, x = (jnp.asarray(rng.normal(size=size)) for size in (shape, (5, 12)))
     mask = np.zeros(shape, np.uint8)
     layers = mask if name in STACKED else mask[None]
-    for number, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         size = shape[axis]
-        count = max(size // 3 - (number if name == "scanned" else 0), 1)  # scans pad
+        count = max(size // 3 - (index if name == "scanned" else 0), 1)  # scans pad
         places = np.sort(rng.choice(size, count, replace=False))
         np.moveaxis(layer, axis - (name in STACKED), 0)[places] = 1
     return fn, w, mask, x, trace(fn, w, x)

@@ -118,8 +118,8 @@ def test_whatever_file_is_damaged_the_contents_are_right_or_those_before(
     newest = Path("checkpoints", "2")
     files = [p for p in (tmp_path / "run" / newest).rglob("*") if p.is_file() and p.stat().st_size]
     fell_back = 0
-    for number, path in enumerate(files):
-        run = tmp_path / str(number)
+    for index, path in enumerate(files):
+        run = tmp_path / str(index)
         shutil.copytree(tmp_path / "run", run)
         damage(run / path.relative_to(tmp_path / "run"))
         actual = opened(run).restore(like)

@@ -41,7 +41,7 @@ class Model:
         return sum(value @ params[f"out{i}"] for i, value in enumerate(values[-2:]))
 
     def value(self, fits=lambda size: True):
-        """The number of a value, not the input if there is another; None if none fits."""
+        """The index of a value, not the input if there is another; None if none fits."""
         fitting = [i for i, size in enumerate(self.sizes) if size <= LARGEST and fits(size)]
         return int(self.rng.choice(fitting[1:] or fitting)) if fitting else None
 

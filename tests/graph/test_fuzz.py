@@ -44,8 +44,8 @@ AROUND = ("dense", "dense_and_bias", "product", "residual", "rms_norm", "scale",
 def test_removing_groups_around_any_primitive_leaves_what_masking_gives(first):
     names = sorted(every_primitive.FUNCTIONS)[first : first + BATCH]
     rounds, wrong, groups = 1 + PROGRAMS // 200, {}, 0
-    for number in range(rounds):
-        seeds = range(1000 * number + first, 1000 * number + first + len(names))
+    for round_index in range(rounds):
+        seeds = range(1000 * round_index + first, 1000 * round_index + first + len(names))
         second = dict(zip(seeds, names, strict=True))
         actual, count = fuzz.wrong(seeds, steps=AROUND, second=second)
         wrong, groups = wrong | actual, groups + count

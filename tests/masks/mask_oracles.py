@@ -8,7 +8,7 @@ from tests.selection_oracle import best_first
 
 
 def unit_of_entry(shape, kind):
-    """For each entry of a slice, the number of its unit, in the order of the units' first entry."""
+    """For each entry of a slice, the index of its unit, in the order of the units' first entry."""
     index = np.indices(shape).reshape(len(shape), -1)
     if isinstance(kind, Channel):
         index = index[[kind.axis]]

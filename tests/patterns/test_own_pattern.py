@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparsity
+from sparsity.patterns.base import count_kept_entries, is_ranking_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +285,27 @@ def test_a_pattern_that_selects_by_itself_ranks_no_units_unless_it_says_so():
         def pool(self, scores, batch_axes=0):
             return scores
 
-    assert [x.ranks_units for x in (Selects, Moves, Says, Pools)] == [False, False, True, True]
+    patterns = [Selects(), Moves(), Says(), Pools(), sparsity.NByM(2, 4), sparsity.Block((2, 2))]
+    assert [*map(is_ranking_units, patterns)] == [False, False, True, True, False, True]
+
+
+def test_a_mixin_overrides_what_a_pattern_selects_and_counts():
+    class KeepsAll:
+        def select(self, scores, sparsity, **options):
+            return jnp.ones(scores.shape, jnp.uint8)
+
+    class Mixed(KeepsAll, sparsity.Unstructured):
+        pass
+
+    class Counted(Mixed):
+        def count_kept(self, shape, sparsity, batch_axes=0):
+            return 8
+
+    weights = jnp.arange(8.0).reshape(2, 4)
+    pruner = sparsity.MagnitudePruning(sparsity_type=Mixed(), sparsity_distribution_fn=_HALF)
+    assert pruner.instant_sparsify(weights)[1].tolist() == [[1] * 4] * 2
+    patterns = sparsity.Unstructured(), Mixed(), Counted()
+    assert [count_kept_entries(pattern, (2, 4), 0.5) for pattern in patterns] == [4, None, 8]
 
 
 @dataclasses.dataclass(frozen=True)

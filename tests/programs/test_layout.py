@@ -128,9 +128,9 @@ def test_related_axes_hold_the_same_entries_and_no_axis_is_left_out(name):
         {place for places in each for place in places if not isinstance(place, int)}
         for each in ([x.sources for x in relations], [x.targets for x in relations])
     )
-    for number, shape in enumerate(shapes):
-        assert {(number, axis) for axis, size in enumerate(shape) if size > 1} <= sources
-    assert all(axis < len(equation.outputs[number].shape) for number, axis in targets)
+    for index, shape in enumerate(shapes):
+        assert {(index, axis) for axis, size in enumerate(shape) if size > 1} <= sources
+    assert all(axis < len(equation.outputs[index].shape) for index, axis in targets)
     for relation in relations:
         if relation.may_lose_entries:
             check(relation, jax.jit(fn), arrays)

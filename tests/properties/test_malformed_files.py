@@ -57,10 +57,10 @@ def digest(metadata, arrays):
     """Returns the digest that `Delta.save` would write, of as much as is there."""
     hashed = hashlib.sha256(f"{metadata['base']}\n{metadata['terms']}".encode())
     try:
-        for number, term in enumerate(json.loads(metadata["terms"])):
+        for index, term in enumerate(json.loads(metadata["terms"])):
             for name, fields in term["parameters"].items():
                 kind = "differences" if fields[0] else "values"
-                for part in (f"{number}/gaps/{name}", f"{number}/{kind}/{name}"):
+                for part in (f"{index}/gaps/{name}", f"{index}/{kind}/{name}"):
                     hashed.update(arrays[part].tobytes())
     except (KeyError, TypeError, AttributeError, IndexError):
         pass
@@ -109,8 +109,8 @@ def test_a_delta_that_lies_is_refused_or_changes_what_it_describes(tmp_path, run
     rng, results = np.random.default_rng(FIRST), set()
     base, path, target = (tmp_path / f"{name}.safetensors" for name in ("base", "lie", "out"))
     safetensors.numpy.save_file(BASE, base)
-    for number, delta in enumerate(deltas()):
-        delta.save(tmp_path / f"{number}.safetensors")
+    for index, delta in enumerate(deltas()):
+        delta.save(tmp_path / f"{index}.safetensors")
     for number in range(FILES):
         save_lie(rng, tmp_path / f"{number % 3}.safetensors", path)
         try:
@@ -273,8 +273,8 @@ def test_a_folder_of_orbax_that_lies_is_refused_or_read(tmp_path, run):
     rng, codes = np.random.default_rng(FIRST), set()
     folder, target = tmp_path / "folder", tmp_path / "target"
     tree = {"w": BASE["w"], "b": BASE["b"], "n": {"m": np.arange(6).reshape(2, 3)}}
-    for number, (has_database, zarr3) in enumerate(ORBAX_LAYOUTS):
-        save_orbax_layout(tmp_path / str(number), tree, database=has_database, zarr3=zarr3)
+    for index, (has_database, zarr3) in enumerate(ORBAX_LAYOUTS):
+        save_orbax_layout(tmp_path / str(index), tree, database=has_database, zarr3=zarr3)
     for number in range(FILES):
         shutil.copytree(tmp_path / str(number % 4), folder)
         spoil_folder(rng, folder, ORBAX_LAYOUTS[number % 4][0])

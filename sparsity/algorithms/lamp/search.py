@@ -176,13 +176,13 @@ def _is_local(x: jax.Array) -> bool:
 
 def _score_by_sorting(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns `lamp_scores` of each layer; layers of a size share a program and its buffers."""
-    numbers_by_type: dict[Hashable, list[int]] = {}
+    indices_by_type: dict[Hashable, list[int]] = {}
     for i, x in enumerate(arrays):
-        numbers_by_type.setdefault((x.size, x.dtype), []).append(i)
+        indices_by_type.setdefault((x.size, x.dtype), []).append(i)
     groups = [
-        numbers[start : start + _GROUP]
-        for numbers in numbers_by_type.values()
-        for start in range(0, len(numbers), _GROUP)
+        indices[start : start + _GROUP]
+        for indices in indices_by_type.values()
+        for start in range(0, len(indices), _GROUP)
     ]
     scores: dict[int, jax.Array] = {}
     for members in groups:

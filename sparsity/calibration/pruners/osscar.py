@@ -168,7 +168,7 @@ def _read_matrices(
         return x.reshape(layers or 1, -1, *x.shape[-2:]).astype(dtype)
 
     # The inputs of a matrix are numbered along all contracting axes, the last one fastest.
-    numbers = np.arange(grams.shape[-1]).reshape([param.shape[x] for x in statistic.contracting])
-    channel_inputs = np.moveaxis(numbers, statistic.contracting.index(axis), 0)
+    all_inputs = np.arange(grams.shape[-1]).reshape([param.shape[x] for x in statistic.contracting])
+    channel_inputs = np.moveaxis(all_inputs, statistic.contracting.index(axis), 0)
     input_indices = channel_inputs[positions].reshape(len(positions), -1)
     return ReaderMatrices(by_layer(matrices), by_layer(grams), jnp.asarray(input_indices))

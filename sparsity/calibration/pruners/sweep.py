@@ -102,7 +102,7 @@ def _sweep_blocks(
       sizes: B of the blocks, and of the blocks within these.
       weights: W of the inputs, corrected for all inputs before them.
       factor: H^-1 of the inputs among themselves, [inputs, inputs].
-      rows: the inputs, by their number in the matrix.
+      rows: the inputs, by their index in the matrix.
       mask: M of the inputs, where they are fewer than B_s.
     """
     if not sizes:  # one input j

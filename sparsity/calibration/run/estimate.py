@@ -113,8 +113,8 @@ class MemoryMeter:
           live_bytes: bytes that live before it.
           freed_bytes: bytes of a batch that the equation is the last to read.
         """
-        for number in self._uses.find(equation):
-            self._follow_weight(self._uses[number], live_bytes)
+        for use_index in self._uses.find(equation):
+            self._follow_weight(self._uses[use_index], live_bytes)
         if self._uses.reads_layers(equation):
             (body,) = equation.list_bodies()
             constants, _, _ = body.split(body.program.inputs)
@@ -122,8 +122,8 @@ class MemoryMeter:
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
                 self._follow_program(body.program, live_bytes + stacked, {*constants})
             return
-        for number in self._uses.list_inner(equation):
-            self._follow_weight(self._uses[number], live_bytes)
+        for use_index in self._uses.list_inner(equation):
+            self._follow_weight(self._uses[use_index], live_bytes)
         inner = [e for body in equation.inner_programs for e in body.flat_equations()]
         inside_bytes = sum(_count_bytes(value) for e in inner for value in e.outputs)
         output_bytes = sum(map(_count_bytes, equation.outputs))

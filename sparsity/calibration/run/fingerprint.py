@@ -48,11 +48,11 @@ def fingerprint(value: object) -> str:
     return _Describer().describe(value)
 
 
-def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[str]:
+def _describe_program(program: Program, index_by_value: dict[Value, int]) -> Iterator[str]:
     def describe_value(value: Value) -> str:
         if value.constant is not None:
             return fingerprint(value.constant)
-        return str(numbers.setdefault(value, len(numbers)))
+        return str(index_by_value.setdefault(value, len(index_by_value)))
 
     for value in program.inputs:
         yield f"input {describe_value(value)} {value.dtype}{value.shape}"
@@ -60,7 +60,7 @@ def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[s
         yield f"{equation.name} {[describe_value(value) for value in equation.inputs]}"
         yield from _describe_parameters(equation)
         for body in equation.inner_programs:
-            yield from _describe_program(body, numbers)
+            yield from _describe_program(body, index_by_value)
         for value in equation.outputs:
             yield f"output {describe_value(value)} {value.dtype}{value.shape}"
     yield f"returns {[describe_value(value) for value in program.outputs]}"
@@ -190,9 +190,9 @@ def _describe_class(value: type) -> Iterator[object]:
     yield from (_qualify_name(value), version)
     if version is None:
         yield value.__bases__
-        for name, item in vars(value).items():
+        for name, member in vars(value).items():
             if name not in _IGNORED_IN_CLASSES:
-                yield from (name, item)
+                yield from (name, member)
 
 
 def _describe_function(value: types.FunctionType) -> Iterator[object]:
@@ -214,10 +214,10 @@ def _describe_globals(value: types.FunctionType) -> Iterator[object]:
     names = sorted(_list_names(value.__code__))
     for name in names:
         if name in value.__globals__:
-            item = value.__globals__[name]
-            yield from (name, item)
-            if isinstance(item, types.ModuleType) and _find_version(item.__name__) is None:
-                yield from (vars(item)[inner] for inner in names if inner in vars(item))
+            used = value.__globals__[name]
+            yield from (name, used)
+            if isinstance(used, types.ModuleType) and _find_version(used.__name__) is None:
+                yield from (vars(used)[inner] for inner in names if inner in vars(used))
 
 
 def _describe_object(value: object) -> Iterator[object]:
@@ -271,6 +271,6 @@ def _read_attributes(value: object) -> dict[str, object] | None:
     if not names and not hasattr(value, "__dict__"):
         return None
     members = [pair for cls in classes for pair in vars(cls).items()]
-    cached = {name for name, item in members if isinstance(item, functools.cached_property)}
+    cached = {name for name, member in members if isinstance(member, functools.cached_property)}
     names = (names | getattr(value, "__dict__", {}).keys()) - cached - {"__dict__", "__weakref__"}
     return {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}

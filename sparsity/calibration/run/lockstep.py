@@ -58,11 +58,11 @@ class Lockstep:
         graph = self.calibration.graph
         program, count = graph.model.program, len(graph.parameters)
         inputs = [trees.split_arrays(batch)[0] for batch in self.batches]
-        for number, (batch, arrays) in enumerate(zip(self.batches, inputs, strict=True)):
-            check_structure(batch, self.batches[0], number)
+        for index, (batch, arrays) in enumerate(zip(self.batches, inputs, strict=True)):
+            check_structure(batch, self.batches[0], index)
             if (shapes := _describe_shapes(arrays)) != (first := _describe_shapes(inputs[0])):
                 raise ValueError(
-                    f"Batch {number} has arrays {shapes}, batch 0 has {first}. All batches run in "
+                    f"Batch {index} has arrays {shapes}, batch 0 has {first}. All batches run in "
                     "lockstep and must be alike: leave out or fill up the one that is smaller, or "
                     "give sequential=False."
                 )
@@ -125,13 +125,13 @@ class Lockstep:
 
     def _run_equation(self, frame: Frame, equation: Equation) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
-        for number in self.calibration.uses.find(equation):
-            self._prune_weight(frame, equation, number, frame.layers)
+        for use_index in self.calibration.uses.find(equation):
+            self._prune_weight(frame, equation, use_index, frame.layers)
         if self._must_run_by_layer(equation, frame.layers):
             self._run_scan(frame, equation)
             return
-        for number, layers in self._walk_uses(equation.inner_programs, frame.layers):
-            self._prune_weight(frame, equation, number, layers)
+        for use_index, layers in self._walk_uses(equation.inner_programs, frame.layers):
+            self._prune_weight(frame, equation, use_index, layers)
         # Each trace of a loop would leave a compiled program in the caches of jax.
         run = compile_at_call(equation.bind) if equation.inner_programs else equation.bind
         for batch in range(len(frame.data)):
@@ -143,8 +143,8 @@ class Lockstep:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
         uses = self.calibration.uses
         for equation in (equation for body in inner_programs for equation in body.flat_equations()):
-            for number in uses.find(equation):
-                yield number, layers
+            for use_index in uses.find(equation):
+                yield use_index, layers
             for layer in _list_layers(equation) if uses.reads_layers(equation) else [None]:
                 inner_layers = layers if layer is None else {**layers, equation: layer}
                 yield from self._walk_uses(equation.inner_programs, inner_layers)
@@ -152,10 +152,10 @@ class Lockstep:
     def _must_run_by_layer(self, equation: Equation, layers: ScanLayers) -> bool:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
-            equation in (use := self.calibration.uses[number]).view.scans
+            equation in (use := self.calibration.uses[use_index]).view.scans
             and not self.is_done(use.path, _read_layer_index(use, inner_layers))
             for layer in _list_layers(equation)
-            for number, inner_layers in self._walk_uses(
+            for use_index, inner_layers in self._walk_uses(
                 equation.inner_programs, {**layers, equation: layer}
             )
         )
@@ -173,31 +173,31 @@ class Lockstep:
             # A carry depends on the data from the first step on.
             data = [dict(zip(inner_carried, arrays, strict=True)) for arrays in carry]
             inputs = zip((*constants, *stacks), (*inner_constants, *inner_stacks), strict=True)
-            for number, (value, inner) in enumerate(inputs):
-                index = (layer,) if number >= len(constants) else ()
+            for input_index, (value, inner) in enumerate(inputs):
+                index = (layer,) if input_index >= len(constants) else ()
                 if value not in frame.data[0]:
                     param_inputs[inner] = functools.partial(frame.read_from_params, value, *index)
                     continue
-                for b in batches:
-                    array = frame.read(b, value)
-                    data[b][inner] = array[index] if index else array
+                for batch in batches:
+                    array = frame.read(batch, value)
+                    data[batch][inner] = array[index] if index else array
             inner_frame = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
             self._run(inner_frame)
-            for b in batches:
-                outputs = [inner_frame.read(b, value) for value in body.program.outputs]
-                carry[b] = outputs[:count]
-                stacked[b].append(outputs[count:])
-        for b in batches:
-            layers = stacked[b][::-1] if equation.params["reverse"] else stacked[b]
+            for batch in batches:
+                outputs = [inner_frame.read(batch, value) for value in body.program.outputs]
+                carry[batch] = outputs[:count]
+                stacked[batch].append(outputs[count:])
+        for batch in batches:
+            layers = stacked[batch][::-1] if equation.params["reverse"] else stacked[batch]
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
-            frame.write(b, equation, [*carry[b], *joined])
+            frame.write(batch, equation, [*carry[batch], *joined])
 
     def _prune_weight(
-        self, frame: Frame, equation: Equation, number: int, layers: ScanLayers
+        self, frame: Frame, equation: Equation, use_index: int, layers: ScanLayers
     ) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
         uses = self.calibration.uses
-        use = uses[number]
+        use = uses[use_index]
         index = _read_layer_index(use, layers)
         if self.is_done(use.path, index):
             return
@@ -206,29 +206,29 @@ class Lockstep:
             if loop not in use.view.scans:
                 frame, equation = outer, loop
                 break
-        numbers = uses.list_inner(equation) if equation.inner_programs else [number]
-        equal_uses = self._find_equal_uses(numbers, use, index, frame)
+        use_indices = uses.list_inner(equation) if equation.inner_programs else [use_index]
+        equal_uses = self._find_equal_uses(use_indices, use, index, frame)
         reached = ReachedWeight(self.calibration, frame, equation, equal_uses)
         self.on_reached(use.path, index, reached)
         for inner_frame in self._frames:
             inner_frame.forget_params()
 
     def _find_equal_uses(
-        self, numbers: Sequence[int], use: Use, index: LayerIndex, frame: Frame
+        self, use_indices: Sequence[int], use: Use, index: LayerIndex, frame: Frame
     ) -> dict[int, ScanLayers]:
         """Returns the uses that read the same weight along the same axes as the first of them.
 
         Each has the layers of the scans inside the frame.
         """
         layers: dict[int, ScanLayers] = {}
-        for number in numbers:
-            other, layer_by_axis = self.calibration.uses[number], dict(index)
+        for use_index in use_indices:
+            other, layer_by_axis = self.calibration.uses[use_index], dict(index)
             if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
             pairs = zip(other.view.scans, other.view.stacked, strict=True)
             scan_layers = {scan: layer_by_axis[axis] for scan, axis in pairs}
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
-                layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
+                layers[use_index] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
         alignments = self.calibration.alignments
         axes = alignments[min(layers)].axes
         return {n: x for n, x in layers.items() if have_equal_axes(alignments[n].axes, axes)}

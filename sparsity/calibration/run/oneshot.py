@@ -302,8 +302,8 @@ class _Run:
         if bias_place is not None:
             bias = read_layer(self.weights.current[bias_place[0]], bias_place[1])
         dense = read_layer(self.weights.before[path], index)
-        number = sum(map(len, self.layers.values()))
-        stored = self.store.read(number, dense, bias) if self.store else None
+        num_done = sum(map(len, self.layers.values()))
+        stored = self.store.read(num_done, dense, bias) if self.store else None
         if stored is None:
             started = time.perf_counter()
             layer = prune_layer()
@@ -313,7 +313,7 @@ class _Run:
                 bias = self.task.shift_bias(path, bias, layer, self.weights)
             stored = StoredLayer(weights, mask, report, bias)
             if self.store:
-                self.store.write(number, stored)
+                self.store.write(num_done, stored)
         if bias_place is not None and stored.bias is not None:
             self.weights.replace(*bias_place, stored.bias)
         self.weights.replace(path, index, stored.weights)

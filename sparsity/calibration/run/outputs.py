@@ -78,8 +78,8 @@ def compare_outputs(
         expected, returned = run(dense, batch), run(pruned, batch)
         *squares, axis_sums = jax.device_get(_sum_outputs(expected, returned))
         lost, total = lost + float(squares[0]), total + float(squares[1])
-        for number, (y, axis_sum) in enumerate(zip(expected, axis_sums, strict=True)):
-            key = number, axis_sum.size
+        for index, (y, axis_sum) in enumerate(zip(expected, axis_sums, strict=True)):
+            key = index, axis_sum.size
             sums[key] = sums.get(key, 0) + axis_sum.astype(np.result_type(axis_sum, np.float64))
             rows[key] = rows.get(key, 0) + y.size // max(axis_sum.size, 1)
     if not count and metric is None:

@@ -112,8 +112,8 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
         )
     is_refit = callable(refit) or isinstance(refit, BiasRefit)
     if refit is not None and (isinstance(refit, type) or not is_refit):
-        kinds = "None, LeastSquares(), ADMM(), Means() or another `Refit` or `BiasRefit`"
-        raise ValueError(f"refit must be {kinds}, {_describe_value(refit)}.")
+        expected = "None, LeastSquares(), ADMM(), Means() or another `Refit` or `BiasRefit`"
+        raise ValueError(f"refit must be {expected}, {_describe_value(refit)}.")
 
 
 def _describe_value(value: object) -> str:

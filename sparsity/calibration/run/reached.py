@@ -42,7 +42,7 @@ class ReachedWeight:
       calibration: sums up inputs.
       frame: holds the inputs of the equation.
       equation: a product, a scan or a cond.
-      layers: the layers of the scans within the equation that take the weight apart, by number of
+      layers: the layers of the scans within the equation that take the weight apart, by index of
         the use; all uses read the weight along the same axes.
     """
 
@@ -58,7 +58,7 @@ class ReachedWeight:
           ValueError: inputs are not finite; the error names the batch.
         """
         total = _add_up(self._sum_batches(self.calibration.sum_inputs), name)
-        return functools.reduce(add, [total[number] for number in sorted(total)])
+        return functools.reduce(add, [total[n] for n in sorted(total)])
 
     def sum_losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each matrix."""
@@ -76,23 +76,23 @@ class ReachedWeight:
         batches = range(len(self.frame.data))
         operands = {n: [self._read_operand(batch, n) for batch in batches] for n in self.layers}
         place = host.find_place(operands, matrices)
-        reruns = all(_can_rerun(self.calibration.uses[number], matrices) for number in operands)
+        reruns = all(_can_rerun(self.calibration.uses[n], matrices) for n in operands)
         if place is None or not reruns:
             return None
         total = np.zeros(len(matrices))
-        for number, inputs in operands.items():
-            rerun = _make_rerun(self.calibration.alignments[number], matrices, place)
+        for use_index, inputs in operands.items():
+            rerun = _make_rerun(self.calibration.alignments[use_index], matrices, place)
             total += sum(map(rerun, inputs))
         dtype = promote(matrices[0].dtype, jnp.float32)
         return place.put(total.astype(dtype))
 
-    def _read_operand(self, batch: int, number: int) -> jax.Array:
+    def _read_operand(self, batch: int, use_index: int) -> jax.Array:
         """Returns the other operand of a product with a weight outside of loops, for a batch."""
-        value = self.equation.inputs[1 - self.calibration.uses[number].operand]
+        value = self.equation.inputs[1 - self.calibration.uses[use_index].operand]
         return self.frame.read(batch, value)
 
     def _sum_batches(self, sum_up: Callable[..., PyTree], *matrices: jax.Array) -> Iterator[Sums]:
-        """Yields the sums of each batch, by number of the use."""
+        """Yields the sums of each batch, by index of the use."""
         batches = range(len(self.frame.data))
         if not self.equation.inner_programs:
             programs = {n: compile_at_call(functools.partial(sum_up, n)) for n in self.layers}
@@ -100,14 +100,14 @@ class ReachedWeight:
                 operands = {n: self._read_operand(batch, n) for n in programs}
                 yield {n: programs[n](operand, *matrices) for n, operand in operands.items()}
             return
-        uses = Uses({number: self.calibration.uses[number] for number in self.layers})
+        uses = Uses({use_index: self.calibration.uses[use_index] for use_index in self.layers})
         # Indices are arguments, so that the layers of a stack share a compiled program.
-        indices = {number: [*layers.values()] for number, layers in self.layers.items()}
+        indices = {use_index: [*layers.values()] for use_index, layers in self.layers.items()}
 
         def run(inputs: list[jax.Array], indices: PyTree, matrices: PyTree) -> Sums:
-            def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                sums = sum_up(number, x, *matrices)
-                for scan, layer in zip(self.layers[number], indices[number], strict=True):
+            def sum_layer(use_index: int, x: jax.Array, steps: Steps) -> PyTree:
+                sums = sum_up(use_index, x, *matrices)
+                for scan, layer in zip(self.layers[use_index], indices[use_index], strict=True):
                     is_layer = steps[scan] == layer
                     sums = jax.tree.map(lambda s, is_on=is_layer: jnp.where(is_on, s, 0), sums)
                 return sums

@@ -31,7 +31,7 @@ class StoredLayer(NamedTuple):
 
 
 class LayerStore:
-    """Layers that a run has finished, by their number in its order.
+    """Layers that a run has finished, by their index in its order.
 
     Args:
       folder: created if missing. The first finished layer makes it the folder of this run.
@@ -71,10 +71,10 @@ class LayerStore:
             )
 
     def read(
-        self, number: int, like: jax.Array, bias: jax.Array | None = None
+        self, index: int, like: jax.Array, bias: jax.Array | None = None
     ) -> StoredLayer | None:
         """Returns a layer placed as `like` and `bias`, or `None` if the layer is not finished."""
-        path = self._folder / str(number)
+        path = self._folder / str(index)
         if not path.exists():
             return None
         report = LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)
@@ -87,9 +87,9 @@ class LayerStore:
             restored = checkpointer.restore(path, item=shape, restore_args=restore_args)
             return StoredLayer(**restored | {"report": LayerReport(**restored["report"])})
 
-    def write(self, number: int, layer: StoredLayer) -> None:
+    def write(self, index: int, layer: StoredLayer) -> None:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
-        path = self._folder / str(number)
+        path = self._folder / str(index)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
             # A run that is refused before this leaves the folder free.
             if not self._identity_file.exists():

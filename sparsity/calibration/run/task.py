@@ -145,7 +145,7 @@ class PruningTask:
         return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
-        """Returns the bias of a parameter, and its layer of the same number."""
+        """Returns the bias of a parameter, and its layer of the same index."""
         if path not in self.biases:
             return None
         bias = self.biases[path].path

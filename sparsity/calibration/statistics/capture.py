@@ -97,8 +97,8 @@ class Calibration:
       filter_fn: selects parameters; `None` for all whose inputs match entries of the parameter.
 
     Attributes:
-      uses: the uses whose inputs match entries of their parameter, by number.
-      alignments: of these uses, by number.
+      uses: the uses whose inputs match entries of their parameter, by index.
+      alignments: of these uses, by index.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Calibration:
         self.graph: Graph = graph
         self.kind: StatisticsKind = kind
         self.alignments: dict[int, Alignment] = {}
-        for number, use in enumerate(graph.uses):
+        for use_index, use in enumerate(graph.uses):
             is_selected = filter_fn is None or filter_fn(use.path, leaves[use.path])
             if is_selected and (alignment := align(use, graph)) is not None:
-                self.alignments[number] = alignment
-        self.uses: Uses = Uses({number: x.use for number, x in self.alignments.items()})
+                self.alignments[use_index] = alignment
+        self.uses: Uses = Uses({use_index: x.use for use_index, x in self.alignments.items()})
 
     def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
@@ -130,22 +130,22 @@ class Calibration:
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
-    def sum_inputs(self, number: int, x: jax.Array) -> Statistic:
+    def sum_inputs(self, use_index: int, x: jax.Array) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
-        sum_rows = functools.partial(sum_inputs, self.alignments[number], self.kind)
+        sum_rows = functools.partial(sum_inputs, self.alignments[use_index], self.kind)
         return sharding.call_replicated(sum_rows, x)
 
-    def sum_outputs(self, number: int, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+    def sum_outputs(self, use_index: int, x: jax.Array, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
-        sum_rows = functools.partial(sum_outputs, self.alignments[number])
+        sum_rows = functools.partial(sum_outputs, self.alignments[use_index])
         return sharding.call_replicated(sum_rows, x, *matrices)
 
     def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
-        for number in sorted(total):
-            use = self.uses[number]
-            statistic = self.alignments[number].add_layers(total.pop(number))
+        for use_index in sorted(total):
+            use = self.uses[use_index]
+            statistic = self.alignments[use_index].add_layers(total.pop(use_index))
             sums_before = statistics.get(use.path)
             if sums_before is not None and not have_equal_axes(sums_before, statistic):
                 raise ValueError(
@@ -199,22 +199,23 @@ def _collect_sums(
             interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
-            return sums, {number: _are_finite(sums_of_use) for number, sums_of_use in sums.items()}
+            return sums, {n: _are_finite(x) for n, x in sums.items()}
 
         return calibration, compile_at_call(jax.jit(run))
 
-    for number, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         if graph is None:
             graph, first_batch = trace(fn, params, batch), batch
-        check_structure(batch, first_batch, number)
+        check_structure(batch, first_batch, index)
         calibration, run = compile_sums(graph.retrace(params, batch))
         check_values("params", params, "Calibrate outside of jit.")
-        check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
+        check_values(f"batches[{index}]", batch, "Calibrate outside of jit.")
         arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0]
         sums, finite = run(*arrays, matrices)
-        for use, finite_sums in jax.device_get(finite).items():
+        for use_index, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
-                raise make_not_finite_error(trees.join_names(calibration.uses[use].path), number)
+                name = trees.join_names(calibration.uses[use_index].path)
+                raise make_not_finite_error(name, index)
         total = add_in_place(total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
@@ -222,14 +223,14 @@ def _collect_sums(
 
 
 def _sum_up(
-    calibration: Calibration, matrices: PyTree, number: int, x: jax.Array, steps: Steps
+    calibration: Calibration, matrices: PyTree, use_index: int, x: jax.Array, steps: Steps
 ) -> PyTree:
     """Returns the sums of a use: over its inputs, or over the outputs of matrices of its layer."""
     if matrices is None:
-        return calibration.sum_inputs(number, x)
-    use = calibration.uses[number]
+        return calibration.sum_inputs(use_index, x)
+    use = calibration.uses[use_index]
     layer = tuple(steps[scan] for scan in use.view.scans)
-    return calibration.sum_outputs(number, x, *(matrix[layer] for matrix in matrices[use.path]))
+    return calibration.sum_outputs(use_index, x, *(matrix[layer] for matrix in matrices[use.path]))
 
 
 def sum_losses(
@@ -250,16 +251,16 @@ def sum_losses(
         fn, params, batches, "squares", lambda path, _: path in matrices, matrices
     )
     losses = dict.fromkeys(matrices, jnp.zeros(()))
-    for number, loss in sums.items():
-        losses[calibration.uses[number].path] += loss
+    for use_index, loss in sums.items():
+        losses[calibration.uses[use_index].path] += loss
     return losses
 
 
-def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
+def check_structure(batch: PyTree, first: PyTree, index: int) -> None:
     """Raises a ValueError for a batch that differs from the first one in more than arrays."""
     if _describe_structure(batch) != _describe_structure(first):
         raise ValueError(
-            f"Batch {number} differs from batch 0 in more than arrays: "
+            f"Batch {index} differs from batch 0 in more than arrays: "
             f"{_describe_structure(batch)}, {_describe_structure(first)}. All must be of one "
             "structure; numbers that differ must be arrays."
         )

@@ -18,7 +18,7 @@ from sparsity.programs.program import Equation, Program
 from sparsity.programs.walk import Interpreter, scan_like, switch
 
 Steps: TypeAlias = Mapping[Equation, jax.Array]  # the step of each scan around a product
-Sums: TypeAlias = dict[int, PyTree]  # by number of the use: arrays and counts that add up
+Sums: TypeAlias = dict[int, PyTree]  # by index of the use: arrays and counts that add up
 SumFn: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
 
 
@@ -36,38 +36,38 @@ add_in_place: Callable[[PyTree, PyTree], PyTree] = jax.jit(add, donate_argnums=0
 
 
 class Uses(dict[int, Use]):
-    """Uses by number, and by the equations that they are or lie in."""
+    """Uses by index, and by the equations that they are or lie in."""
 
     def __init__(self, uses: Mapping[int, Use]) -> None:
         super().__init__(uses)
         self._at: dict[Equation, list[int]] = {}
-        for number, use in uses.items():
-            self._at.setdefault(use.equation, []).append(number)
+        for use_index, use in uses.items():
+            self._at.setdefault(use.equation, []).append(use_index)
 
     def find(self, equation: Equation) -> Sequence[int]:
-        """Returns the numbers of the uses that are this product."""
+        """Returns the indices of the uses that are this product."""
         return self._at.get(equation, ())
 
     def list_inner(self, equation: Equation) -> list[int]:
         """Returns the uses in the body of a loop or in a branch, in program order."""
         return [
-            number
+            use_index
             for body in equation.inner_programs
             for inner in body.flat_equations()
-            for number in (*self.find(inner), *self.list_inner(inner))
+            for use_index in (*self.find(inner), *self.list_inner(inner))
         ]
 
     def reads_layers(self, equation: Equation) -> bool:
         """Returns whether an equation is a scan whose steps read layers of a weight."""
-        return any(equation in self[number].view.scans for number in self.list_inner(equation))
+        return any(equation in self[n].view.scans for n in self.list_inner(equation))
 
 
 class SummingInterpreter(Interpreter[jax.Array]):
     """Runs a program and sums the inputs of chosen uses on the way.
 
     Args:
-      uses: the uses by number.
-      sum_up: `sum_up(number, x, steps)` returns the sums of a use, a tree of arrays and counts.
+      uses: the uses by index.
+      sum_up: `sum_up(use_index, x, steps)` returns the sums of a use, a tree of arrays and counts.
       stacks: keep the sums of each layer of a stacked weight apart, in leading axes.
 
     Attributes:
@@ -80,9 +80,9 @@ class SummingInterpreter(Interpreter[jax.Array]):
         self._steps: Steps = {}
 
     def bind(self, equation: Equation, inputs: list[jax.Array]) -> list[jax.Array]:
-        for number in self._uses.find(equation):
-            x = inputs[1 - self._uses[number].operand]
-            self.sums[number] = self._sum_up(number, x, self._steps)
+        for use_index in self._uses.find(equation):
+            x = inputs[1 - self._uses[use_index].operand]
+            self.sums[use_index] = self._sum_up(use_index, x, self._steps)
         return equation.bind(inputs)
 
     def enters(self, equation: Equation) -> bool:
@@ -106,9 +106,9 @@ class SummingInterpreter(Interpreter[jax.Array]):
 
         def run(carry: PyTree, layer: PyTree) -> tuple[PyTree, PyTree, Sums, Sums]:
             """Returns the carry, the outputs, and the sums of one step: to add up, to stack."""
-            arrays, number = layer
+            arrays, step_index = layer
             inner = self._copy_without_sums()
-            inner._steps = {**self._steps, equation: number}
+            inner._steps = {**self._steps, equation: step_index}
             outputs = inner.run(body.program, [*constants, *carry, *arrays])
             taken_apart = [n for n in inner.sums if equation in self._uses[n].view.scans]
             stacked = {n: inner.sums.pop(n) for n in taken_apart if self._stacks}

@@ -281,7 +281,7 @@ class KeptArray:
       layout: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
-      layers: in a step of a scan the values of all layers, and the number of the layer that is
+      layers: in a step of a scan the values of all layers, and the index of the layer that is
         `values`, or `None`: see `layer`.
     """
 
@@ -375,17 +375,17 @@ class KeptArray:
             densify = jax.vmap(densify)
         return densify(kept).reshape(self.sizes).transpose(self.axes)
 
-    def layer(self, stack: Self, number: jax.Array | None) -> Self:
+    def layer(self, stack: Self, index: jax.Array | None) -> Self:
         """Returns the array of a step of a scan, whose values and positions are of one layer.
 
         Args:
           stack: the array of all layers.
-          number: number of the layer, to read narrow values from all layers; their gradient is
+          index: index of the layer, to read narrow values from all layers; their gradient is
             still that of the layer. `None` reads the layer that the scan takes.
         """
         layers = None
-        if number is not None and is_narrow(self.values.dtype):
-            layers = stack.read_values(), number
+        if index is not None and is_narrow(self.values.dtype):
+            layers = stack.read_values(), index
         axes = tuple(axis - 1 for axis in self.axes[1:])
         return dataclasses.replace(self, axes=axes, layers=layers)
 

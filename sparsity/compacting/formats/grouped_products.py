@@ -181,15 +181,15 @@ def _multiply_shards(
 
     The devices that share axes of the stack, in `values` or in `x`, multiply by their matrices.
     """
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = {name for name, kind in kinds if kind == AxisType.Explicit}
+    mesh_axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, axis_type in mesh_axes if axis_type == AxisType.Explicit}
     depth, x_axes, values_axes = values.ndim - 3, _split_axes(x), _split_axes(values)
     stack_axes = [a or b for a, b in zip(x_axes[:depth], values_axes[:depth], strict=True)]
     # An axis of the mesh splits one axis of the result.
     axes, taken = list[tuple[str, ...]](), set[str]()
-    for each in (*stack_axes, *x_axes[depth:-1], values_axes[depth]):
-        axes.append(tuple(name for name in each if name not in taken))
-        taken |= {*each}
+    for axis_names in (*stack_axes, *x_axes[depth:-1], values_axes[depth]):
+        axes.append(tuple(name for name in axis_names if name not in taken))
+        taken |= {*axis_names}
     values_spec = PartitionSpec(*axes[:depth], axes[-1])
     specs = values_spec, values_spec, PartitionSpec(*axes[:-1])
 

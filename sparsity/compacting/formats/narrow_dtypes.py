@@ -45,15 +45,15 @@ def is_quantized(dtype: np.dtype) -> bool:
 
 
 @jax.custom_jvp
-def read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
+def read_layer(values: jax.Array, layers: jax.Array, index: jax.Array) -> jax.Array:
     """Returns the values of a layer; the gradient is that of `values`, which are equal.
 
     XLA on CPUs would widen the values of all layers before the scan. The barrier keeps the
     conversion in the step, where it is a part of reading the layer. jax drops rules for derivatives
     from a scan that was differentiated: second derivatives are those of `layers`.
     """
-    layers, number = lax.optimization_barrier((layers, number))
-    return lax.dynamic_index_in_dim(layers, number, keepdims=False)
+    layers, index = lax.optimization_barrier((layers, index))
+    return lax.dynamic_index_in_dim(layers, index, keepdims=False)
 
 
 @read_layer.defjvp

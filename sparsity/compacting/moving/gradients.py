@@ -57,9 +57,9 @@ def find_positions_by_gradient(
     mapped = _zero_from(traced.consts)
     for path, mask_update in mask_updates.items():
         if path in at_once:
-            each = slices[path]
+            slice_arrays = slices[path]
             observers[path] = _observe_positions(
-                mask_update, each._replace(step=each.step + mapped)
+                mask_update, slice_arrays._replace(step=slice_arrays.step + mapped)
             )
         else:
             arrays = jnp.broadcast_to(mapped, mask_update.layout.batch_shape)
@@ -134,8 +134,8 @@ def _count_reads_in(equation: Equation, value: Value) -> int:
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return sum(
         # Steps read different layers of a stack, but all read any other input.
-        _count_reads(body.program, inner) * (1 if number in body.layers else 2)
-        for number, (outer, inner) in pairs
+        _count_reads(body.program, inner) * (1 if index in body.layers else 2)
+        for index, (outer, inner) in pairs
         if outer is value
     )
 

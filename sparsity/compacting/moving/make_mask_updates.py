@@ -11,7 +11,7 @@ from sparsity.compacting.formats.base import FormatLayout
 from sparsity.compacting.moving.mask_update import MaskUpdate
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
-from sparsity.masks import Site, is_stated
+from sparsity.masks import Site, has_statement
 from sparsity.training.hooks import SliceRule
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
@@ -59,13 +59,13 @@ def _can_follow(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
 def _check_updater(updater: UpdaterHooks) -> None:
     name = type(updater).__name__
     refused = f"{name} cannot move the masks of a compact model"
-    if not is_stated(updater.scope, "keeps_targets"):
+    if not has_statement(updater.scope, "keeps_targets"):
         raise ValueError(
             f"{refused}: under scope = {updater.scope!r} parameters may trade entries, and the "
             "numbers of kept values change. Use scope = Layerwise(). A scope of your own that "
             "keeps them states the class attribute `keeps_targets = True`."
         )
-    if not is_stated(updater.scope, "per_slice"):
+    if not has_statement(updater.scope, "per_slice"):
         raise ValueError(
             f"{refused}: scope = {updater.scope!r} may compare slices, which move one by one here. "
             "Use scope = Layerwise(). A scope of your own that compares none states the class "

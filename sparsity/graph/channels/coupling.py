@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sparsity.graph.traced_model import Model
-from sparsity.programs.axes import Axis, JoinKind, Reason, join_axes, list_variables, pin, unify
+from sparsity.programs.axes import Axis, Join, Reason, join_axes, list_variables, pin, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
@@ -38,10 +38,10 @@ class Coupling(Flow[list[Axis]]):
             if value not in model.parameter_inputs:
                 self.pin(value, Reason(None, "an input of the model", "input"))
         self.run(program)
-        for number, value in enumerate(program.outputs):
-            if number in carried:
+        for index, value in enumerate(program.outputs):
+            if index in carried:
                 reason = Reason(None, "a state that is carried to the next call", "state")
-                self._unify_axes(value, program.inputs[carried[number]], reason)
+                self._unify_axes(value, program.inputs[carried[index]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
         for value in model.parameter_inputs.keys() - find_read_values(program):
@@ -164,8 +164,8 @@ class Coupling(Flow[list[Axis]]):
                 _relate(
                     relation, sources, [find_target(place) for place in relation.targets], reason
                 )
-        for number, output in enumerate(equation.outputs):
-            self.facts[output] = [find_target(Place(number, i)) for i in range(len(output.shape))]
+        for index, output in enumerate(equation.outputs):
+            self.facts[output] = [find_target(Place(index, i)) for i in range(len(output.shape))]
 
     def _visit_product(self, equation: Equation) -> None:
         product, (result,) = read_product(equation), equation.outputs
@@ -190,8 +190,8 @@ class Coupling(Flow[list[Axis]]):
         reason = reason._replace(
             text=product.ordered_text, kind="space" if product.rhs.window else ""
         )
-        for number, axis in product.ordered:
-            pin(self.axes(values[number])[axis], reason)
+        for index, axis in product.ordered:
+            pin(self.axes(values[index])[axis], reason)
         for value in equation.inputs[2:]:
             self.pin(value, Reason(equation, product.ordered_text))
 
@@ -210,8 +210,8 @@ def _relate(
             for axis in targets:
                 pin(axis, pins[0])
             return
-    kind: JoinKind = "product" if relation.kind == "product" else "sum"
-    one, other = (x[0] if len(x) == 1 else join_axes(kind, x) for x in (targets, sources))
+    join: Join = "product" if relation.kind == "product" else "sum"
+    one, other = (x[0] if len(x) == 1 else join_axes(join, x) for x in (targets, sources))
     unify(one, other, reason)
 
 

@@ -14,7 +14,7 @@ from sparsity.graph.channels.groups import ParameterAxes
 from sparsity.graph.traced_model import Parameter
 from sparsity.programs.axes import (
     Axis,
-    AxisNumber,
+    AxisIndex,
     KeptIndices,
     Variable,
     count_entries,
@@ -24,7 +24,7 @@ from sparsity.programs.axes import (
 )
 
 AxisSizes: TypeAlias = dict[Variable, int]
-AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisNumber, np.ndarray]]  # {path: {axis: array}}
+AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisIndex, np.ndarray]]  # {path: {axis: array}}
 
 
 @runtime_checkable
@@ -45,14 +45,14 @@ class PlanLike(Protocol):
 
 def list_kept_indices(
     parameters: ParameterAxes, kept_indices: KeptIndices
-) -> dict[Path, dict[AxisNumber, np.ndarray]]:
+) -> dict[Path, dict[AxisIndex, np.ndarray]]:
     """Returns `PlanLike.kept` from the kept entries of each variable that loses some."""
-    kept: dict[Path, dict[AxisNumber, np.ndarray]] = {}
+    kept: dict[Path, dict[AxisIndex, np.ndarray]] = {}
     for parameter, axes in parameters:
-        for number, axis in enumerate(axes):
+        for axis_index, axis in enumerate(axes):
             index = find_kept_indices(axis, kept_indices)
             if index is not None:
-                kept.setdefault(parameter.path, {})[number] = index
+                kept.setdefault(parameter.path, {})[axis_index] = index
     return kept
 
 
@@ -72,8 +72,8 @@ def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variabl
                 f"{cut.shapes[path]}, the graph has "
                 f"{by_path[path][0].shape if path in by_path else 'no such parameter'}."
             )
-        for number, index in indices.items():
-            kept |= _find_kept_entries(by_path[path][1][number], index)
+        for axis_index, index in indices.items():
+            kept |= _find_kept_entries(by_path[path][1][axis_index], index)
     kept = {v: entries for v, entries in kept.items() if entries.shape[-1] < v.size}
     _check_implied(cut.kept, list_kept_indices(parameters, kept))
     return kept
@@ -102,15 +102,15 @@ def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
     """Raises a ValueError unless a plan keeps the indices that the kept channels imply."""
     for path in {**kept, **implied}:
         one, other = kept.get(path, {}), implied.get(path, {})
-        for number in {**one, **other}:
-            if number not in one:
+        for axis_index in {**one, **other}:
+            if axis_index not in one:
                 raise ValueError(
                     f"The plan cuts channels that {trees.join_names(path)!r} has along axis "
-                    f"{number}, and leaves that axis as it is: it was made for another model."
+                    f"{axis_index}, and leaves that axis as it is: it was made for another model."
                 )
-            if number not in other or not np.array_equal(one[number], other[number]):
+            if axis_index not in other or not np.array_equal(one[axis_index], other[axis_index]):
                 raise ValueError(
-                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {number} "
+                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis_index} "
                     "that do not belong together in this model: it was made for another model."
                 )
 
@@ -132,10 +132,10 @@ def solve_sizes(
       ValueError: no sizes give these shapes, or several do; the parameter is named.
     """
     equations = [
-        _SizeEquation(parameter, number, axis, shapes[parameter.path][number])
+        _SizeEquation(parameter, axis_index, axis, shapes[parameter.path][axis_index])
         for parameter, axes in parameters
         if parameter.path in shapes
-        for number, axis in enumerate(axes)
+        for axis_index, axis in enumerate(axes)
     ]
     if all(equation.is_full for equation in equations):
         return {}
@@ -146,15 +146,15 @@ def solve_sizes(
         for equation in equations:
             sizes |= {v: kept.get(v, v.size) for v in equation.list_unknowns(sizes)}
     for equation in equations:
-        parameter, number, axis, size = equation
+        parameter, axis_index, axis, size = equation
         if not equation.list_unknowns(sizes) and count_entries(axis, sizes) != size:
             raise ValueError(
                 f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
                 f"was traced with {parameter.shape}, and no channels that are removed together "
-                f"leave {size} of axis {number}. Trace the model with these parameters."
+                f"leave {size} of axis {axis_index}. Trace the model with these parameters."
             )
     if any(equation.list_unknowns(sizes) for equation in equations):
-        names = [f"{parameter.name}:{number}" for parameter, number, _, _ in ambiguous]
+        names = [f"{parameter.name}:{axis_index}" for parameter, axis_index, _, _ in ambiguous]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
             f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "
@@ -167,14 +167,14 @@ class _SizeEquation(NamedTuple):
     """An axis of a smaller parameter, whose variables have this size together."""
 
     parameter: Parameter
-    number: int
+    axis_index: int
     axis: Axis
     size: int
 
     @property
     def is_full(self) -> bool:
         """True if the axis has lost no entries."""
-        return self.parameter.shape[self.number] == self.size
+        return self.parameter.shape[self.axis_index] == self.size
 
     def list_unknowns(self, sizes: AxisSizes) -> list[Variable]:
         """Returns the variables that may lose entries and whose sizes are not solved yet."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph.traced_model import Parameter
-from sparsity.programs.axes import Axis, AxisNumber, Reason, Variable, label_entries, list_variables
+from sparsity.programs.axes import Axis, AxisIndex, Reason, Variable, label_entries, list_variables
 
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
@@ -71,8 +71,8 @@ class Channels(NamedTuple):
 def find_channels(
     parameters: ParameterAxes,
     unproven: Mapping[Variable, Reason],
-    output_axes: Mapping[Path, set[AxisNumber]],
-    window_axes: Mapping[Path, set[AxisNumber]],
+    output_axes: Mapping[Path, set[AxisIndex]],
+    window_axes: Mapping[Path, set[AxisIndex]],
     num_layers: Mapping[Variable, int],
 ) -> Channels:
     """Returns the groups that can be removed, and the refused axes.
@@ -89,22 +89,22 @@ def find_channels(
     names: dict[str, int] = {}
     for variable, members in _find_members(parameters).items():
         if variable in refusals:
-            for parameter, number, axis in members:
+            for parameter, axis_index, axis in members:
                 reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
-                if number not in window_axes.get(parameter.path, ()):
-                    refused += _make_refusals(parameter, number, refusals[variable], reasons)
+                if axis_index not in window_axes.get(parameter.path, ()):
+                    refused += _make_refusals(parameter, axis_index, refusals[variable], reasons)
             continue
         output_members = [
             place for place in members if place[1] in output_axes.get(place[0].path, ())
         ]
-        parameter, number, _ = (output_members or members)[0]
-        name = f"{parameter.name}:{number}"
+        parameter, axis_index, _ = (output_members or members)[0]
+        name = f"{parameter.name}:{axis_index}"
         names[name] = names.get(name, 0) + 1
         groups.append(
             ChannelGroup(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
-                tuple((parameter.path, number) for parameter, number, _ in members),
+                tuple((parameter.path, axis_index) for parameter, axis_index, _ in members),
                 tuple(find_positions(axis, variable) for _, _, axis in members),
                 variable,
                 num_layers.get(variable, 0),
@@ -144,8 +144,8 @@ def resize_groups(
             group,
             size=sizes.get(group.variable, group.size),
             positions=tuple(
-                find_positions(axes[path][number], group.variable, sizes)
-                for path, number in group.members
+                find_positions(axes[path][axis_index], group.variable, sizes)
+                for path, axis_index in group.members
             ),
         )
         for group in groups
@@ -174,14 +174,14 @@ def _find_refusals(
 
 def _find_members(
     parameters: ParameterAxes,
-) -> dict[Variable, list[tuple[Parameter, AxisNumber, Axis]]]:
+) -> dict[Variable, list[tuple[Parameter, AxisIndex, Axis]]]:
     """Returns {variable: the axes of parameters along which its entries lie}."""
-    members: dict[Variable, list[tuple[Parameter, AxisNumber, Axis]]] = {}
+    members: dict[Variable, list[tuple[Parameter, AxisIndex, Axis]]] = {}
     for parameter, axes in parameters:
-        for number, axis in enumerate(axes):
+        for axis_index, axis in enumerate(axes):
             for variable in dict.fromkeys(list_variables(axis)):
                 if variable.size > 1 or _has_only_single_entries(axis):
-                    members.setdefault(variable, []).append((parameter, number, axis))
+                    members.setdefault(variable, []).append((parameter, axis_index, axis))
     return members
 
 
@@ -191,13 +191,13 @@ def _has_only_single_entries(axis: Axis) -> bool:
 
 
 def _make_refusals(
-    parameter: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
+    parameter: Parameter, axis_index: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
     """Returns the refusal of a part of an axis; none for positions next to channels.
 
     Args:
       parameter: the parameter.
-      number: the axis.
+      axis_index: index of the axis.
       reason: why the part cannot lose entries.
       reasons: the same for all parts, `None` for those that can.
     """
@@ -208,4 +208,4 @@ def _make_refusals(
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
     text = f"{reason.text}; other entries of the axis can go" if None in reasons else reason.text
-    return [Refusal(parameter.path, number, primitive, source, text)]
+    return [Refusal(parameter.path, axis_index, primitive, source, text)]

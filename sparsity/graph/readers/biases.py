@@ -220,7 +220,7 @@ def _list_bare_inputs(equation: Equation, bare_values: Collection[Value]) -> set
     if equation.name != "scan":
         return set()
     (body,) = equation.list_bodies()
-    carries = {number for _, number in body.carries}
+    carries = {index for _, index in body.carries}
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return {inner for i, (value, inner) in pairs if value in bare_values and i not in carries}
 

@@ -47,7 +47,7 @@ class Use:
       source: the line of the model.
       view: the array that the product reads, as a view of the parameter.
       equation: the product.
-      operand: number of the input that is the view.
+      operand: index of the input that is the view.
     """
 
     path: Path
@@ -217,15 +217,15 @@ class Tracker(Flow[ArrayFacts]):
     def _visit_layout(self, equation: Equation, inputs: Sequence[ArrayFacts]) -> None:
         layout = LAYOUTS[equation.name]
         relations = layout.relate(equation)
-        for number, output in enumerate(equation.outputs):
-            sources = layout.sources(equation, number)
+        for index, output in enumerate(equation.outputs):
+            sources = layout.sources(equation, index)
             is_data, is_joined = self.facts[output].is_data, len(sources) > 1
             if is_joined and is_data:
                 continue
             views = []
-            for i in sources:
-                for view in inputs[i].views:
-                    moved = follow_layout(view, equation, relations, i, number)
+            for source in sources:
+                for view in inputs[source].views:
+                    moved = follow_layout(view, equation, relations, source, index)
                     if moved is not None and not (
                         is_joined and moved.changed_at == view.changed_at
                     ):

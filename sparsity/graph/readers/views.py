@@ -35,7 +35,7 @@ class View:
       path: path of the parameter.
       factors: for each axis its factors, the last one fastest.
       stacked: axes of the parameter that layers index, the outermost first.
-      scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
+      scans: the scans that index `stacked`; fewer where the model reads a layer by its index.
       layers: the indexed parts of the axes `stacked`.
       share: the fraction of the array that belongs to the parameter, below 1 in a join.
       changed_at: earlier arrays that miss entries of the parameter, join other entries, or have
@@ -66,9 +66,9 @@ class View:
             factor.size for factors in self.factors for factor in factors if factor.axis is not None
         )
 
-    def axes(self, numbers: Iterable[int]) -> tuple[int, ...]:
+    def axes(self, array_axes: Iterable[int]) -> tuple[int, ...]:
         """Returns the axes of the parameter that lie along axes of the array."""
-        factors = [factor for i in numbers for factor in self.factors[i]]
+        factors = [factor for i in array_axes for factor in self.factors[i]]
         axes = [factor.axis for factor in factors if factor.axis is not None]
         return tuple(dict.fromkeys(axes))
 
@@ -108,7 +108,7 @@ class ArrayFacts:
 
 
 def follow_layout(
-    view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, number: int = 0
+    view: View, equation: Equation, relations: Sequence[Relation], operand: int = 0, result: int = 0
 ) -> View | None:
     """Returns an output of a layout primitive as a view, `None` if it is not a view.
 
@@ -116,16 +116,16 @@ def follow_layout(
       view: the view that the input `operand` is.
       equation: the equation.
       relations: the relations between the axes of the equation.
-      operand: number of the input.
-      number: number of the output.
+      operand: index of the input.
+      result: index of the output.
     """
-    value, output = equation.inputs[operand], equation.outputs[number]
+    value, output = equation.inputs[operand], equation.outputs[result]
     by_axis: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
     share, indexed, layers = view.share, list[int](), list[Factor]()
     is_changed = False
     for relation in relations:
         sources = _list_axes(relation.sources, operand)
-        targets = _list_axes(relation.targets, number)
+        targets = _list_axes(relation.targets, result)
         connects = bool(sources and targets)
         match relation.kind:
             case "mixed" if sources or targets:
@@ -152,7 +152,7 @@ def follow_layout(
                     # Several sources: the view is one part of a concatenation.
                     share *= Fraction(size, new_size)
                 elif new_size == 1 < size:
-                    # A slice of one entry reads a layer by its number.
+                    # A slice of one entry reads a layer by its index.
                     layers += factors
     selected = view.select_entry(indexed)
     return dataclasses.replace(

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from sparsity.programs.axes import AxisNumber, Variable
+from sparsity.programs.axes import AxisIndex, Variable
 from sparsity.programs.entrywise import is_same, repeat_constant
 
 # An axis, and the variable that loses entries.
-RemovedEntry: TypeAlias = tuple[AxisNumber, Variable]
+RemovedEntry: TypeAlias = tuple[AxisIndex, Variable]
 
 
 class Constants:
@@ -39,7 +39,7 @@ class Constants:
         return self.at.get(entry, self.everywhere)
 
     def renumber_axes(self, renumber: Callable[[int], int | None]) -> Constants:
-        """Returns the constants with other numbers of axes, `None` for an axis that is gone."""
+        """Returns the constants with other indices of axes, `None` for an axis that is gone."""
         renumbered = {(renumber(i), v): c for (i, v), c in self.at.items()}
         at = {(i, v): c for (i, v), c in renumbered.items() if i is not None}
         return Constants(at, self.everywhere, self.may_be_nan)

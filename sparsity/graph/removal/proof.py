@@ -22,7 +22,7 @@ from sparsity.graph.removal.shared_entries import (
     find_shared_entry,
 )
 from sparsity.programs import entrywise
-from sparsity.programs.axes import AxisNumber, Reason, Variable, list_variables
+from sparsity.programs.axes import AxisIndex, Reason, Variable, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
@@ -160,7 +160,7 @@ class Proof(Flow[Constants]):
         is_empty = 0 in [value.shape[axis] for axis in axes]
         self.facts[equation.outputs[0]] = Constants() if is_empty else reduced.reduce(equation.name)
 
-    def _note_shared_entry(self, reduction: Equation, axis: AxisNumber, variable: Variable) -> bool:
+    def _note_shared_entry(self, reduction: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
@@ -184,12 +184,11 @@ class Proof(Flow[Constants]):
                 if not isinstance(place, int):
                     axes = [x for x in relation.sources if not isinstance(x, int)]
                     sources.setdefault(place, []).extend(axes)
-        for number, output in enumerate(equation.outputs):
-            numbers = rule.sources(equation, number)
-            inputs = {i: equation.inputs[i] for i in numbers}
+        for index, output in enumerate(equation.outputs):
+            inputs = {i: equation.inputs[i] for i in rule.sources(equation, index)}
             at: dict[RemovedEntry, float | None] = {}
             for axis, variable in self._list_free_entries(output):
-                axes = sources.get(Place(number, axis), [])
+                axes = sources.get(Place(index, axis), [])
                 at[axis, variable] = self._meet_inputs(inputs, axes, variable)
             everywhere = _find_common([self.fact(value).everywhere for value in inputs.values()])
             constants = Constants(at, everywhere)
@@ -202,9 +201,9 @@ class Proof(Flow[Constants]):
     ) -> float | None:
         """Returns the constant of all inputs at removed entries of a variable, if there is one."""
         constants = [
-            self.fact(inputs[number])[axis, variable]
-            for number, axis in axes
-            if number in inputs and variable in self._list_free_variables(inputs[number])[axis]
+            self.fact(inputs[index])[axis, variable]
+            for index, axis in axes
+            if index in inputs and variable in self._list_free_variables(inputs[index])[axis]
         ]
         # A scalar, such as a padding value, lies at the places of all variables, too.
         constants += [self.fact(value).everywhere for value in inputs.values() if not value.shape]
@@ -216,10 +215,10 @@ class Proof(Flow[Constants]):
         product, values = read_product(equation), equation.inputs
 
         def find_factors(
-            operand: int, axis: AxisNumber, variable: Variable
+            operand: int, axis: AxisIndex, variable: Variable
         ) -> tuple[float | None, float | None]:
             """Returns the constants of removed entries and of the entries that they meet."""
-            constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
+            constants = [self.fact(values[index]) for index in (operand, 1 - operand)]
             partner = product.map_paired_axes(operand).get(axis)
             other = None if partner is None else constants[1][partner, variable]
             return constants[0][axis, variable], other

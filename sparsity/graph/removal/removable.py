@@ -15,7 +15,7 @@ from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.proof import Proof
 from sparsity.graph.removal.shared_entries import SharedEntry
 from sparsity.graph.traced_model import Model, Parameter
-from sparsity.programs.axes import Axis, AxisNumber, Reason, Variable, list_variables
+from sparsity.programs.axes import Axis, AxisIndex, Reason, Variable, list_variables
 from sparsity.programs.program import Equation, Program, Value
 
 _ProofResult: TypeAlias = tuple[dict[Variable, Reason], dict[Equation, SharedEntry]]
@@ -34,7 +34,7 @@ class Removal:
         # Results of proofs, without the facts from which they follow.
         self._proofs: dict[frozenset[tuple[object, ...]], _ProofResult] = {}
 
-    def list_members(self) -> set[tuple[Path, AxisNumber]]:
+    def list_members(self) -> set[tuple[Path, AxisIndex]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
         return {member for group in self.channels.groups for member in group.members}
 
@@ -48,7 +48,7 @@ class Removal:
         return Coupling(self._model)
 
     def find_unproven(
-        self, masked: Mapping[Path, Collection[tuple[AxisNumber, Variable]]]
+        self, masked: Mapping[Path, Collection[tuple[AxisIndex, Variable]]]
     ) -> dict[Variable, Reason]:
         """Returns the variables whose removal differs from masking, and why.
 
@@ -64,9 +64,7 @@ class Removal:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
         return self._prove(self._maskable_entries)[1]
 
-    def _prove(
-        self, masked: Mapping[Path, Collection[tuple[AxisNumber, Variable]]]
-    ) -> _ProofResult:
+    def _prove(self, masked: Mapping[Path, Collection[tuple[AxisIndex, Variable]]]) -> _ProofResult:
         """Returns `refused` and `shared_entries` of a proof; removed entries are 0."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
@@ -83,12 +81,12 @@ class Removal:
         pairs = self._model.carried.items()
         return {
             self._model.parameters[i].path
-            for output_number, i in pairs
-            if outputs[output_number] is not inputs[i]
+            for output_index, i in pairs
+            if outputs[output_index] is not inputs[i]
         }
 
     @functools.cached_property
-    def _maskable_entries(self) -> dict[Path, set[tuple[AxisNumber, Variable]]]:
+    def _maskable_entries(self) -> dict[Path, set[tuple[AxisIndex, Variable]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {
             parameter.path: {(i, v) for i, axis in enumerate(axes) for v in list_variables(axis)}
@@ -100,8 +98,8 @@ class Removal:
     @functools.cached_property
     def channels(self) -> Channels:
         """The channels that can be removed, and the axes that have none."""
-        output_axes: dict[Path, set[AxisNumber]] = {}
-        window_axes: dict[Path, set[AxisNumber]] = {}
+        output_axes: dict[Path, set[AxisIndex]] = {}
+        window_axes: dict[Path, set[AxisIndex]] = {}
         for use in self._products:
             output_axes.setdefault(use.path, set()).update(use.output)
             window = {*use.contracting} - {*use.channels}
@@ -124,7 +122,7 @@ def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Variab
         if scan.name != "scan":
             continue
         (body,) = scan.list_bodies()
-        for value in (scan.inputs[number] for number in body.layers):
+        for value in (scan.inputs[index] for index in body.layers):
             steps, *axes = coupling.axes(value)
             for variable in (v for axis in axes for v in list_variables(axis)):
                 if (

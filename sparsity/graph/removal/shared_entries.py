@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from sparsity.graph.removal.constants import Constants
 from sparsity.programs import entrywise
-from sparsity.programs.axes import AxisNumber, Variable
+from sparsity.programs.axes import AxisIndex, Variable
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
@@ -39,7 +39,7 @@ class SharedEntry:
     """
 
     value: Value
-    axis: AxisNumber
+    axis: AxisIndex
     constant: float | None = None
     maker: Equation | None = None
     inputs: Sequence[SharedEntry] = ()
@@ -53,7 +53,7 @@ class SharedEntry:
 
 def find_shared_entry(
     value: Value,
-    axis: AxisNumber,
+    axis: AxisIndex,
     variable: Variable,
     available: AvailableValues,
     find_constants: Callable[[Value], Constants],
@@ -67,15 +67,15 @@ def find_shared_entry(
       available: the values from which an entry may be computed.
       find_constants: returns the constants of a value.
     """
-    results: dict[tuple[Value, AxisNumber], SharedEntry | None] = {}
+    results: dict[tuple[Value, AxisIndex], SharedEntry | None] = {}
 
-    def find(value: Value, axis: AxisNumber) -> SharedEntry | None:
+    def find(value: Value, axis: AxisIndex) -> SharedEntry | None:
         key = value, axis
         if key not in results:
             results[key] = compute(value, axis) if len(results) < _MAX_EQUATIONS else None
         return results[key]
 
-    def compute(value: Value, axis: AxisNumber) -> SharedEntry | None:
+    def compute(value: Value, axis: AxisIndex) -> SharedEntry | None:
         constants = find_constants(value)
         constant = constants.everywhere if axis < 0 else constants[axis, variable]
         if constant is not None:

@@ -85,12 +85,12 @@ def spread_masks(
         size, layers = group.channels.size, group.channels.layers
         for key_path, axis, positions in group.members:
             shape = leaves[key_path].shape
-            channel_numbers = np.full(shape[axis], -1)
-            channel_numbers[positions] = np.arange(size)[:, None]
+            channel_indices = np.full(shape[axis], -1)
+            channel_indices[positions] = np.arange(size)[:, None]
             # Reads by index: XLA would otherwise shard one mask like another.
             # -1 stands for entries of no channel here, which read channel 0 and are kept below.
-            chosen = xp.asarray(mask)[..., np.maximum(channel_numbers, 0)]
-            axis_mask = xp.where(channel_numbers < 0, np.uint8(1), chosen)
+            chosen = xp.asarray(mask)[..., np.maximum(channel_indices, 0)]
+            axis_mask = xp.where(channel_indices < 0, np.uint8(1), chosen)
             shape_along_axis = [n if i == axis else 1 for i, n in enumerate(shape)]
             by_path[key_path] *= axis_mask.reshape(
                 [layers, *shape_along_axis[1:]] if layers else shape_along_axis
