@@ -225,9 +225,9 @@ class MaskUpdate:
         # A switch copies one part at a time; joined arrays would be a copy of all.
 
         def find(place: tuple[jax.Array, jax.Array]) -> jax.Array:
-            number, row = place
+            index, row = place
             reads = [lambda row, x=x: jax.tree.map(lambda a: a[row], x) for x in parts]
-            return self.find_positions(*lax.switch(number, reads, row))
+            return self.find_positions(*lax.switch(index, reads, row))
 
         places = np.repeat(np.arange(len(parts)), counts), np.concatenate([*map(np.arange, counts)])
         new = lax.map(find, places)
