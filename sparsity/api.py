@@ -74,8 +74,8 @@ def register_distribution(name: str, distribution: Callable[..., Distribution]) 
     Args:
       name: value of `dist_type`.
       distribution: a class whose instances are distributions, or a function that returns one. Its
-        attribute `config_keys` maps keys of a configuration to arguments. By default the fields of
-        a dataclass are its keys.
+        attribute `config_keys` maps keys of a configuration to arguments, or lists keys that are
+        arguments. By default the fields of a dataclass are its keys.
 
     Raises:
       ValueError: the name is taken by another class, or an instance takes the place of the class.
@@ -420,8 +420,8 @@ def _take_keys(
       other_keys: keys of other roles, which stay in the options.
     """
     role_keys, chosen_keys = map(_list_config_keys, (registry.values(), [chosen]))
-    removed = {key: options.pop(key) for key in (role_keys - other_keys) & options.keys()}
-    return removed, removed | {key: options[key] for key in chosen_keys & options.keys()}
+    removed = {key: options.pop(key) for key in [*options] if key in role_keys - other_keys}
+    return removed, removed | {key: options[key] for key in options if key in chosen_keys}
 
 
 def _list_config_keys(factories: Iterable[object]) -> set[str]:
@@ -430,12 +430,13 @@ def _list_config_keys(factories: Iterable[object]) -> set[str]:
 
 
 def _read_config_keys(factory: object) -> Mapping[str, str]:
-    """Returns {key of a configuration: field} of a class.
+    """Returns {key of a configuration: field} of a class; a tuple lists keys of one name.
 
     Fields that subclasses of the class with `config_keys` add are keys, too. Those of algorithms
     are keys of one algorithm only, see `_check_keys`.
     """
-    keys: Mapping[str, str] = getattr(factory, "config_keys", {})
+    stated: Mapping[str, str] | Iterable[str] = getattr(factory, "config_keys", {})
+    keys = stated if isinstance(stated, Mapping) else {key: key for key in stated}
     if not isinstance(factory, type) or issubclass(factory, BaseUpdater):
         return keys
     base = next((x for x in factory.__mro__ if "config_keys" in vars(x)), object)

@@ -26,7 +26,7 @@ from sparsity.patterns.counts import read_count
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
-from sparsity.training.kept_checks import check_first_masks, check_moves
+from sparsity.training.kept_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.kept_state import (
     KeptParameter,
     KeptState,
@@ -54,6 +54,7 @@ class KeptStep(Step):
     def wrap(
         cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
+        check_compact_fields(updater)  # again: a subclass may override `check_fields`
         if masks is None:
             check_first_masks(updater)
         elif any(map(is_traced, jax.tree.leaves(masks))):

@@ -322,6 +322,19 @@ def test_scopes_that_may_keep_other_numbers_than_layerwise_are_refused(algorithm
         updater.wrap_optax(optax.adam(0.1)).init(arrays(0))
 
 
+def test_a_class_that_drops_the_checks_of_fields_is_refused_when_it_wraps():
+    @dataclasses.dataclass(kw_only=True)
+    class Unchecked(sparsity.RigL):
+        def check_fields(self):
+            pass
+
+    updater = Unchecked(
+        scope=sparsity.Global(), scheduler=sparsity.PeriodicSchedule(5), use_compact_state=True
+    )
+    with pytest.raises(ValueError, match=r"under scope = Global"):
+        updater.wrap_optax(optax.adam(0.1), masks={"a": np.eye(2)})
+
+
 class LowFirst:
     """Scope of a user, no subclass of `Layerwise`: the lowest scores of each slice stay."""
 
