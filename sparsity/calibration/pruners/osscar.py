@@ -20,7 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
-from sparsity.graph.scope.placed import PlacedGroup
+from sparsity.graph.scope.placed import Member, PlacedGroup
 from sparsity.masks import apply_masks
 from sparsity.training.hooks import ExtraArg
 
@@ -146,13 +146,13 @@ class OSSCARPruning(ChannelPruning):
 
 def _read_matrices(
     group: PlacedGroup,
-    member: tuple[KeyPath, int, np.ndarray],
+    member: Member,
     leaves: Mapping[KeyPath, jax.Array],
     statistics: Mapping[KeyPath, Statistic],
 ) -> ReaderMatrices:
     """Returns a parameter as the matrices that read a group along one of its axes."""
     key_path, axis, positions = member
-    if [key_path for key_path, _, _ in group.scored].count(key_path) > 1:
+    if [x.key_path for x in group.scored].count(key_path) > 1:
         raise ValueError(
             f"{trees.path_string(key_path)!r} reads the channels of the group "
             f"{group.channels.name!r} along several axes, so that no channel has inputs of its "

@@ -23,6 +23,7 @@ from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
 from sparsity.graph.scope.placed import (
     Leaves,
+    Member,
     PlacedGroup,
     find_active,
     mask_best,
@@ -128,7 +129,7 @@ class Coupled(DataclassBase):
     def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns the key paths of parameters that get masks: members of groups with a sparsity."""
         groups = self.place_groups(params, sparsities)
-        return {key_path for group in groups for key_path, _, _ in group.members}
+        return {member.key_path for group in groups for member in group.members}
 
     def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Variable, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
@@ -164,7 +165,7 @@ class Coupled(DataclassBase):
         groups = [
             group
             for group in self.place_groups(drop, sparsities)
-            if all(key_path in present for key_path, _, _ in group.members)
+            if all(member.key_path in present for member in group.members)
         ]
 
         def move(
@@ -220,12 +221,11 @@ class Coupled(DataclassBase):
             members, scored, num_entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
                 if path in key_paths:
-                    members.append((key_paths[path], axis, group.positions[i]))
+                    members.append(Member(key_paths[path], axis, group.positions[i]))
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
                         num_entries.append(self._count_member_entries(full, i))
-            member_paths = [key_path for key_path, _, _ in members]
-            rates = [targets[x] for x in member_paths if targets.get(x) is not None]
+            rates = [targets[x.key_path] for x in members if targets.get(x.key_path) is not None]
             if rates:
                 largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
                 groups.append(PlacedGroup(group, full, members, scored, num_entries, largest))
@@ -260,7 +260,7 @@ class Coupled(DataclassBase):
                     f"No product reads the channels of the group {group.channels.name!r}, so that "
                     "they have no importance here. Leave its parameters out with filter_fn."
                 )
-        key_paths = list(dict.fromkeys(x for group in groups for x, _, _ in group.members))
+        key_paths = list(dict.fromkeys(x.key_path for group in groups for x in group.members))
         tables = [trees.leaves_by_path(x) for x in member_trees]
         # Lists, because jax sorts the keys of a dict, and key paths have no order.
         leaves = [[compute_array(table[key_path]) for key_path in key_paths] for table in tables]

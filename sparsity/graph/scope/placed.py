@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -22,6 +22,20 @@ from sparsity.selection import Ranked, topk_masks
 Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by key path
 
 
+class Member(NamedTuple):
+    """Entries of a parameter that are removed with the channels of a group.
+
+    Attributes:
+      key_path: place of the parameter in the tree.
+      axis: the axis of the channels.
+      positions: where each channel lies along the axis, int[channels, n].
+    """
+
+    key_path: KeyPath
+    axis: int
+    positions: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class PlacedGroup:
     """A group as it lies in a tree.
@@ -29,7 +43,7 @@ class PlacedGroup:
     Attributes:
       channels: the group.
       full: the same group before the model was cut.
-      members: (key path, axis, positions) of all entries that are removed with a channel.
+      members: all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
       num_entries: for each scored member the number of entries of a channel of `full`, in a layer.
       sparsity: the sparsity of the group.
@@ -37,8 +51,8 @@ class PlacedGroup:
 
     channels: ChannelGroup
     full: ChannelGroup
-    members: list[tuple[KeyPath, int, np.ndarray]]
-    scored: list[tuple[KeyPath, int, np.ndarray]]
+    members: list[Member]
+    scored: list[Member]
     num_entries: list[int]
     sparsity: chex.Numeric
 
@@ -54,7 +68,7 @@ def sum_importance(
       order: as in `Coupled`.
       normalize: as in `Coupled`.
     """
-    scores = {key_path: leaves[key_path] for group in groups for key_path, _, _ in group.scored}
+    scores = {x.key_path: leaves[x.key_path] for group in groups for x in group.scored}
     powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
         powers = [jnp.square(x) for x in scale_together(powers)]
