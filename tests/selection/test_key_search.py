@@ -158,17 +158,17 @@ def find_key(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
     brackets = portable.SliceBrackets((len(rows[0]),), together=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
-    b = key_search.Bracket.begin(
+    bracket = key_search.Bracket.begin(
         *(jnp.array([x], jnp.int32) for x in (low, high)),
         brackets.totals(key_search.sum_rows(rows)),
     )
-    first = jax.vmap(key_search.even_pivots)(b)
+    first = jax.vmap(key_search.even_pivots)(bracket)
 
     def read(state):
         counts = count(state.pivots)
         return brackets.totals(key_search.sum_rows(counts)), counts
 
-    start = key_search.SearchState(b, rows, [x & 0 for x in rows], first)
+    start = key_search.SearchState(bracket, rows, [x & 0 for x in rows], first)
     end = key_search.search(read, brackets, k, start, max_misses=2, is_float=False)
     return end.bracket.high[0], end.bracket.passes[0]
 
@@ -256,8 +256,8 @@ def test_even_pivots_cut_a_bracket_into_equal_eighths():
     low = np.where(widths < 2**31, -7, -(2**31)).astype(np.int32)
     high = (low.astype(np.int64) + widths.astype(np.int64)).astype(np.int32)
     no_keys = jnp.zeros(len(low), jnp.uint32), jnp.zeros(len(low), jnp.uint32)
-    b = key_search.Bracket.begin(jnp.asarray(low), jnp.asarray(high), no_keys)
-    pivots = np.asarray(jax.jit(jax.vmap(key_search.even_pivots))(b), np.int64)
+    bracket = key_search.Bracket.begin(jnp.asarray(low), jnp.asarray(high), no_keys)
+    pivots = np.asarray(jax.jit(jax.vmap(key_search.even_pivots))(bracket), np.int64)
     ends = np.column_stack([low.astype(np.int64) - 1, pivots, high])
     parts, num_keys = np.diff(ends, axis=1), widths.astype(np.int64) + 1
     assert parts.shape[1] == 8

@@ -82,41 +82,41 @@ def _width(low: jax.Array, high: jax.Array) -> jax.Array:
     return _bits(high - low)
 
 
-def even_pivots(b: Bracket) -> jax.Array:
+def even_pivots(bracket: Bracket) -> jax.Array:
     """Returns seven pivots that cut the bracket into equal parts of at most ceil(keys / 8)."""
-    width = _width(b.low, b.high)
+    width = _width(bracket.low, bracket.high)
     parts = 1 << _EIGHTHS
     j = jnp.arange(1, parts, dtype=width.dtype)
     # j (width + 1) / 8, rounded down, without overflow
     offset = (width >> _EIGHTHS) * j + (((width & (parts - 1)) + 1) * j >> _EIGHTHS)
-    return b.low + lax.bitcast_convert_type(offset, b.low.dtype) - 1
+    return bracket.low + lax.bitcast_convert_type(offset, bracket.low.dtype) - 1
 
 
-def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
+def guessed_pivots(bracket: Bracket, k: Words, is_float: bool) -> jax.Array:
     """Returns seven pivots around the place where linear interpolation sees the k-th key."""
-    real = np.dtype(f"float{b.low.dtype.itemsize * 8}")
-    inside = exact.to_float(exact.minus(b.at_least, b.above))
+    real = np.dtype(f"float{bracket.low.dtype.itemsize * 8}")
+    inside = exact.to_float(exact.minus(bracket.at_least, bracket.above))
     # The place of the k-th key from the low end, if keys lie evenly
-    centre = (exact.to_float(exact.minus(b.at_least, k)) + 0.5) / inside
+    centre = (exact.to_float(exact.minus(bracket.at_least, k)) + 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
-    error = jnp.maximum(noise, b.guess_error)
+    error = jnp.maximum(noise, bracket.guess_error)
     places = jnp.clip(centre + error * _GUESS_TEETH, 0, 1).astype(real)
-    width = _width(b.low, b.high)
+    width = _width(bracket.low, bracket.high)
     bits = width.dtype.itemsize * 8
     span = jnp.minimum(width.astype(real), real.type(2.0**bits * _BELOW_ONE))
     offsets = (places * span).astype(width.dtype)
     # After a poor guess the k-th key may well be close to an end, beyond a gap.
     ends = jnp.stack([width >> _END_SHIFT, *offsets[1:-1], width - (width >> _END_SHIFT)])
-    offsets = jnp.where(b.poor_passes % 2 == 1, ends, offsets)
-    pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
+    offsets = jnp.where(bracket.poor_passes % 2 == 1, ends, offsets)
+    pivots = bracket.low + lax.bitcast_convert_type(offsets, bracket.low.dtype)
     if is_float:  # first linear in the value, then in the key: about its logarithm
-        first, last = _floats(b.low), _floats(b.high)
-        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (b.poor_passes % 2 == 0)
+        first, last = _floats(bracket.low), _floats(bracket.high)
+        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (bracket.poor_passes % 2 == 0)
         pivots = jnp.where(by_value, to_keys(first + places * (last - first)), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
-    roundest = _roundest(b.low, b.high)
+    roundest = _roundest(bracket.low, bracket.high)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
-    return jnp.where(error > _GUESS_ERROR, even_pivots(b), pivots)
+    return jnp.where(error > _GUESS_ERROR, even_pivots(bracket), pivots)
 
 
 def _floats(keys: jax.Array) -> jax.Array:
@@ -232,32 +232,32 @@ def find_by_guesses(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -
     """
     is_some = (k[0] | k[1]) > 0
     highest = lowest + np.array(keys.top - keys.low).astype(lowest.dtype)
-    b = Bracket.begin(jnp.where(is_some, lowest, highest), highest, k)
-    first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(b)[:, 1:]], axis=1)
-    start, no_parts = SearchState(b, [], [], first), SliceBrackets((), together=True)
+    bracket = Bracket.begin(jnp.where(is_some, lowest, highest), highest, k)
+    first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(bracket)[:, 1:]], axis=1)
+    start, no_parts = SearchState(bracket, [], [], first), SliceBrackets((), together=True)
 
     def count(state: SearchState) -> tuple[Words, list[jax.Array]]:
         return above(state.pivots), []
 
     misses = _MAX_MISSES_ON_MESH
-    b = search(count, no_parts, k, start, max_misses=misses, is_float=keys.is_float).bracket
+    bracket = search(count, no_parts, k, start, max_misses=misses, is_float=keys.is_float).bracket
     # A pivot with exactly k keys above is no such key; the next one is.
-    return b.high + (is_some & exact.equal(b.above, k)).astype(b.high.dtype)
+    return bracket.high + (is_some & exact.equal(bracket.above, k)).astype(bracket.high.dtype)
 
 
-def _move_inside(b: Bracket, pivots: jax.Array) -> jax.Array:
+def _move_inside(bracket: Bracket, pivots: jax.Array) -> jax.Array:
     """Moves pivots between low and the key below high: no key lies below the lowest one."""
-    last = jnp.where(b.is_open, b.high - 1, b.high)
-    return jnp.clip(pivots, b.low[:, None], last[:, None])
+    last = jnp.where(bracket.is_open, bracket.high - 1, bracket.high)
+    return jnp.clip(pivots, bracket.low[:, None], last[:, None])
 
 
 def narrow(
-    b: Bracket, pivots: jax.Array, total: Words, k: Words
+    bracket: Bracket, pivots: jax.Array, total: Words, k: Words
 ) -> tuple[Bracket, jax.Array, jax.Array]:
     """Narrows a bracket to the part that holds the k-th key.
 
     Args:
-      b: one bracket.
+      bracket: one bracket.
       pivots: its pivots, [pivots].
       total: the number of keys above each pivot.
       k: the rank of the key.
@@ -266,26 +266,26 @@ def narrow(
       The narrow bracket, and two masks of pivots: those just below its low end, and those at its
       high end. Their counts are `at_least` and `above`; an end without a pivot keeps its count.
     """
-    low, high, at_low, at_high = _narrow_ends(b, pivots, total, k)
-    at_least, above = _count_at_ends(b, total, at_low, at_high)
-    inside, before = exact.minus(at_least, above), exact.minus(b.at_least, b.above)
+    low, high, at_low, at_high = _narrow_ends(bracket, pivots, total, k)
+    at_least, above = _count_at_ends(bracket, total, at_low, at_high)
+    inside, before = exact.minus(at_least, above), exact.minus(bracket.at_least, bracket.above)
     poor = exact.to_float(inside) * 2**_EIGHTHS > exact.to_float(before)
-    missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
+    missed = _width(low, high) > _width(bracket.low, bracket.high) >> _EIGHTHS
     narrowed = Bracket(
         low=low,
         high=high,
         at_least=at_least,
         above=above,
-        guess_error=jnp.where(poor, _GUESS_ERROR, b.guess_error / _SHARPER),
-        poor_passes=b.poor_passes + poor.astype(jnp.int32),
-        misses=b.misses + missed.astype(jnp.int32),
-        passes=b.passes + 1,
+        guess_error=jnp.where(poor, _GUESS_ERROR, bracket.guess_error / _SHARPER),
+        poor_passes=bracket.poor_passes + poor.astype(jnp.int32),
+        misses=bracket.misses + missed.astype(jnp.int32),
+        passes=bracket.passes + 1,
     )
     return narrowed, at_low, at_high
 
 
 def _narrow_ends(
-    b: Bracket, pivots: jax.Array, total: Words, k: Words
+    bracket: Bracket, pivots: jax.Array, total: Words, k: Words
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the ends of the narrow bracket, and the pivots that set each end, as masks.
 
@@ -294,10 +294,10 @@ def _narrow_ends(
     """
     enough, met = exact.at_least(total, k), exact.equal(total, k)
     low, not_high, hit_at, hit = _largest(
-        jnp.where(enough, pivots + 1, b.low),
+        jnp.where(enough, pivots + 1, bracket.low),
         # ~x falls as x rises: the largest ~x is that of the smallest x.
-        ~jnp.where(enough, b.high, pivots),
-        jnp.where(met, pivots, b.low),
+        ~jnp.where(enough, bracket.high, pivots),
+        jnp.where(met, pivots, bracket.low),
         met.astype(jnp.int32),
     )
     low = jnp.where(hit > 0, hit_at, low)
@@ -306,15 +306,15 @@ def _narrow_ends(
 
 
 def _count_at_ends(
-    b: Bracket, total: Words, at_low: jax.Array, at_high: jax.Array
+    bracket: Bracket, total: Words, at_low: jax.Array, at_high: jax.Array
 ) -> tuple[Words, Words]:
     """Returns `at_least` and `above` of the narrow bracket, of the pivots that set its ends."""
     # Pivots at the same end are alike, and so are their counts.
     ends = [at_low, at_high]
     words = [jnp.where(chosen, word, 0) for chosen in ends for word in total]
     is_low, is_high, *counts = _largest(*(x.astype(jnp.int32) for x in ends), *words)
-    at_least = exact.choose(is_low > 0, (counts[0], counts[1]), b.at_least)
-    above = exact.choose(is_high > 0, (counts[2], counts[3]), b.above)
+    at_least = exact.choose(is_low > 0, (counts[0], counts[1]), bracket.at_least)
+    above = exact.choose(is_high > 0, (counts[2], counts[3]), bracket.above)
     return at_least, above
 
 
