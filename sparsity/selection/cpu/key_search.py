@@ -21,7 +21,7 @@ from sparsity.selection.search import Above, SliceBrackets
 # The numbers of passes below are means over 13 kinds of 65,600 float32 scores, the hostile ones of
 # tests/selection/test_threshold.py, at five to seven k each: 3.5 as it is, at most 16.
 # Log2 of parts between seven pivots: 15 take twice as long a pass, 3 need half more passes.
-_EIGHTHS = 3
+_LOG2_PARTS = 3
 
 _GUESS_ERROR = np.float32(1 / 12)  # five on either side span 5/6 of a bracket; 1/24: 3.7 passes
 _SHARPER = 16  # divides the error after a hit, as a smaller bracket is more linear; 1: 3.6 passes
@@ -85,10 +85,10 @@ def _width(low: jax.Array, high: jax.Array) -> jax.Array:
 def even_pivots(bracket: Bracket) -> jax.Array:
     """Returns seven pivots that cut the bracket into equal parts of at most ceil(keys / 8)."""
     width = _width(bracket.low, bracket.high)
-    parts = 1 << _EIGHTHS
+    parts = 1 << _LOG2_PARTS
     j = jnp.arange(1, parts, dtype=width.dtype)
     # j (width + 1) / 8, rounded down, without overflow
-    offset = (width >> _EIGHTHS) * j + (((width & (parts - 1)) + 1) * j >> _EIGHTHS)
+    offset = (width >> _LOG2_PARTS) * j + (((width & (parts - 1)) + 1) * j >> _LOG2_PARTS)
     return bracket.low + lax.bitcast_convert_type(offset, bracket.low.dtype) - 1
 
 
@@ -269,8 +269,8 @@ def narrow(
     low, high, at_low, at_high = _narrow_ends(bracket, pivots, total, k)
     at_least, above = _count_at_ends(bracket, total, at_low, at_high)
     inside, before = exact.minus(at_least, above), exact.minus(bracket.at_least, bracket.above)
-    poor = exact.to_float(inside) * 2**_EIGHTHS > exact.to_float(before)
-    missed = _width(low, high) > _width(bracket.low, bracket.high) >> _EIGHTHS
+    poor = exact.to_float(inside) * 2**_LOG2_PARTS > exact.to_float(before)
+    missed = _width(low, high) > _width(bracket.low, bracket.high) >> _LOG2_PARTS
     narrowed = Bracket(
         low=low,
         high=high,
