@@ -49,12 +49,19 @@ def readable_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class KeyRange(NamedTuple):
-    """Range of the keys of a dtype of scores."""
+    """Range of the keys of a dtype of scores.
 
-    dtype: np.dtype  # int32 for narrow scores, too, which is faster
-    low: int  # the key of NaN, if the dtype has NaN
+    Attributes:
+      dtype: dtype of the keys; int32 for narrow scores, too, which is faster.
+      low: lowest key: that of NaN, if the dtype has NaN.
+      top: highest key.
+      is_float: whether scores are floats of 32 bits or more.
+    """
+
+    dtype: np.dtype
+    low: int
     top: int
-    is_float: bool = False  # of 32 bits or more
+    is_float: bool = False
 
     @property
     def bits(self) -> int:

@@ -47,16 +47,26 @@ class Bracket(NamedTuple):
 
     A search ends at the k-th highest key, or at any key with exactly k keys above: low = high, and
     above <= k <= at_least. A search of many brackets holds arrays of each field, [brackets].
+
+    Attributes:
+      low: lowest key of the bracket.
+      high: highest key of the bracket.
+      at_least: number of keys >= low.
+      above: number of keys > high.
+      guess_error: largest error of a guess, as a fraction of the bracket, float32.
+      poor_passes: number of passes that left more than an eighth of the counted keys, int32.
+      misses: number of passes that left more than an eighth of the bracket, int32.
+      passes: number of passes, int32.
     """
 
     low: jax.Array
     high: jax.Array
-    at_least: Words  # number of keys >= low
-    above: Words  # number of keys > high
-    guess_error: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
-    poor_passes: jax.Array  # int32: passes that left more than an eighth of the counted keys
-    misses: jax.Array  # int32: passes that left more than an eighth of the bracket
-    passes: jax.Array  # int32
+    at_least: Words
+    above: Words
+    guess_error: jax.Array
+    poor_passes: jax.Array
+    misses: jax.Array
+    passes: jax.Array
 
     @property
     def is_open(self) -> jax.Array:
