@@ -53,7 +53,7 @@ def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Pat
     chosen = {}
     for path, by_format in seconds.items():
         fastest = min(by_format.values())
-        fast = [name for name, time in by_format.items() if time <= _NOISE * fastest]
+        fast = [name for name, median in by_format.items() if median <= _NOISE * fastest]
         chosen[path] = min(fast, key=lambda name: nbytes[path, name])
     return chosen
 

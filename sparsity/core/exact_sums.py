@@ -28,7 +28,7 @@ def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
     exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
     scales, one = np.ldexp(x.dtype.type(1), bits - exponents), x.dtype.type(2.0**bits)
     num_digits = -(-(60 if x.dtype == np.float64 else 32) // bits)
-    counts: list[list[np.ndarray]] = []
+    digit_sums: list[list[np.ndarray]] = []
     for at in (slice(i, i + step) for i in range(0, len(rows), step)):
         remainder, digits = rows[at] * (scales if 0 in summed else scales[at]), []
         for i in range(num_digits):
@@ -36,11 +36,11 @@ def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
             if i + 1 < num_digits:
                 remainder -= np.trunc(remainder)
                 remainder *= one
-        counts.append(digits)
+        digit_sums.append(digits)
     total = np.zeros(largest.shape, x.dtype)
-    for i, parts in enumerate(zip(*counts, strict=True), 1):
-        count = sum(parts) if 0 in summed else np.concatenate(parts)
-        total += count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
+    for i, parts in enumerate(zip(*digit_sums, strict=True), 1):
+        digit_sum = sum(parts) if 0 in summed else np.concatenate(parts)
+        total += digit_sum.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
     return np.ldexp(total, exponents).reshape([x.shape[i] for i in kept])
 
 
@@ -87,15 +87,15 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         remainder = remainder - digit
         digits.append(digit.astype(jnp.int32))
     nonfinite = jnp.where(is_finite, 0, x)
-    *sums, nonfinite_sum = lax.reduce(
+    *digit_sums, nonfinite_sum = lax.reduce(
         [*digits, nonfinite],
         [*[np.int32(0)] * len(digits), np.zeros((), x.dtype)],
         lambda a, b: [one + more for one, more in zip(a, b, strict=True)],
         axis,
     )
     total = jnp.zeros_like(nonfinite_sum)
-    for i, count in enumerate(sums, 1):
-        total = total + count.astype(x.dtype) * 2.0 ** (-i * bits)
+    for i, digit_sum in enumerate(digit_sums, 1):
+        total = total + digit_sum.astype(x.dtype) * 2.0 ** (-i * bits)
     for exponent in exponents:
         total = total * _power_of_two(jnp.squeeze(exponent, axis), x.dtype)
     # This sum is exactly 0 unless a summand is not finite; then infinite or NaN, in any order.

@@ -133,11 +133,11 @@ def norms(all_ranked: Sequence[Ranked]) -> jax.Array:
     )
     # Bits of a digit, so that the digits of all summands add up in an int32
     bits = 31 - max(summands - 1, 1).bit_length()
-    sums = [
+    digit_sums = [
         _digits(ranked, summed, real, bits, factor)
         for ranked, summed, factor in zip(all_ranked, axes, factors, strict=True)
     ]
-    digits = [_stack(rows).T for rows in zip(*sums, strict=True)]  # each [sums, parameters]
+    digits = [_stack(rows).T for rows in zip(*digit_sums, strict=True)]  # each [sums, parameters]
     total = exact.total(digits[0])
     for i, digit in enumerate(digits[1:], 1):
         total = exact.plus(total, exact.shift_left(exact.total(digit), bits * i))

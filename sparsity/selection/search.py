@@ -66,7 +66,7 @@ class SliceBrackets(NamedTuple):
     def by_slice(self, x: jax.Array) -> list[jax.Array]:
         """Returns x[brackets, ...] for the slices of each parameter."""
         if self.together:
-            return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in self.slices]
+            return [jnp.broadcast_to(x, (num_slices, *x.shape[1:])) for num_slices in self.slices]
         return jnp.split(x, np.cumsum(self.slices)[:-1])
 
 

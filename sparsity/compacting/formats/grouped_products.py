@@ -181,8 +181,8 @@ def _multiply_shards(
 
     The devices that share axes of the stack, in `values` or in `x`, multiply by their matrices.
     """
-    mesh_axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = {name for name, axis_type in mesh_axes if axis_type == AxisType.Explicit}
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, axis_type in axis_types if axis_type == AxisType.Explicit}
     depth, x_axes, values_axes = values.ndim - 3, _split_axes(x), _split_axes(values)
     stack_axes = [a or b for a, b in zip(x_axes[:depth], values_axes[:depth], strict=True)]
     # An axis of the mesh splits one axis of the result.

@@ -173,15 +173,15 @@ class Rows:
     def _sample_offsets(self) -> np.ndarray:
         """Returns the places of the sampled entries in their segments, int32[segments, count]."""
         room = self.num_rows * self.width
-        count = min(_SAMPLED[room >= LARGE], room)
+        num_samples = min(_SAMPLED[room >= LARGE], room)
         if self.sizes is None:
-            offset = np.arange(count, dtype=np.int32) * self._stride(count)
+            offset = np.arange(num_samples, dtype=np.int32) * self._stride(num_samples)
             return np.tile(offset, (self.num_segments, 1))
-        places: np.ndarray = np.arange(count) * self.num_entries[:, None] // count
+        places: np.ndarray = np.arange(num_samples) * self.num_entries[:, None] // num_samples
         return places.astype(np.int32)
 
-    def _stride(self, count: int) -> int:
-        return max(int(self.num_rows * self.width / count * _DRIFT), 1)
+    def _stride(self, num_samples: int) -> int:
+        return max(int(self.num_rows * self.width / num_samples * _DRIFT), 1)
 
     @functools.partial(jax.jit, static_argnums=2)
     def _read_row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
