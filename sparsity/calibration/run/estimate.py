@@ -136,19 +136,21 @@ class MemoryMeter:
         param = next(x for x in self._graph.parameters if x.path == use.path)
         self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
         layers = math.prod(param.shape[axis] for axis in use.view.stacked)
-        part = 4 * param.size // max(layers, 1)
-        x = _count_wide_bytes(use.equation.inputs[1 - use.operand])
-        y = _count_wide_bytes(use.equation.outputs[0])
+        layer_bytes = 4 * param.size // max(layers, 1)
+        input_bytes = _count_wide_bytes(use.equation.inputs[1 - use.operand])
+        output_bytes = _count_wide_bytes(use.equation.outputs[0])
         if self._needs.has_grams:
             gram, inputs = self._grams[param.name], max(use.num_inputs, 1)
-            outputs = part // 4 // inputs
-            is_convolution = use.kind == "convolution"
-            rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
+            outputs = layer_bytes // 4 // inputs
+            row_bytes = input_bytes
+            if use.kind == "convolution":  # patches
+                row_bytes = output_bytes // max(outputs, 1) * inputs * use.groups
             counted = gram + self._needs.count_bytes(outputs, inputs)
             solution = max(self._needs.gram_copies * gram, counted)
-            work = max(rows + 2 * gram, solution + _WEIGHTS * part)
+            work = max(row_bytes + 2 * gram, solution + _WEIGHTS * layer_bytes)
         else:
-            work = max(2 * x, x + 2 * y) + _WEIGHTS * part
+            sum_bytes = max(2 * input_bytes, input_bytes + 2 * output_bytes)
+            work = sum_bytes + _WEIGHTS * layer_bytes
         self._note(live_bytes + work, live_bytes, param.name)
 
     def _note(self, added_bytes: int, activations: int, param: str) -> None:
