@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,14 @@ class Estimate:
         return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB {place})"
 
 
+class _Peak(NamedTuple):
+    """The point of a run at which most bytes live, as in `Estimate`."""
+
+    total_bytes: int = 0
+    activations: int = 0
+    parameter: str = ""
+
+
 class MemoryMeter:
     """Follows the bytes of a run.
 
@@ -70,17 +79,17 @@ class MemoryMeter:
         self._grams = {name: _count_bytes(gram) for name, gram in grams.items()}
         self._params = sum(param.size * param.dtype.itemsize for param in task.graph.parameters)
         self._pruned: dict[Path, int] = {}
-        self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
+        self._peak = _Peak()
 
     def estimate(self) -> Estimate:
         """Returns the bytes of the run."""
         program = self._graph.model.program
         # The batches themselves stay with the caller.
         self._follow_program(program, self._batch_bytes, shared={*program.inputs})
-        peak, activations, param = self._peak
         gram = max(self._grams.values(), default=0) if self._needs.has_grams else 0
         model = self._params + sum(self._pruned.values())
-        return Estimate(model, activations, gram, peak, param)
+        peak = self._peak
+        return Estimate(model, peak.activations, gram, peak.total_bytes, peak.parameter)
 
     def _follow_program(self, program: Program, live_bytes: int, shared: set[Value]) -> None:
         """Follows a program.
@@ -156,8 +165,8 @@ class MemoryMeter:
     def _note(self, added_bytes: int, activations: int, param: str) -> None:
         """Notes the bytes besides the model at a point of the run."""
         total_bytes = self._params + sum(self._pruned.values()) + added_bytes
-        if total_bytes > self._peak[0]:
-            self._peak = total_bytes, activations, param
+        if total_bytes > self._peak.total_bytes:
+            self._peak = _Peak(total_bytes, activations, param)
 
 
 def _count_bytes(x: Value | jax.ShapeDtypeStruct) -> int:
