@@ -226,7 +226,7 @@ class _Run:
       batches: the batches.
       store: the folder of finished layers, if any.
       on_layer_done: is called with the path and the index of each layer that is done.
-      layers: reports so far, by path and index.
+      reports: reports of the layers that are done, by path and index.
     """
 
     task: PruningTask
@@ -234,14 +234,15 @@ class _Run:
     batches: Sequence[PyTree]
     store: LayerStore | None
     on_layer_done: Callable[[Path, LayerIndex], None] | None
-    layers: dict[Path, dict[LayerIndex, LayerReport]] = dataclasses.field(default_factory=dict)
+    reports: dict[Path, dict[LayerIndex, LayerReport]] = dataclasses.field(default_factory=dict)
 
     def run(self, fn: ModelFn, sequential: bool) -> Report:
         """Prunes all parameters, those that the model reaches first, and returns their report."""
         if sequential:
             self._follow_model()
         self._finish_others(fn)
-        return Report({path: LayerReport.combine([*x.values()]) for path, x in self.layers.items()})
+        reports = self.reports.items()
+        return Report({path: LayerReport.combine([*x.values()]) for path, x in reports})
 
     def _follow_model(self) -> None:
         """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
@@ -270,7 +271,7 @@ class _Run:
         The model runs for all of them at once, and only if the folder lacks one.
         """
         task, params, batches = self.task, self.weights.make_tree(), self.batches
-        paths = [path for path in task.sites if path not in self.layers]
+        paths = [path for path in task.sites if path not in self.reports]
 
         @functools.cache
         def calibrate_all() -> Statistics:
@@ -302,7 +303,7 @@ class _Run:
         if bias_place is not None:
             bias = read_layer(self.weights.current[bias_place[0]], bias_place[1])
         dense = read_layer(self.weights.before[path], index)
-        num_done = sum(map(len, self.layers.values()))
+        num_done = sum(map(len, self.reports.values()))
         stored = self.store.read(num_done, dense, bias) if self.store else None
         if stored is None:
             started = time.perf_counter()
@@ -318,11 +319,11 @@ class _Run:
             self.weights.replace(*bias_place, stored.bias)
         self.weights.replace(path, index, stored.weights)
         self.weights.replace_mask(path, index, stored.mask)
-        self.layers.setdefault(path, {})[index] = stored.report
+        self.reports.setdefault(path, {})[index] = stored.report
         if self.on_layer_done is not None:
             self.on_layer_done(path, index)
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
-        layers = self.layers.get(path, {})
-        return index in layers or () in layers or (not index and bool(layers))
+        reports = self.reports.get(path, {})
+        return index in reports or () in reports or (not index and bool(reports))
