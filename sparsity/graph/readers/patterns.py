@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import chex
 
@@ -45,6 +45,12 @@ class WeightFilter:
         return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
+class _Unfit(NamedTuple):
+    """The reason why a parameter cannot have a pattern."""
+
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class _InputPatterns(abc.ABC):
     """`sparsity_type` along the inputs of each parameter.
@@ -70,19 +76,19 @@ class _InputPatterns(abc.ABC):
             return None if self.otherwise == "dense" else Unstructured()
         description = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
         pattern = self._fit(uses, description, param.shape)
-        if not isinstance(pattern, str):
+        if not isinstance(pattern, _Unfit):
             return pattern
         if self.otherwise == "dense":
             return None
         raise ValueError(
-            f"{pattern} Leave it out with filter_fn, or keep all such parameters dense: "
+            f"{pattern.reason} Leave it out with filter_fn, or keep all such parameters dense: "
             "otherwise='dense'."
         )
 
     @abc.abstractmethod
     def _fit(
         self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
-    ) -> SparsityType | str:
+    ) -> SparsityType | _Unfit:
         """Returns the pattern, or the reason why a parameter cannot have the pattern."""
 
 
@@ -104,7 +110,7 @@ class NByMAlongInputs(_InputPatterns):
 
     def _fit(
         self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
-    ) -> SparsityType | str:
+    ) -> SparsityType | _Unfit:
         axes = {use.channels for use in uses}
         if len(axes) > 1:
             return _explain_axes(axes, description, "no axis serves N:M")
@@ -120,7 +126,9 @@ class NByMAlongInputs(_InputPatterns):
             reason = (
                 f"Groups of {self.m} input channels of {description} ({sizes}) lie across a reshape"
             )
-        return f"{reason}. The window of a convolution holds no input channels. Choose another m."
+        return _Unfit(
+            f"{reason}. The window of a convolution holds no input channels. Choose another m."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +147,7 @@ class FanInAlongInputs(_InputPatterns):
 
     def _fit(
         self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
-    ) -> SparsityType | str:
+    ) -> SparsityType | _Unfit:
         axes = {tuple(sorted(use.contracting)) for use in uses}
         if len(axes) > 1:
             return _explain_axes(axes, description, "no axes serve FanIn")
@@ -147,7 +155,7 @@ class FanInAlongInputs(_InputPatterns):
         for axis in inputs:
             full = self.graph.parameters.find_shape(uses[0].path)[axis]
             if not all(use.is_along(axis, full) for use in uses):
-                return (
+                return _Unfit(
                     f"Products contract a part of axis {axis} of {description}, which a reshape "
                     "took apart, so that no axes serve FanIn."
                 )
@@ -161,6 +169,8 @@ def _find_contractions(graph: _GraphQueries, path: Path, param: chex.Array) -> l
     return [use for use in graph.tracker.find_products(parameter.path) if use.contracting]
 
 
-def _explain_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> str:
+def _explain_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> _Unfit:
     """Returns the reason of products that contract different axes of a parameter."""
-    return f"Products contract different axes {sorted(axes)} of {description}, so that {failure}."
+    return _Unfit(
+        f"Products contract different axes {sorted(axes)} of {description}, so that {failure}."
+    )
