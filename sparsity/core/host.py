@@ -169,9 +169,9 @@ def chunks(size: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))
 
 
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def multiply_flushed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    return flushed(flushed(a) * flushed(b))
+    return flush_subnormals(flush_subnormals(a) * flush_subnormals(b))
 
 
 def copy(x: np.ndarray) -> np.ndarray:
@@ -181,7 +181,7 @@ def copy(x: np.ndarray) -> np.ndarray:
     return array
 
 
-def flushed(x: np.ndarray) -> np.ndarray:
+def flush_subnormals(x: np.ndarray) -> np.ndarray:
     """Returns an array with 0 for subnormal numbers, as XLA:CPU reads them."""
     is_small = np.abs(x) < np.finfo(x.dtype).tiny
     return np.where(is_small, x.dtype.type(0), x) if is_small.any() else x

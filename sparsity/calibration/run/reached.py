@@ -201,5 +201,6 @@ def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
         return total + sums
     flat, terms = total.reshape(-1), sums.reshape(-1)
     for chunk in host.chunks(len(flat)):
-        flat[chunk] = host.flushed(host.flushed(flat[chunk]) + host.flushed(terms[chunk]))
+        added = host.flush_subnormals(flat[chunk]) + host.flush_subnormals(terms[chunk])
+        flat[chunk] = host.flush_subnormals(added)
     return total
