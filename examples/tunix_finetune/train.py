@@ -283,7 +283,7 @@ def check(rows: dict[str, Row], bits: float) -> None:
 
 def print_table(seeds: list[dict[str, Row]], before: tuple[float, float]) -> None:
     """Prints medians over the seeds, and the spread of the bits."""
-    print(f"before: {before[0]:.3f} bits a character of code, {before[1]:.3f} of the help texts")
+    print(f"before: {before[0]:.3f} bits per character of code, {before[1]:.3f} of the help texts")
     print(f"{'':12}", *(f"{name:>18}" for name in COLUMNS))
     for name in seeds[0]:
         columns = [[getattr(rows[name], field) for rows in seeds] for field in Row._fields]

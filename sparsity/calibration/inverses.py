@@ -76,8 +76,8 @@ def _factor_damped_on_host(
     if permutation is None:
         inner[...] = grams.real
     else:
-        for row, place in enumerate(permutation):  # all rows at once would be one more matrix
-            inner[..., row, :] = grams.real[..., place, permutation]
+        for row, index in enumerate(permutation):  # all rows at once would be one more matrix
+            inner[..., row, :] = grams.real[..., index, permutation]
     shift_diagonals(inner, compute_damping_shifts(inner, damping))
     try:
         factor_inverse(inner)

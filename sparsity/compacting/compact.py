@@ -451,4 +451,15 @@ def compact(
     opt_state = densify_kept_states(opt_state, params)
     error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
     start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
-    return Compact(**{**vars(stored), "start": {**stored.start, **start}})
+    return _start_with(stored, {**stored.start, **start})
+
+
+def _start_with(stored: StoredModel, start: Mapping[str, PyTree]) -> Compact[PyTree]:
+    return Compact(
+        indices=stored.indices,
+        frozen=stored.frozen,
+        graph=stored.graph,
+        layouts=stored.layouts,
+        densifies_one_at_a_time=stored.densifies_one_at_a_time,
+        start=start,
+    )

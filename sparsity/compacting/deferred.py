@@ -42,12 +42,12 @@ def is_pending(array: MaybePending) -> bool:
     return isinstance(array, KeptArray | Deferred)
 
 
-def densify(array: MaybePending, token: Token = 0) -> jax.Array:
+def densify_pending(array: MaybePending, token: Token = 0) -> jax.Array:
     """Returns an array as a dense one, for an equation of the model; `token` as in `KeptArray`."""
     if isinstance(array, KeptArray):
         return array.densify_observed(token)
     if isinstance(array, Deferred):
-        inputs = [densify(each, token) for each in array.inputs]
+        inputs = [densify_pending(each, token) for each in array.inputs]
         return array.equation.bind(inputs)[array.output_index]
     return array
 

@@ -22,7 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, make_token
+from sparsity.compacting.deferred import (
+    Deferred,
+    MaybePending,
+    densify_pending,
+    is_pending,
+    make_token,
+)
 from sparsity.compacting.formats.base import KeptArray, KeptProduct, Token
 from sparsity.core import sharding
 from sparsity.programs.products import PRODUCTS, read_product
@@ -100,7 +106,7 @@ class DenseRead:
         inputs, token = self._inputs(arrays), make_token(after) if self.one_at_a_time else 0
         if self.one_at_a_time and _is_widened(self.equation, inputs):
             return _multiply_wide(self.equation, inputs, token)
-        return self.equation.bind([densify(x, token) for x in inputs])
+        return self.equation.bind([densify_pending(x, token) for x in inputs])
 
     def _save(self, *arrays: jax.Array) -> tuple[Arrays, Sequence[jax.Array]]:
         """Returns the outputs, and the arrays for `_backward`.
@@ -253,9 +259,9 @@ def _multiply_wide(equation: Equation, inputs: Sequence[MaybePending], token: To
         return lax.reduce_precision(array.astype(jnp.float32), 8, 7)
 
     wide = [
-        densify(x.with_values(widen(x.read_values())), token)
+        densify_pending(x.with_values(widen(x.read_values())), token)
         if isinstance(x, KeptArray)
-        else widen(densify(x))
+        else widen(densify_pending(x))
         for x in inputs
     ]
     (result,) = equation.bind(wide, preferred_element_type=np.dtype(np.float32))

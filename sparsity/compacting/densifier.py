@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.compacting.deferred import Deferred, MaybePending, densify, is_pending, kept_in
+from sparsity.compacting.deferred import (
+    Deferred,
+    MaybePending,
+    densify_pending,
+    is_pending,
+    kept_in,
+)
 from sparsity.compacting.dense_read import Arrays, find_kept_product, read_dense
 from sparsity.compacting.formats.base import KeptArray
 from sparsity.compacting.formats.narrow_dtypes import is_quantized
@@ -49,7 +55,7 @@ class Densifier(Interpreter[MaybePending]):
         self._is_data, self._one_at_a_time, self._record = is_data, one_at_a_time, record
 
     def run(self, program: Program, inputs: Sequence[MaybePending]) -> list[MaybePending]:
-        return [densify(output) for output in super().run(program, inputs)]
+        return [densify_pending(output) for output in super().run(program, inputs)]
 
     def evaluate(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         if not any(map(is_pending, inputs)):
@@ -99,7 +105,7 @@ class Densifier(Interpreter[MaybePending]):
         if not has_data or equation.name in PRODUCTS or is_lookup(equation):
             return self._read(equation, inputs)
         self._record(equation, inputs, True)
-        return equation.bind([densify(x) for x in inputs])
+        return equation.bind([densify_pending(x) for x in inputs])
 
     def list_step_inputs(self, scan: Equation) -> PyTree:
         return jnp.arange(scan.length) if self._one_at_a_time else None
@@ -126,12 +132,12 @@ class Densifier(Interpreter[MaybePending]):
         return super().while_loop(equation, [*inputs[:first], *carry])
 
     def cond(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
-        return super().cond(equation, [densify(inputs[0]), *inputs[1:]])
+        return super().cond(equation, [densify_pending(inputs[0]), *inputs[1:]])
 
     def _densify(self, equation: Equation, array: MaybePending) -> jax.Array:
         if is_pending(array):
             self._record(equation, [array], True)
-        return densify(array)
+        return densify_pending(array)
 
     def _read(self, equation: Equation, inputs: list[MaybePending]) -> Arrays:
         """Returns the outputs of an equation that reads pending arrays as dense ones."""
@@ -213,7 +219,7 @@ def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray 
         at = tuple(slice(*bound) for bound in [*bounds][:depth])
         return jax.tree.map(lambda x: x[at], kept)
     if equation.name == "dynamic_slice" and keeps_slices:
-        start = [densify(x) for x in inputs[1 : depth + 1]]
+        start = [densify_pending(x) for x in inputs[1 : depth + 1]]
 
         def take(array: jax.Array) -> jax.Array:
             sizes = *shape[:depth], *array.shape[depth:]

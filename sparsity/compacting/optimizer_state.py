@@ -84,7 +84,7 @@ def densify_kept_states(state: PyTree, params: Params) -> PyTree:
         names the parameter.
     """
 
-    def densify(kept: KeptParameter | None, leaf: jax.Array) -> PyTree:
+    def densify_kept(kept: KeptParameter | None, leaf: jax.Array) -> PyTree:
         if kept is None or jnp.shape(leaf) != kept.positions.shape:
             return leaf
         array: PyTree = kept.layout.scatter(np.asarray(leaf), np.asarray(kept.positions))
@@ -101,7 +101,8 @@ def densify_kept_states(state: PyTree, params: Params) -> PyTree:
                     f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept "
                     "entries. Start a new state."
                 )
-        state = trees.replace_node(state, node, owners.map_owned(densify, kept_tree, node.state))
+        dense = owners.map_owned(densify_kept, kept_tree, node.state)
+        state = trees.replace_node(state, node, dense)
     return state
 
 
@@ -149,11 +150,11 @@ def densify_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
       ValueError: a leaf holds no moment for each kept value; the error names the parameter.
     """
 
-    def densify(stored: StoredParameter | None, leaf: jax.Array) -> jax.Array:
+    def densify_stored(stored: StoredParameter | None, leaf: jax.Array) -> jax.Array:
         return leaf if stored is None or not _has_moments(stored, leaf) else stored.densify(leaf)
 
     owners.check_state(stored_tree, state, _REMEDY)
-    return owners.map_owned(densify, stored_tree, state)
+    return owners.map_owned(densify_stored, stored_tree, state)
 
 
 def check_kept_state(stored_tree: StoredTree, state: PyTree) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.deferred import MaybePending, densify, kept_in
+from sparsity.compacting.deferred import MaybePending, densify_pending, kept_in
 from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.base import is_kept
 from sparsity.compacting.stored_model import Read, StoredModel, list_reads
@@ -118,7 +118,7 @@ def _make_call(read: Read, model: StoredModel) -> tuple[str, TimedCall]:
         # program, which it cannot do in a model of many layers.
         interpreter = Densifier(lambda _: True, model.densifies_one_at_a_time)
         outputs = interpreter.bind(read.equation, jax.tree.unflatten(structure, operands))
-        dense = [densify(y) for y in outputs if trees.is_prunable(y)]
+        dense = [densify_pending(y) for y in outputs if trees.is_prunable(y)]
         return sum((jnp.sum(jnp.abs(y) ** 2) for y in dense), jnp.zeros(()))
 
     run = jax.jit(jax.grad(loss))

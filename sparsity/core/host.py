@@ -25,8 +25,8 @@ AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 CHUNK = 1 << 15  # entries that stay in the caches of a core through several operations
 
 
-class HostPlace(NamedTuple):
-    """Place of arrays on a host.
+class HostDevice(NamedTuple):
+    """Device of arrays on a host.
 
     Attributes:
       sharding: the device to which arrays are committed; `None` for the default device.
@@ -40,13 +40,13 @@ class HostPlace(NamedTuple):
         return jax.tree.unflatten(treedef, jax.device_put(arrays, self.sharding))
 
 
-def find_place(*args: object) -> HostPlace | None:
-    """Returns the place of all arrays among arguments; `None` unless one CPU holds all of them.
+def find_host_device(*args: object) -> HostDevice | None:
+    """Returns the device of all arrays among arguments; `None` unless one CPU holds all of them.
 
     Example:
-      >>> find_place(np.ones(3), 1)
-      HostPlace(sharding=None)
-      >>> jax.eval_shape(lambda x: print(find_place(x)), 1.0)
+      >>> find_host_device(np.ones(3), 1)
+      HostDevice(sharding=None)
+      >>> jax.eval_shape(lambda x: print(find_host_device(x)), 1.0)
       None
     """
     sharding: SingleDeviceSharding | None = None
@@ -62,7 +62,7 @@ def find_place(*args: object) -> HostPlace | None:
                 sharding = x.sharding
     if not jax.sharding.get_abstract_mesh().empty:
         return None
-    return HostPlace(sharding)
+    return HostDevice(sharding)
 
 
 def _is_plain(x: jax.Array) -> bool:
@@ -83,7 +83,7 @@ def read(tree: PyTree) -> PyTree:
       >>> type(read(jnp.ones(2))).__name__
       'ndarray'
     """
-    return tree if find_place(tree) is None else to_numpy(tree)
+    return tree if find_host_device(tree) is None else to_numpy(tree)
 
 
 def namespace(arrays: Iterable[object]) -> PyTree:
@@ -119,14 +119,14 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            place = find_place(args)
-            if place is None:
+            device = find_host_device(args)
+            if device is None:
                 return fn(*args, **kwargs)
             with np.errstate(all="ignore"):  # XLA computes with infinities and NaN in silence
                 result = host_fn(*to_numpy(args), **kwargs)
             if result is NotImplemented:
                 return fn(*args, **kwargs)
-            return place.put(result)
+            return device.put(result)
 
         call.__dict__["on_host"] = host_fn
         return call
@@ -169,9 +169,9 @@ def chunks(size: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))
 
 
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def multiply_flushed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    return flushed(flushed(a) * flushed(b))
+    return flush_subnormals(flush_subnormals(a) * flush_subnormals(b))
 
 
 def copy(x: np.ndarray) -> np.ndarray:
@@ -181,7 +181,7 @@ def copy(x: np.ndarray) -> np.ndarray:
     return array
 
 
-def flushed(x: np.ndarray) -> np.ndarray:
+def flush_subnormals(x: np.ndarray) -> np.ndarray:
     """Returns an array with 0 for subnormal numbers, as XLA:CPU reads them."""
     is_small = np.abs(x) < np.finfo(x.dtype).tiny
     return np.where(is_small, x.dtype.type(0), x) if is_small.any() else x

@@ -210,11 +210,11 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
     """
     if isinstance(value, jax.Array):
         return value.astype(dtype)
-    place = None
+    sharding = None
     with contextlib.suppress(ValueError):  # of a compiled function, which places its values
         mesh = jax.sharding.get_mesh()
-        place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(np.asarray(value, dtype), place)
+        sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(np.asarray(value, dtype), sharding)
 
 
 @functools.partial(jax.jit, keep_unused=True)  # which says on what devices

@@ -203,7 +203,7 @@ def host_scores(
     hook: Callable[..., PyTree], params: Params, grads: Grads | None
 ) -> ScoreTree | None:
     """Returns lazy scores if numpy computes them from concrete arrays; `None` if not."""
-    if host.find_place(params, grads) is None:
+    if host.find_host_device(params, grads) is None:
         return None
     scores = defer_scores(hook, params, None, grads)
     is_on_host = all(Ranked.wrap(score).is_on_host for score in jax.tree.leaves(scores))

@@ -72,7 +72,7 @@ class _Scaled:
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
         score = host.call(self.fn, *values[:-1])
         wide = np.dtype(promote(score.dtype, jnp.float32))
-        return host.product(score.astype(wide, copy=False), values[-1].astype(wide))
+        return host.multiply_flushed(score.astype(wide, copy=False), values[-1].astype(wide))
 
 
 def _norms_on_host(all_ranked: Sequence[Ranked]) -> PyTree:

@@ -225,7 +225,7 @@ _IN_ORDER = "an operation that needs all entries of the axis, in order"
 def _relate_along(
     kind: RelationKind, axes: Callable[[Equation], Sequence[int]]
 ) -> Callable[..., list[Relation]]:
-    """Returns the relations of a primitive that works along some axes of all inputs but scalars."""
+    """Returns the `relate` of a primitive that works along some axes of all inputs but scalars."""
 
     def relate(equation: Equation) -> list[Relation]:
         selected = axes(equation)

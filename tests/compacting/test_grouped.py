@@ -243,7 +243,7 @@ def test_a_training_step_allocates_no_dense_matrix_and_gathers_some_groups_at_a_
 def test_values_become_a_matrix_exactly():
     values, indices, _ = case()
     dense = matrix(values, indices)
-    np.testing.assert_array_equal(grouped.densify(values, indices, INPUTS, OUTPUTS), dense)
+    np.testing.assert_array_equal(grouped.scatter_groups(values, indices, INPUTS, OUTPUTS), dense)
 
 
 @pytest.mark.slow

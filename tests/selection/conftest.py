@@ -12,7 +12,7 @@ def _with(name):
     select = search.select_by_counting if name == "portable" else cpu.select_by_rows
     with pytest.MonkeyPatch.context() as patch:
         if name != "numpy":
-            patch.setattr(host, "find_place", lambda *args: None)
+            patch.setattr(host, "find_host_device", lambda *args: None)
         patch.setattr(topk, "choose_search", lambda leaves: select)
         patch.setattr(sorting, "MAX_SORTED", 2**18 if name == "sorted" else 0)
         jax.clear_caches()

@@ -53,7 +53,7 @@ def test_masks_of_float8_are_those_of_the_same_numbers_in_float32(pruner, under_
 @pytest.mark.parametrize("refit", [None, sparsity.LeastSquares(), sparsity.ADMM()])
 def test_a_model_of_float8_is_pruned_and_refitted_in_one_shot(refit, on_host, monkeypatch):
     if not on_host:  # as on a GPU
-        monkeypatch.setattr(host, "find_place", lambda *_: None)
+        monkeypatch.setattr(host, "find_host_device", lambda *_: None)
     params, _, _ = params_and_statistics()
     model = lambda params, x: x @ params["w"].astype(jnp.float32)  # noqa: E731
     pruner = sparsity.SparseGPTPruning(**SPREAD)

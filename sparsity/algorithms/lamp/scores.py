@@ -43,8 +43,8 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     if not weights.size:
         return jnp.zeros(weights.shape, promote(jnp.abs(weights).dtype, jnp.float32))
     squares = ScaledLayer.read(weights).squares()
-    place = lax.iota(jnp.int32, len(squares))
-    falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
+    index = lax.iota(jnp.int32, len(squares))
+    falling, order = lax.sort((-squares, index), num_keys=1, is_stable=True)
     width = min(_WIDTH, len(squares))
     rows = jnp.pad(falling, (0, -len(squares) % width)).reshape(-1, width)
 

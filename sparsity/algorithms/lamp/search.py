@@ -161,8 +161,8 @@ def _score_slots(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[ja
       bits: the numbers B, [layers].
       above: sums of the squares that are larger than these, [layers].
     """
-    place = lax.broadcasted_iota(jnp.int32, squares.shape, 1)
-    falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
+    index = lax.broadcasted_iota(jnp.int32, squares.shape, 1)
+    falling, order = lax.sort((-squares, index), num_keys=1, is_stable=True)
     ranked, sums = score_ranks(falling, bits[:, None], (above[0][:, None], above[1][:, None]))
     rows = np.arange(len(squares))[:, None]
     scores = jnp.zeros_like(squares).at[rows, order].set(ranked)
@@ -195,8 +195,8 @@ def _score_by_sorting(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             lambda i, b=branches, x=layers: lamp_scores(lax.switch(i, b, x)),
             jnp.arange(len(members)),
         )
-        for place, i in enumerate(members):
-            scores[i] = rows[place].reshape(arrays[i].shape)
+        for row, i in enumerate(members):
+            scores[i] = rows[row].reshape(arrays[i].shape)
     return [scores[i] for i in range(len(arrays))]
 
 

@@ -174,7 +174,7 @@ class WandaPruning(ScoredPruning):
     is_per_output: ClassVar[bool] = True
 
     def _score_on_host(self, weights: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        return host.product(weights, np.sqrt(host.flushed(squares)))
+        return host.multiply_flushed(weights, np.sqrt(host.flush_subnormals(squares)))
 
     @host.instead(_score_on_host)
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:

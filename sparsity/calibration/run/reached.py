@@ -75,16 +75,16 @@ class ReachedWeight:
             return None
         batches = range(len(self.frame.data))
         operands = {n: [self._read_operand(batch, n) for batch in batches] for n in self.layers}
-        place = host.find_place(operands, matrices)
+        device = host.find_host_device(operands, matrices)
         reruns = all(_can_rerun(self.calibration.uses[n], matrices) for n in operands)
-        if place is None or not reruns:
+        if device is None or not reruns:
             return None
         total = np.zeros(len(matrices))
         for use_index, inputs in operands.items():
-            rerun = _make_rerun(self.calibration.alignments[use_index], matrices, place)
+            rerun = _make_rerun(self.calibration.alignments[use_index], matrices, device)
             total += sum(map(rerun, inputs))
         dtype = promote(matrices[0].dtype, jnp.float32)
-        return place.put(total.astype(dtype))
+        return device.put(total.astype(dtype))
 
     def _read_operand(self, batch: int, use_index: int) -> jax.Array:
         """Returns the other operand of a product with a weight outside of loops, for a batch."""
@@ -122,7 +122,7 @@ class ReachedWeight:
 
 
 def _make_rerun(
-    alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
+    alignment: Alignment, matrices: Sequence[jax.Array], device: host.HostDevice
 ) -> Callable[[jax.Array], np.ndarray]:
     """Returns a function from the other operand of a product to the sums of |y|^2 with each matrix.
 
@@ -132,7 +132,7 @@ def _make_rerun(
     Args:
       alignment: of the product.
       matrices: [*batch, outputs, inputs] each, in the order of the parameter.
-      place: the place of matrices and inputs.
+      device: the device of matrices and inputs.
     """
     use = alignment.use
     value = use.equation.inputs[use.operand]
@@ -143,7 +143,7 @@ def _make_rerun(
         np.asarray(alignment.to_operand_order(matrix)) for matrix in host.to_numpy(list(matrices))
     ]
     operands = [matrix.astype(value.dtype).reshape(sizes).transpose(order) for matrix in weights]
-    operands = place.put([host.copy(matrix) for matrix in operands])
+    operands = device.put([host.copy(matrix) for matrix in operands])
 
     def sum_batch(x: jax.Array) -> np.ndarray:
         pairs = [[x, w] if use.operand else [w, x] for w in operands]
@@ -179,20 +179,20 @@ def _add_up(batches: Iterable[Sums], name: str) -> Sums:
 
     Two batches of sums live at once at most: numpy and XLA add in place.
     """
-    place: host.HostPlace | None = None
+    device: host.HostDevice | None = None
     total: Sums = {}
     for batch, sums in enumerate(batches):
         if not all(map(is_finite, jax.tree.leaves(sums))):
             raise make_not_finite_error(name, batch)
-        if total and place is None:
+        if total and device is None:
             total = add_in_place(total, sums)
         elif total:
             total = jax.tree.map(_add_on_host, total, host.to_numpy(sums), is_leaf=is_count)
         else:
             is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(sums)))
-            place = host.find_place(sums) if is_real else None
-            total = sums if place is None else jax.tree.map(host.copy, host.to_numpy(sums))
-    return total if place is None else place.put(total)
+            device = host.find_host_device(sums) if is_real else None
+            total = sums if device is None else jax.tree.map(host.copy, host.to_numpy(sums))
+    return total if device is None else device.put(total)
 
 
 def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
@@ -201,5 +201,6 @@ def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
         return total + sums
     flat, terms = total.reshape(-1), sums.reshape(-1)
     for chunk in host.chunks(len(flat)):
-        flat[chunk] = host.flushed(host.flushed(flat[chunk]) + host.flushed(terms[chunk]))
+        added = host.flush_subnormals(flat[chunk]) + host.flush_subnormals(terms[chunk])
+        flat[chunk] = host.flush_subnormals(added)
     return total

@@ -370,10 +370,10 @@ class KeptArray:
         return _densify_bits(self)
 
     def _join_slices(self, kept: Self, token: Token) -> jax.Array:
-        densify = functools.partial(self.layout.densify_slice, token=token)
+        densify_each = functools.partial(self.layout.densify_slice, token=token)
         for _ in range(self.depth):
-            densify = jax.vmap(densify)
-        return densify(kept).reshape(self.sizes).transpose(self.axes)
+            densify_each = jax.vmap(densify_each)
+        return densify_each(kept).reshape(self.sizes).transpose(self.axes)
 
     def layer(self, stack: Self, index: jax.Array | None) -> Self:
         """Returns the array of a step of a scan, whose values and positions are of one layer.

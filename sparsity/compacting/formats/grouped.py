@@ -105,7 +105,8 @@ class Grouped(FormatLayout):
     def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
-        return grouped_products.densify(kept.values, positions, self.num_units, outputs).reshape(-1)
+        matrix = grouped_products.scatter_groups(kept.values, positions, self.num_units, outputs)
+        return matrix.reshape(-1)
 
     def multiply(self, product: KeptProduct) -> jax.Array | None:
         equation, at, kept, other = product

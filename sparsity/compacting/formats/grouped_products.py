@@ -6,8 +6,8 @@ transposed inputs and multiplies them densely. An index that equals the number o
 the entry contributes 0, and its gradient is 0. The last group may be ragged: outputs
 g * group + o beyond the number of outputs are dropped, and the gradient of their values is 0.
 
-No function makes a matrix [inputs, outputs], except `densify`. Gathered inputs live for one chunk
-of groups at a time.
+No function makes a matrix [inputs, outputs], except `scatter_groups`. Gathered inputs live for one
+chunk of groups at a time.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def multiply_stack(
     return _multiply_shards(values, indices, x, result, placed.mesh)
 
 
-def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) -> jax.Array:
+def scatter_groups(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) -> jax.Array:
     """Returns the matrix [inputs, outputs] whose kept entries are `values`; other entries are 0.
 
     Args:
@@ -144,7 +144,7 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
       outputs: number of columns, at most groups * group.
 
     Example:
-      >>> densify(jnp.array([[[1, 2], [3, 4]]]), jnp.array([[0, 2]]), inputs=3, outputs=2)
+      >>> scatter_groups(jnp.array([[[1, 2], [3, 4]]]), jnp.array([[0, 2]]), inputs=3, outputs=2)
       Array([[1, 2], [0, 0], [3, 4]], dtype=int32)
     """
     groups, _, group = values.shape

@@ -140,22 +140,22 @@ class MaskUpdate:
         # With the token, XLA builds the dense slice only after the gradient.
         token = 0 if gradient is None else make_token([gradient])
 
-        def densify(values: jax.Array) -> jax.Array:
+        def densify_values(values: jax.Array) -> jax.Array:
             return layout.wrap(values.reshape(shape), positions).densify(token)
 
         if gradient is not None:
             kept = layout.wrap(part.values.reshape(shape), positions)
             gradient = gradient.reshape(kept.sizes).transpose(kept.axes)
             if part.gradient is not None:
-                gradient = gradient + densify(part.gradient)
-        param = densify(part.values)  # compiled only where a score reads the weight
+                gradient = gradient + densify_values(part.gradient)
+        param = densify_values(part.values)  # compiled only where a score reads the weight
         is_stack = self.site.batch_axes == len(layout.stack)
         num_rows = layout.count_unit_rows(self.site.pattern) if is_stack else None
         if self.rule is not None and num_rows is not None:  # or the pattern moves masks
             waiting = part._replace(positions=positions + token)
             new = self._find_positions_by_unit(waiting, num_rows, param, gradient)
         else:
-            mask = densify(jnp.ones(shape, jnp.uint8))
+            mask = densify_values(jnp.ones(shape, jnp.uint8))
             move = self._move_parameter if self.rule is None else self._move_slice
             new = layout.locate(move(part, param, mask, gradient))
         return new.astype(part.positions.dtype).reshape(part.positions.shape)

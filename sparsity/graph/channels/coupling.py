@@ -184,9 +184,9 @@ class Coupling(Flow[list[Axis]]):
             unify(rhs[output_axis], join_axes("product", [*group, within_group]), reason)
         for i, j in product.pairs:
             unify(lhs[i], join_axes("product", [*group, rhs[j]]) if group else rhs[j], reason)
-        for place, source in enumerate(product.output):
+        for axis, source in enumerate(product.output):
             if source is not None:
-                self.axes(result)[place] = (lhs, rhs)[source[0]][source[1]]
+                self.axes(result)[axis] = (lhs, rhs)[source[0]][source[1]]
         reason = reason._replace(
             text=product.ordered_text, kind="space" if product.rhs.window else ""
         )

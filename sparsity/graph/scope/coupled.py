@@ -269,9 +269,9 @@ class Coupled(DataclassBase):
             by_path = [dict(zip(key_paths, arrays, strict=True)) for arrays in leaves]
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
-        place = host.find_place(leaves, extra) if is_on_host else None
-        if place is not None:
-            masks = place.put(spread_chosen(*host.to_numpy((leaves, extra))))
+        device = host.find_host_device(leaves, extra) if is_on_host else None
+        if device is not None:
+            masks = device.put(spread_chosen(*host.to_numpy((leaves, extra))))
         elif key_paths:
             masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
             masks = map(sharding.place_like, leaves[0], masks)
