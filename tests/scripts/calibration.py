@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import sparsity
-from sparsity.calibration import prune
+from sparsity.calibration import prune, relative_error
 from sparsity.calibration.inverses import factor_damped_inverse
 from tests.calibration import oracles
 from tests.scripts.devices import same
@@ -197,6 +197,17 @@ def experts_give_what_one_device_gives_wherever_they_lie(devices):
                 np.testing.assert_allclose(shares, expected_shares, rtol=1e-4)
 
 
+def a_relative_error_is_that_of_one_device(devices):
+    params, statistics = jax.tree.map(jnp.asarray, layer())
+    w, statistic = params["w"], statistics["w",]
+    expected = relative_error(statistic, w, w.at[:, ::2].set(0))
+    with jax.set_mesh(devices.mesh):
+        for spec in ((), ("a",), (None, "a", "b")):
+            placed, pruned = (devices.put(x, *spec) for x in (w, w.at[:, ::2].set(0)))
+            actual = relative_error(jax.tree.map(devices.put, statistic), placed, pruned)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
 _BOTH = [
     every_method_gives_what_one_device_gives,
     training_updates_masks_by_statistics,
@@ -205,5 +216,6 @@ _BOTH = [
     meshes_that_are_not_in_use_give_what_one_device_gives,
     each_device_solves_a_part_of_a_weight_that_lies_on_all,
     experts_give_what_one_device_gives_wherever_they_lie,
+    a_relative_error_is_that_of_one_device,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}
