@@ -217,7 +217,7 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
     for key in keys:
         if not any(names.matches(key, name) for name in layers):
             raise ValueError(
-                f"layers[{key!r}] matches none. {names.explain_syntax(key)}"
+                f"layers[{key!r}] matches no layer. {names.explain_syntax(key)}"
                 f"{names.suggest(key, layers, cutoff=0)}"
             )
 

@@ -148,11 +148,11 @@ def resize_struct(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.S
     return struct.update(shape=shape, sharding=struct.sharding and fit(struct.sharding, shape))
 
 
-def call_replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
-    """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
-    like = next((x for x in arrays if explicit_sharding(jax.typeof(x))), None)
+def call_replicated(fn: Callable[..., T], *args: PyTree) -> T:
+    """Calls `fn(*args)`; on a mesh with Explicit axes the results are replicated."""
+    like = next((x for x in jax.tree.leaves(args) if explicit_sharding(jax.typeof(x))), None)
     # A result without axes has no sharding but the replicated one, whatever its shape is then.
-    return fn(*arrays) if like is None else shard_like(like, fn, *arrays, shape=())
+    return fn(*args) if like is None else shard_like(like, fn, *args, shape=())
 
 
 def place_like(like: jax.Array, array: jax.Array) -> jax.Array:

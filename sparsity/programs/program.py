@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import (
     ClosedJaxpr as ClosedJaxpr,  # for other modules, too
-    Jaxpr,
+    Jaxpr as Jaxpr,
     JaxprEqn,
     Literal,
     Primitive,

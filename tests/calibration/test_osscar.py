@@ -225,3 +225,28 @@ def test_what_cannot_be_is_refused():
         ValueError, match=r"'embed' reads channels along axes \(1,\), and a gather at"
     ):
         osscar(trace(tied, embed, tokens)).instant_sparsify(embed, statistics=statistics)
+
+
+def sorts(params, x):
+    return jnp.sort(x @ params["first"])
+
+
+def sorts_before(params, x):
+    return mlp(params, sorts(params, x))
+
+
+@pytest.mark.parametrize("fn", [sorts, sorts_before])
+@pytest.mark.parametrize("pruner", [OSSCARPruning, sparsity.FLAPPruning])
+def test_a_weight_without_channels_is_refused_by_its_name_and_its_axes(pruner, fn):
+    params, batches = make_mlp()
+    params = {"first": jnp.eye(6)} | (params if fn is sorts_before else {})
+    scope = Coupled(trace(fn, params, batches[0]))
+    statistics = sparsity.calibrate(fn, params, batches, "gram")
+    explained = (
+        r"'first', which has a sparsity, has no channels.*axis 0: an input of the model; axis 1: "
+        r"an operation that needs all.* \(sort at .*test_osscar.*Keep it dense with filter_fn"
+    )
+    with pytest.raises(ValueError, match=explained):
+        pruner(scope=scope, sparsity_distribution_fn=helpers.half).instant_sparsify(
+            params, statistics=statistics
+        )

@@ -238,7 +238,7 @@ class Mine(sparsity.WandaPruning):
         return weights * jnp.sqrt(squares) + {{"a": 1, "b": 2}}["a"]
 
 def model(params, x):
-    h = jax.nn.relu(x @ params["w"])
+    h = jax.nn.relu(x @ params["w"]).at[0].add(1)
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stack"])[0]
 
 params = {{"w": jnp.ones((4, 4)), "stack": jnp.ones((2, 4, 4), jnp.bfloat16).astype(jnp.float32)}}
@@ -273,6 +273,28 @@ def test_another_process_has_the_same_fingerprints_wherever_the_code_lies(tmp_pa
     assert identity(2, before="\n# moved down\n\n") == first
     other = identity(3, factor=3)
     assert {name for name in first if first[name] != other[name]} == {"refit"}
+
+
+def pool(fn):
+    return lambda x: jax.lax.reduce_window(x, 0.0, fn, (2,), (1,), "SAME")
+
+
+WITHIN_PRIMITIVES = {
+    "scatter": (lambda x: x.at[0].apply(jnp.sin), lambda x: x.at[0].apply(jnp.cos)),
+    "reduce_window": (pool(lambda a, b: a + 2 * b), pool(lambda a, b: a + 3 * b)),
+    "segment_sum": [
+        (lambda x, n=n: jax.ops.segment_sum(x, jnp.array([0, 1, 0, 1]), n)) for n in (2, 3)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WITHIN_PRIMITIVES)
+def test_functions_within_primitives_are_told_by_their_equations(name):
+    one, equal, other = (
+        fingerprint(jax.make_jaxpr(lambda x, fn=fn: fn(x))(jnp.ones(4)))
+        for fn in (WITHIN_PRIMITIVES[name][i] for i in (0, 0, 1))
+    )
+    assert one == equal != other
 
 
 @pytest.mark.parametrize("dtype", [object, [("x", object)], np.dtypes.StringDType()])

@@ -1,5 +1,7 @@
 """SparseGPT against a plain numpy program, in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +102,24 @@ def test_any_sparsity_keeps_as_many_as_the_library_counts(sparsity_):
     np.testing.assert_array_equal(mask, expected[1])
     np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
     assert mask.sum() == helpers.num_kept(weights.size, sparsity_)
+
+
+class Comparable(sparsity.Unstructured):
+    def __eq__(self, other):
+        return type(other) is type(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled(sparsity.Unstructured):
+    labels: list[str] = dataclasses.field(default_factory=list)
+
+
+@pytest.mark.parametrize("pattern", [Comparable(), Labelled()], ids=type)
+def test_patterns_of_ones_own_without_a_hash_remove_single_weights(pattern):
+    weights, x, _ = oracles.layer(8, outputs=4, rows=50)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(pattern)
+    pruned, mask = prune(weights, oracles.make_statistic(x), pattern)
+    expected = oracles.sparsegpt(weights, x.T @ x, 0.5, block=8)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import sparsity
 from sparsity.graph import trace
 from sparsity.programs.program import Program
 from tests import helpers
@@ -498,3 +499,12 @@ def test_rows_and_experts_of_a_ragged_dot_are_refused(name):
     assert refusal.primitive == "ragged_dot_general"
     assert refusal.reason == "rows in the order of their experts"
     assert "params:0" not in [group.name for group in graph.groups]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_masks_of_channels_are_refused_where_no_weight_has_any(across):
+    params, x = {"w": jnp.ones((2, 3))}, jnp.ones((1, 2))
+    scope = sparsity.Coupled(sparsity.trace(lambda p, x: x @ p["w"], params, x), across=across)
+    updater = sparsity.MagnitudePruning(scope=scope, sparsity_distribution_fn=sparsity.Uniform(0.5))
+    with pytest.raises(ValueError, match=r"'w', which has .*axis 1: an output of the model. Keep"):
+        updater.instant_sparsify(params)

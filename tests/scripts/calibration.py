@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import sparsity
-from sparsity.calibration import prune
+from sparsity.calibration import prune, relative_error
 from sparsity.calibration.inverses import factor_damped_inverse
 from tests.calibration import oracles
 from tests.scripts.devices import same
@@ -171,6 +171,43 @@ def each_device_solves_a_part_of_a_weight_that_lies_on_all(devices):
     assert np.isclose(actual[2][("w",)].error, expected[2][("w",)].error, rtol=1e-4)
 
 
+def experts(params, x):
+    run = jax.vmap(lambda up, down: jax.nn.relu(x @ up) @ down)
+    return run(params["up"], params["down"]).sum(axis=0)
+
+
+def experts_give_what_one_device_gives_wherever_they_lie(devices):
+    keys, shapes = jax.random.split(jax.random.key(0), 3), [(4, 8, 8), (4, 8, 4), (16, 8)]
+    up, down, x = (jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True))
+    params, updater = {"up": up, "down": down}, sparsity.WandaPruning(sparsity_distribution_fn=half)
+    for refit, specs in {None: [()], sparsity.ADMM(iterations=2): [(), ("b",)]}.items():
+        expected = sparsity.oneshot(updater, experts, params, [x], refit)
+        for spec in specs:
+            with jax.set_mesh(devices.mesh):
+                placed = {name: devices.put(leaf, *spec) for name, leaf in params.items()}
+                actual = sparsity.oneshot(updater, experts, placed, [devices.put(x)], refit)
+            jax.tree.map(same, actual[1], expected[1], placed)
+            for name, leaf in placed.items():
+                np.testing.assert_allclose(actual[0][name], expected[0][name], atol=1e-4)
+                assert actual[0][name].sharding.is_equivalent_to(leaf.sharding, 3)
+                shares, expected_shares = (
+                    [x[2][name,].error, x[2][name,].unrefitted, x[2][name,].centred]
+                    for x in (actual, expected)
+                )
+                np.testing.assert_allclose(shares, expected_shares, rtol=1e-4)
+
+
+def a_relative_error_is_that_of_one_device(devices):
+    params, statistics = jax.tree.map(jnp.asarray, layer())
+    w, statistic = params["w"], statistics["w",]
+    expected = relative_error(statistic, w, w.at[:, ::2].set(0))
+    with jax.set_mesh(devices.mesh):
+        for spec in ((), ("a",), (None, "a", "b")):
+            placed, pruned = (devices.put(x, *spec) for x in (w, w.at[:, ::2].set(0)))
+            actual = relative_error(jax.tree.map(devices.put, statistic), placed, pruned)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
 _BOTH = [
     every_method_gives_what_one_device_gives,
     training_updates_masks_by_statistics,
@@ -178,5 +215,7 @@ _BOTH = [
     batches_that_are_sharded_give_what_one_device_gives,
     meshes_that_are_not_in_use_give_what_one_device_gives,
     each_device_solves_a_part_of_a_weight_that_lies_on_all,
+    experts_give_what_one_device_gives_wherever_they_lie,
+    a_relative_error_is_that_of_one_device,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}

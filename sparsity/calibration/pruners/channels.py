@@ -89,8 +89,13 @@ class ChannelPruning(StatisticsPruning):
         return ReaderChannels(**{field.name: getattr(self.scope, field.name) for field in fields})
 
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
-        """Returns the paths of the parameters that read channels with a sparsity."""
+        """Returns the paths of the parameters that read channels with a sparsity.
+
+        Raises:
+          ValueError: a parameter with a sparsity has no channels.
+        """
         groups = self.readers.place_groups(params, targets)
+        self.readers.check_grouped(groups, targets)
         scored = {key_path for group in groups for key_path, _, _ in group.scored}
         # The order of a set differs by process.
         return [key_path for key_path in trees.leaves_by_path(params) if key_path in scored]

@@ -89,7 +89,9 @@ class SparseGPTPruning(StatisticsPruning):
         elif isinstance(pattern, FanIn):
             _check_fan_in(pattern, site, statistic, param.shape)
             pattern = FanIn(pattern.group, axis=0)
-        elif not isinstance(pattern, Unstructured):
+        elif isinstance(pattern, Unstructured):
+            pattern = Unstructured()  # the subclass of a user may have no hash
+        else:
             raise ValueError(
                 f"{type(self).__name__} removes single weights, of sparsity_type = Unstructured(), "
                 f"NByM(n, m, axis) or FanIn(group, axis), got {pattern} for {site.name!r}. Use "

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
-from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr
+from sparsity.programs.program import ClosedJaxpr, Equation, Jaxpr, Program, Value, read_jaxpr
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
@@ -118,7 +118,7 @@ class _Describer:
                 return "array", *_describe_array(value)
             case pathlib.PurePath():
                 return "text", *_describe_text(value)
-            case ClosedJaxpr():
+            case ClosedJaxpr() | Jaxpr():
                 return "program", *_describe_program(read_jaxpr(value), {})
             case Program():
                 return "program", *_describe_program(value, {})
@@ -228,7 +228,7 @@ def _describe_object(value: object) -> Iterator[object]:
         yield "sentinel"
     elif (state := _read_attributes(value)) is not None:
         yield from ("object", type(value), state)
-    elif hasattr(value, "eqns") or _find_version(type(value).__module__) is not None:
+    elif _find_version(type(value).__module__) is not None:
         yield from ("text", *_describe_text(value))
     else:
         raise _make_refusal(value)

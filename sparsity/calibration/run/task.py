@@ -57,7 +57,7 @@ class PrunedLayer(NamedTuple):
 
     def make_report(self, started: float) -> LayerReport:
         """Returns the report of the parameter, which took the time since then."""
-        shares = jax.device_get(_compute_lost_shares(self))
+        shares = jax.device_get(sharding.call_replicated(_compute_lost_shares, self))
         mask = np.asarray(jax.device_get(self.mask))
         return LayerReport(
             sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),

@@ -9,7 +9,7 @@ from jax import lax
 
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core import host
+from sparsity.core import host, sharding
 from sparsity.core.dtypes import promote
 
 
@@ -24,8 +24,11 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
     """
     if np.shape(dense) != np.shape(pruned):
         raise ValueError(f"pruned must have the shape {np.shape(dense)}, got {np.shape(pruned)}.")
-    lost = jnp.sum(output_error(statistic, dense - pruned))
-    return ratio(lost, jnp.sum(output_error(statistic, dense)))
+
+    def sum_errors(statistic: Statistic, *leaves: jax.Array) -> list[jax.Array]:
+        return [jnp.sum(output_error(statistic, leaf)) for leaf in leaves]
+
+    return ratio(*sharding.call_replicated(sum_errors, statistic, dense - pruned, dense))
 
 
 def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.core import host
+from sparsity.core import host, sharding
 from sparsity.core.checks import check_int, check_kind
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
@@ -118,7 +118,8 @@ class Statistic:
         axes = (*self.batch, *self.output, *self.contracting)
         lead, inputs = self.read_batch_shape(param.shape), self.count_inputs(param.shape)
         outputs = param.size // max(math.prod(lead) * inputs, 1)
-        return param.transpose(axes).reshape(*lead, outputs, inputs)
+        moved, shape = param.transpose(axes), (*lead, outputs, inputs)
+        return sharding.shard_like(moved, lambda x: x.reshape(shape), moved, shape=shape)
 
     def from_matrices(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Undoes `to_matrices` for a parameter of that shape."""

@@ -143,6 +143,8 @@ class Coupled(DataclassBase):
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self.place_groups(scores, sparsities)
+        if not groups:
+            self.check_grouped(groups, sparsities)
         cost = self._count_cost(groups, scores) if self.across else None
 
         def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
@@ -230,6 +232,17 @@ class Coupled(DataclassBase):
                 largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
                 groups.append(PlacedGroup(group, full, members, scored, num_entries, largest))
         return groups
+
+    def check_grouped(self, groups: Sequence[PlacedGroup], sparsities: Sparsities) -> None:
+        """Raises a ValueError for a parameter with a sparsity that is in no group."""
+        grouped = {key_path for group in groups for key_path, _, _ in group.members}
+        for key_path in trees.leaves_by_path(sparsities):
+            if key_path not in grouped:
+                raise ValueError(
+                    f"{trees.path_string(key_path)!r}, which has a sparsity, has no channels that "
+                    f"can be removed: {_explain_refusals(self.graph, trees.path_names(key_path))}. "
+                    "Keep it dense with filter_fn or custom_sparsity_map={path: None}."
+                )
 
     def _count_member_entries(self, group: ChannelGroup, member: int) -> int:
         """Counts the entries of a member that belong to a channel of a layer."""
@@ -381,6 +394,16 @@ class Coupled(DataclassBase):
 
 
 _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
+
+
+def _explain_refusals(graph: Graph, path: Path) -> str:
+    """Returns why the axes of a parameter are in no group."""
+    refusals = [x for x in graph.refused if x.path == path]
+    texts = (
+        f"axis {x.axis}: {x.reason}" + (f" ({x.primitive} at {x.source})" if x.source else "")
+        for x in refusals
+    )
+    return "; ".join(texts) or "its axes belong to several groups, or to a part of one"
 
 
 def _find_largest_sparsity(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
