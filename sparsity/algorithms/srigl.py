@@ -34,6 +34,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import count
 from sparsity.core.hashing import generate_random_scores
+from sparsity.core.kernels import use_flat
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.masks.positions import scatter
@@ -241,8 +242,11 @@ def _count_by_neuron(mask: jax.Array, batch_axes: int) -> jax.Array:
     """Counts the weights of each neuron, int32[*batch, neurons].
 
     By tiles of inputs: XLA:CPU counts one column after the other, and a cache holds the lines of a
-    tile for the next columns. Complete columns of a (1024, 4096) mask take 28 times as long.
+    tile for the next columns. Complete columns of a (1024, 4096) mask take 28 times as long. Tiles
+    of a mask on several devices would gather the mask.
     """
+    if not use_flat(mask):
+        return count(mask != 0, range(batch_axes, mask.ndim - 1))
     batch, neurons = mask.shape[:batch_axes], mask.shape[-1]
     rows = (mask != 0).reshape(*batch, -1, neurons)
     padding = [(0, 0)] * batch_axes + [(0, -rows.shape[-2] % _TILE), (0, 0)]

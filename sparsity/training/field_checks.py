@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
 from sparsity.training.kept_checks import check_compact_fields
+from sparsity.training.overrides import KeepsCount
 from sparsity.training.updater_hooks import UpdaterHooks
 
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
@@ -67,6 +69,9 @@ def check_common_fields(updater: UpdaterHooks) -> None:
             f"{', '.join(f'{cls.__name__}()' for cls in SCOPES.values())}; got scope = {scope!r}."
         )
     scope.check(pattern, updater.batch_axes, updater.topk_fn)
+    if updater.keeps_count not in (values := get_args(KeepsCount)):
+        name = f"{type(updater).__name__}.keeps_count"
+        raise ValueError(f"{name} must be one of {values}, got {updater.keeps_count!r}.")
     if updater.use_compact_state:
         check_compact_fields(updater)
 

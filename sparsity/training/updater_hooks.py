@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import chex
 import jax
@@ -118,12 +118,8 @@ class UpdaterHooks(DataclassBase):
     unused_hooks: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Raises a TypeError for overrides of `unused_hooks`, and for another `keeps_count`."""
+        """Raises a TypeError for overrides of `unused_hooks`."""
         super().__init_subclass__()
-        if cls.keeps_count not in (names := get_args(KeepsCount)):
-            raise TypeError(
-                f"{cls.__name__}.keeps_count must be one of {names}, got {cls.keeps_count!r}."
-            )
         check_overrides(cls)
 
     def get_distribution_fn(self) -> Distribution | None:

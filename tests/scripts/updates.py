@@ -355,6 +355,19 @@ def no_array_has_the_size_of_an_unsharded_parameter(devices):
         assert max(sizes) <= 8 * largest - 1, (name, max(sizes) / largest)
 
 
+def srigl_counts_the_weights_of_neurons_where_masks_lie(devices):
+    """No device holds a mask of all inputs, whose number the tiles of one device do not divide."""
+    draw = np.random.default_rng(0).normal(size=(2, 3, 1000, 64)).astype(np.float32)
+    spec = (None, "b", None) if devices.is_explicit else (None, "b")
+    params, grads = (devices.put(x, *spec) for x in draw)
+    tx = helpers.make_updater("srigl").wrap_optax(optax.sgd(0.1))
+    with jax.set_mesh(devices.mesh):
+        state = jax.jit(tx.init)(params)
+        update = jax.jit(tx.update).lower(grads, state, params).compile()
+    gathered = re.findall(r"(?:pred|u8)\[([\d,]+)\]\S* all-gather", update.as_text())
+    assert all(math.prod(map(int, x.split(","))) < draw[0].size for x in gathered), gathered
+
+
 def updates_inside_shard_map_and_pmap_prune_each_part(devices):
     updater = helpers.make_updater("magnitude", update_start_step=0, update_end_step=0)
     tx = updater.wrap_optax(optax.sgd(0.1))
@@ -409,6 +422,7 @@ _BOTH = [
     a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,
     factored_moments_lie_as_the_axes_that_they_keep,
     no_array_has_the_size_of_an_unsharded_parameter,
+    srigl_counts_the_weights_of_neurons_where_masks_lie,
 ]
 CASES = {
     "Auto": [
