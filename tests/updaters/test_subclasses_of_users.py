@@ -123,10 +123,10 @@ def test_weights_under_straight_through_masks_return_with_their_values(base):
 
 @pytest.mark.parametrize("value", [True, False, None])
 def test_a_class_names_the_number_of_weights_that_it_keeps(value):
-    own = type("Own", (sparsity.SET,), {"keeps_count": value})
+    stating = type("Own", (sparsity.SET,), {"keeps_count": value})
     assigned = type("Own", (sparsity.SET,), {})()
     assigned.keeps_count = value
-    for make in (own, lambda: assigned.wrap_optax(optax.sgd(0.1))):
+    for make in (stating, lambda: assigned.wrap_optax(optax.sgd(0.1))):
         with pytest.raises(ValueError, match=r"Own.keeps_count .*'exact', 'at most', 'any'.*got "):
             make()
 
