@@ -106,7 +106,7 @@ check() {
 # folder; the doctests of the package with them.
 test_installed() {
   local others=(examples documents.py kill_resume.py runs/test_models.py # need pages or examples
-    updaters/test_{table_of_hooks,overrides_take_effect}.py
+    updaters/{hook_tables,test_table_of_hooks,test_overrides_take_effect}.py
     test_{baselines,benchmarks,docs,language,mutants,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' EXIT
