@@ -420,7 +420,8 @@ def _take_keys(
       other_keys: keys of other roles, which stay in the options.
     """
     role_keys, chosen_keys = map(_list_config_keys, (registry.values(), [chosen]))
-    removed = {key: options.pop(key) for key in [*options] if key in role_keys - other_keys}
+    exclusive_keys = role_keys - other_keys
+    removed = {key: options.pop(key) for key in [*options] if key in exclusive_keys}
     return removed, removed | {key: options[key] for key in options if key in chosen_keys}
 
 
