@@ -473,7 +473,7 @@ def test_nnx_keys_that_name_no_layer_are_errors_with_the_nearest():
         sparsity.sparsify_nnx(Model(), {"fist": 0.5})
 
 
-def test_a_key_for_a_model_without_layers_is_refused_by_what_there_is_none_of():
+def test_a_key_matches_no_layer_of_a_model_without_layers():
     with pytest.raises(ValueError, match=r"layers\['first'\] matches no layer\. There are none\."):
         sparsity.sparsify_nnx(nnx.Module(), {"first": 0.5})
 

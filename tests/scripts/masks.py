@@ -76,9 +76,9 @@ def a_marked_hook_that_joins_entries_makes_the_masks_of_one_device(devices):
                 params = place(devices, tree(0), layout)
                 state = jax.jit(updater.init_state)(params)
                 masks[mark, layout] = jax.jit(updater.update_state)(state, params, params).masks
-    first, *others = masks.values()
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, other, first)
+    expected, *marked_or_placed = masks.values()
+    for actual in marked_or_placed:
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def initial_weights_are_pruned_as_on_one_device(devices):

@@ -1,4 +1,4 @@
-"""What smaller models are compared with: the masked models, and the channels that are left."""
+"""Compares smaller models with masked ones, and counts the channels that stay."""
 
 import functools
 
@@ -80,7 +80,7 @@ def drawn(model, dtype):
 
 
 def list_remaining(graph, small):
-    """How many channels are left of each group, looked up along the axis of its first member."""
+    """Counts the channels of each group that stay, along the axis of the first member."""
     actual, shapes = [], {leaf.path: leaf.shape for leaf in graph.parameters}
     for group in graph.groups:
         (path, axis), positions = group.members[0], group.positions[0]
