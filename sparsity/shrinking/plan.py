@@ -333,4 +333,4 @@ def _explain_refusal(graph: Graph, path: Path, axis: int) -> str:
     refusals = [r for r in graph.refused if (r.path, r.axis) == (path, axis)]
     if not refusals:
         return "they belong to several groups, or to a part of one"
-    return f"{refusals[0].reason} ({refusals[0].primitive} {refusals[0].source})"
+    return refusals[0].explain()

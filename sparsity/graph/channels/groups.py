@@ -60,6 +60,10 @@ class Refusal:
     source: str
     reason: str
 
+    def explain(self) -> str:
+        """Returns the reason, with the primitive and the line of the model if there is one."""
+        return f"{self.reason} ({self.primitive} at {self.source})" if self.source else self.reason
+
 
 class Channels(NamedTuple):
     """The channels of a model, and the axes that have none; both in tree order."""

@@ -398,11 +398,7 @@ _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
 
 def _explain_refusals(graph: Graph, path: Path) -> str:
     """Returns why the axes of a parameter are in no group."""
-    refusals = [x for x in graph.refused if x.path == path]
-    texts = (
-        f"axis {x.axis}: {x.reason}" + (f" ({x.primitive} at {x.source})" if x.source else "")
-        for x in refusals
-    )
+    texts = (f"axis {x.axis}: {x.explain()}" for x in graph.refused if x.path == path)
     return "; ".join(texts) or "its axes belong to several groups, or to a part of one"
 
 
