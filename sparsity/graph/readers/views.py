@@ -149,8 +149,8 @@ def follow_layout(
                 size, new_size = value.shape[sources[0]], output.shape[targets[0]]
                 by_axis[targets[0]] = resize_axis(factors, size, new_size)
                 if len(relation.sources) > 1:
-                    # Several sources: the view is one part of a concatenation.
-                    share *= Fraction(size, new_size)
+                    # Several sources: the view is one part of a concatenation, or is padded.
+                    share *= min(Fraction(size, new_size), Fraction(1))
                 elif new_size == 1 < size:
                     # A slice of one entry reads a layer by its index.
                     layers += factors
