@@ -101,12 +101,12 @@ def find_difference(old: BaseParameter | None, new: BaseParameter | None) -> str
     return None if new == old else "has other values"
 
 
-def find_changed(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Returns the positions in the flat arrays of entries that differ in any bit."""
+def have_other_bits(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Returns which entries of two flat arrays of one dtype differ in any bit."""
     size = old.dtype.itemsize
     word = min(size, 8)
     bits = [array.reshape(-1).view(f"u{word}").reshape(-1, size // word) for array in (old, new)]
-    return np.flatnonzero(np.any(bits[0] != bits[1], axis=1))
+    return np.any(bits[0] != bits[1], axis=1)
 
 
 def make_entries(

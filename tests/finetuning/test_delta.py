@@ -240,6 +240,13 @@ def test_models_that_do_not_fit_are_refused(change, message):
         Delta.between({"w": draw()}, change(draw()))
 
 
+def test_numbers_of_python_must_have_equal_bits():
+    for number in (0.0, np.nan, 3, True, 1 - 2j):
+        Delta.between({"w": draw(), "n": number}, {"w": draw(), "n": number})
+    with pytest.raises(ValueError, match=r"'n' is 0.0 in base and -0.0 in params, and no array"):
+        Delta.between({"w": draw(), "n": 0.0}, {"w": draw(), "n": -0.0})
+
+
 def test_masks_that_do_not_fit_are_refused(model):
     base, params, masks = model
     with pytest.raises(ValueError, match="layer/bias"):
