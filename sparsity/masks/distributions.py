@@ -38,8 +38,10 @@ class Distribution(Protocol):
 
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
     (the table of patterns) and `scope`. A global scope ranks the parameters that an attribute
-    `custom_sparsity_map` names apart from the others. A subclass of `sparsity.masks.MaskBudget`
-    gives the cost of a weight: a global scope then ranks by score per cost, within the budget.
+    `custom_sparsity_map` names apart from the others. `Coupled` leaves channels of parameters
+    without a sparsity whole, unless an attribute `filter_fn` is `None`: then the distribution
+    leaves parameters out by default. A subclass of `sparsity.masks.MaskBudget` gives the cost of a
+    weight: a global scope then ranks by score per cost, within the budget.
 
     Example:
       >>> def half(params):
