@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import Masks, Params, Path, Tree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
@@ -18,6 +18,8 @@ from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
+from sparsity.training.base_updater import WrappedOptimizer
+from sparsity.training.state import SparseState
 
 
 def shrink(
@@ -42,8 +44,9 @@ def shrink(
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
-      tx: the optimizer of that state, or the inner one of a SparseState, to check that training
-        continues as with the masked model: at least four updates by random gradients are compared.
+      tx: the optimizer of that state, to train on with `small.tx`; or the inner one of a
+        SparseState. Checks that training continues as with the masked model: at least four updates
+        by random gradients are compared.
         Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
         Means over an array (`clip_by_block_rms`), noise, factors that depend on the shape (`muon`)
         and norms that count moments (`lamb`) or weights of removed entries are refused.
@@ -76,10 +79,64 @@ def shrink(
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
-    error = None if tx is None else cutting.compare_small_updates(tx, params, cuts, opt_state)
+    error = small_tx = None
+    if tx is not None:
+        small_tx = _convert_optimizer(tx, plan, state)
+        error = _compare(tx, small_tx, params, small_params, cuts, opt_state)
     replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
-    return Small(masked, state, plan, graph, replicated, error, small_masks)
+    return Small(masked, state, plan, graph, replicated, error, small_masks, small_tx)
+
+
+def _convert_optimizer(
+    tx: optax.GradientTransformation, plan: Plan, small_state: PyTree
+) -> optax.GradientTransformation:
+    """Returns the optimizer of the smaller model: a wrapped one, whose updater knows the cut."""
+    if not isinstance(tx, WrappedOptimizer) or tx.updater is None or tx.inner is None:
+        return tx
+    states = trees.find_nodes(small_state, SparseState)
+    masks = states[0][1].masks if states and tx.masks is not None else None
+    return plan.updater(tx.updater).wrap_optax(tx.inner, masks)
+
+
+def _compare(
+    tx: optax.GradientTransformation,
+    small_tx: optax.GradientTransformation,
+    params: Params,
+    small_params: Params,
+    cuts: cutting.CutParameters,
+    opt_state: PyTree,
+) -> float:
+    """Returns the largest difference between updates by two optimizers, before and after the cut.
+
+    Raises:
+      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    """
+    small_shapes = _list_shapes(small_params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
+        chosen = small_tx if _list_shapes(params) == small_shapes else tx
+        chosen = optax.with_extra_args_support(chosen)
+        return chosen.update(updates, state, params, **extra_args)
+
+    both = optax.GradientTransformationExtraArgs(tx.init, update)
+    try:
+        return cutting.compare_small_updates(both, params, cuts, opt_state)
+    except ValueError as error:
+        is_nested = trees.find_nodes(opt_state, SparseState) and small_tx is tx
+        if not is_nested or isinstance(opt_state, SparseState):
+            raise
+        raise ValueError(
+            "tx has a wrapped optimizer within other transformations, where its updater cannot be "
+            "told which channels are left. Wrap last: pruner.wrap_optax(optax.chain(...)); or cut "
+            f"without tx, and make it again with small.updater(pruner). {error}"
+        ) from None
+
+
+def _list_shapes(params: Params) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(trees.only_arrays(params))]
 
 
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
@@ -49,6 +50,9 @@ class Small(Generic[Tree]):
         a part of the largest entry of an array; `None` without `tx`.
       masks: uint8 masks of `params`, 1 where an entry stays; `None` for a parameter without masked
         entries, as all are after a cut by a plan.
+      tx: the optimizer of `opt_state`, `None` without `tx`. A result of `wrap_optax` is wrapped
+        again by an updater that knows the cut; the inner optimizer of a SparseState goes with
+        `opt_state.inner_state`.
       graph: the graph of the smaller model.
 
     Example:
@@ -70,6 +74,7 @@ class Small(Generic[Tree]):
     replicated: Mapping[tuple[Path, int], int]
     update_error: float | None = None
     masks: Masks = None
+    tx: optax.GradientTransformation | None = None
 
     @functools.cached_property
     def graph(self) -> Graph:

@@ -83,8 +83,8 @@ class ChannelLimits(NamedTuple):
             if all(variable in alone for variable in factors):
                 continue
             for variable in alone.intersection(factors) - counts.keys():
-                own = num_kept(variable.size, by_variable[variable].target)
-                counts[variable] = limit(variable, own)
+                count = num_kept(variable.size, by_variable[variable].target)
+                counts[variable] = limit(variable, count)
             if undecided := [variable for variable in factors if variable not in counts]:
                 target = find_largest(width.targets)
                 counts = share_width(width.axis, target, undecided, counts, limit)
