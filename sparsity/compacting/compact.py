@@ -47,6 +47,7 @@ from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.overrides import read_attribute
+from sparsity.training.state import check_optax_state
 from sparsity.training.step_checks import check_optimizer
 
 if TYPE_CHECKING:
@@ -452,12 +453,16 @@ def compact(
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
+    check_optax_state(opt_state, tx, may_hold_masks=False)
     is_frozen = outside == "frozen"
     masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
     tx = tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner else tx
-    error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
+    error = None
+    if tx is not None:
+        trees_alike = trees.strip_variables((params, stored_tree, opt_state))
+        error = compare_kept_updates(tx, *trees_alike)
     start = {"opt_state": gather_state(stored_tree, opt_state), "tx": tx, "update_error": error}
     return _start_with(stored, {**stored.start, **start})
 

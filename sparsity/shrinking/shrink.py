@@ -19,7 +19,7 @@ from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
 from sparsity.training.base_updater import WrappedOptimizer
-from sparsity.training.state import SparseState
+from sparsity.training.state import SparseState, check_optax_state
 
 
 def shrink(
@@ -73,6 +73,7 @@ def shrink(
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     check_masks_and_state(masks, opt_state, tx)
+    check_optax_state(opt_state, tx, may_hold_masks=True)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
@@ -122,6 +123,7 @@ def _compare(
         return chosen.update(updates, state, params, **extra_args)
 
     both = optax.GradientTransformationExtraArgs(tx.init, update)
+    params, opt_state = trees.strip_variables((params, opt_state))
     try:
         return cutting.compare_small_updates(both, params, cuts, opt_state)
     except ValueError as error:

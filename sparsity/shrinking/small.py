@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -117,7 +118,18 @@ class Small(Generic[Tree]):
 
         Returns:
           Median seconds of a call before and after the cut: an entry of `report`.
+
+        Raises:
+          ValueError: the parameters are those after the cut, or of another model.
         """
+        for path, array in trees.leaves_by_names(trees.only_arrays(params)).items():
+            shape = self.before.parameters.find(path, array, may_be_smaller=True).shape
+            if jnp.shape(array) != shape:
+                raise ValueError(
+                    f"measure takes the parameters before the cut, and has the smaller ones: "
+                    f"{trees.join_names(path)!r} must have shape {shape}, got {array.shape}. Give "
+                    "the params that shrink got."
+                )
 
         def make_program(plan: Plan, params: Params) -> Callable[[], object]:
             arrays, rebuild = trees.split_arrays((params, args))

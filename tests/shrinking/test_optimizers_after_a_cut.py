@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import sparsity
 from sparsity import Coupled, MagnitudePruning, PolynomialSchedule, Uniform, shrink, trace
@@ -125,6 +126,7 @@ def test_the_wrapped_optimizer_trains_on_as_on_the_masked_model(case):
     assert jax.tree.structure(small.tx.init(small.params)) == jax.tree.structure(small_state)
 
 
+@pytest.mark.slow
 def test_cuts_follow_one_another_with_the_optimizer_of_the_last():
     fn, params = MODELS["joined"]()
     graph = trace(fn, params, X)
@@ -228,3 +230,85 @@ def test_compact_takes_the_inner_of_a_wrapped_optimizer():
     values, _ = train(model.apply, model.tx, model.params, model.opt_state, 2)
     params, _ = train(fn, tx, params, state, 2)
     np.testing.assert_allclose(model.apply(values, X), fn(params, X), atol=1e-5)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.down = nnx.Linear(16, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+@nnx.jit
+def step_nnx(model, optimizer):
+    grads = nnx.grad(lambda model: jnp.mean((model(X) - X) ** 2))(model)
+    optimizer.update(model, grads)
+
+
+def train_nnx(model, optimizer, steps):
+    for _ in range(steps):
+        step_nnx(model, optimizer)
+
+
+def start_nnx(tx):
+    """(definition, model, optimizer, graph) of a network of nnx after two steps."""
+    definition, params = nnx.split(Network(nnx.Rngs(0)), nnx.Param)
+    graph = trace(lambda params, x: nnx.merge(definition, params)(x), params, X)
+    model = nnx.merge(definition, params)
+    tx = tx if tx is not None else make_pruner(graph, 2).wrap_optax(optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    train_nnx(model, optimizer, 3)
+    return definition, model, optimizer, graph
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_the_state_of_an_nnx_optimizer_goes_on(is_wrapped):
+    definition, model, optimizer, graph = start_nnx(None if is_wrapped else optax.adam(1e-2))
+    masks = make_pruner(graph).instant_sparsify(nnx.state(model, nnx.Param))[1]
+    if is_wrapped:
+        masks = sparsity.get_sparse_state(optimizer.opt_state).masks
+    params = nnx.state(model, nnx.Param)
+    small = shrink(graph, params, masks, optimizer.opt_state, optimizer.tx)
+    assert small.update_error < 1e-6
+    smaller = nnx.merge(definition, small.params)
+    assert smaller.up.kernel.shape == (WIDTH, 6)  # 0.4 of 16
+    small_optimizer = nnx.Optimizer(smaller, small.tx, wrt=nnx.Param)
+    small_optimizer.opt_state = small.opt_state
+    train_nnx(smaller, small_optimizer, 2)
+    if is_wrapped:
+        train_nnx(model, optimizer, 2)
+        np.testing.assert_allclose(smaller(X), model(X), atol=1e-5)
+
+
+def test_compact_takes_the_state_of_an_nnx_optimizer():
+    _, model, optimizer, graph = start_nnx(None)
+    params, masks = nnx.state(model, nnx.Param), optimizer.opt_state.masks
+    compact = sparsity.compact(graph, params, masks, optimizer.opt_state, optimizer.tx)
+    assert compact.update_error == 0
+    values, state = map(nnx.as_pure, (compact.params, compact.opt_state))
+    values, _ = train(compact.apply, compact.tx, values, state, 2)
+    train_nnx(model, optimizer, 2)
+    np.testing.assert_allclose(compact.apply(values, X), model(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [shrink, sparsity.compact])
+@pytest.mark.parametrize("around", [nnx.state, lambda optimizer: {"all": nnx.state(optimizer)}])
+def test_a_state_around_that_of_optax_is_refused_where_it_could_not_train(cut, around):
+    _, model, optimizer, graph = start_nnx(None)
+    params, masks = nnx.state(model, nnx.Param), optimizer.opt_state.masks
+    match = r"at '(all/)?opt_state'. Give that: optimizer.opt_state of nnx.Optimizer"
+    with pytest.raises(ValueError, match=match):
+        cut(graph, params, masks, around(optimizer), optimizer.tx)
+
+
+def test_nnx_state_of_a_model_and_its_optimizer_is_cut_as_a_whole():
+    _, model, optimizer, graph = start_nnx(None)
+    params, masks = nnx.state(model, nnx.Param), optimizer.opt_state.masks
+    small = shrink(graph, params, masks, nnx.state((model, optimizer)))
+    assert small.opt_state[0]["up"]["kernel"].get_value().shape == (WIDTH, 6)
+    inner_state = small.opt_state[1]["opt_state"]["inner_state"]
+    assert inner_state[0]["mu"]["up"]["kernel"].get_value().shape == (WIDTH, 6)
+    with pytest.raises(ValueError, match=r"optimizer.opt_state of nnx.Optimizer"):
+        sparsity.compact(graph, params, masks, nnx.state((model, optimizer)))
