@@ -67,7 +67,8 @@ class Uniform:
       custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
         not. A key is a path as a tuple, which matches no other parameter; the path joined by '/'
         or a regular expression that matches the whole joined path, and any text is read as both; or
-        a compiled pattern, which is searched in it.
+        a compiled pattern, which is searched in it. Under `Coupled`, `None` keeps all channels of
+        a parameter, and 0.0 lets them go with those of others.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); `None` means the `batch_axes` of the updater, or 0 without one.
       entries: the number of entries that all masks together may keep, in place of `sparsity`: as

@@ -48,12 +48,16 @@ class Coupled(DataclassBase):
 
     A channel's importance is the sum of its entries' scores over all members: kernels in and out,
     biases, scales and shifts. A group of n channels at sparsity s keeps `num_kept(n, s)` channels,
-    where s is the largest sparsity among its members; all members get masks. Each layer of a scan
-    chooses channels for itself, where channels live within a layer. `sparsity.shrink` cuts masked
-    channels; in the smaller model, n remains the size in `graph`, so that a ramp continues.
+    where s is the largest sparsity among its members; all members get masks. Groups that are
+    factors of one axis, such as heads and their channels, share its sparsity. A parameter that the
+    user leaves out, by `None` in a `custom_sparsity_map` or by a filter, keeps its groups whole;
+    the page on shrinking states both rules. Each layer of a scan chooses channels for itself, where
+    channels live within a layer. `sparsity.shrink` cuts masked channels; in the smaller model, n
+    remains the size in `graph`, so that a ramp continues.
 
     SET and RigL keep the number of channels. A channel that grows starts at 0 on both sides; where
     its activation maps 0 to 0, as ReLU does, no gradient reaches the channel. Choose a pruner.
+    Masks of parts of channels are refused where updates would complete the channels.
 
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
