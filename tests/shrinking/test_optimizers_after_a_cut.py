@@ -45,12 +45,12 @@ def separate(params, x):
 ATTENTION = nn.MultiHeadDotProductAttention(num_heads=HEADS, qkv_features=HEADS * CHANNELS)
 
 
-def of_flax():
+def make_flax():
     params = ATTENTION.init(jax.random.key(0), X)["params"]
     return lambda params, x: ATTENTION.apply({"params": params}, x), params
 
 
-def of_equinox():
+def make_equinox():
     made = eqx.nn.MultiheadAttention(
         HEADS, WIDTH, qk_size=CHANNELS, vo_size=CHANNELS, use_query_bias=True, key=jax.random.key(0)
     )
@@ -77,8 +77,8 @@ MODELS = {
             o=(HEADS, CHANNELS, WIDTH),
         ),
     ),
-    "flax": of_flax,
-    "equinox": of_equinox,
+    "flax": make_flax,
+    "equinox": make_equinox,
 }
 
 
