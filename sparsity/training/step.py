@@ -31,6 +31,7 @@ from sparsity.core.derivatives import hold_constant, replace_values
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
 from sparsity.training.hook_results import (
+    check_movable,
     read_algorithm_state,
     read_gradients,
     read_new_masks,
@@ -204,6 +205,7 @@ class Step(abc.ABC):
     ) -> tuple[SparseState, PyTree]:
         """Returns the state with new masks, and `MaskChange.grown`."""
         updater, params = self.updater, inputs.params
+        check_movable(updater, inputs.sites, state.masks, params, "masks of the state")
         old, inputs = self.unpack_for_hooks(state, inputs)
         new = call_mask_hooks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
