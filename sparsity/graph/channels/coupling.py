@@ -44,7 +44,8 @@ class Coupling(Flow[list[Axis]]):
                 self._unify_axes(value, program.inputs[carried[index]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
-        for value in model.parameter_inputs.keys() - find_read_values(program):
+        replaced = {program.inputs[i] for i in carried.values()}
+        for value in model.parameter_inputs.keys() - find_read_values(program) - replaced:
             self.pin(value, Reason(None, "no operation reads it", "unread"))
 
     def axes(self, value: Value) -> list[Axis]:
