@@ -281,10 +281,8 @@ def _relate_update(
     """
     relations, update = [], equation.inputs[update_index]
     for axis, size in enumerate(equation.inputs[0].shape):
-        place, text = (
-            Place(0, axis),
-            f"an update of some entries along {_name_axis(equation, axis)}",
-        )
+        place = Place(0, axis)
+        text = f"an update of some entries along {_name_axis(equation, axis)}"
         sources = [Place(update_index, update_axes[axis])] if axis in update_axes else []
         is_covered = any(update.shape[source.axis] == size for source in sources)
         kind: RelationKind = "product" if is_covered else "mixed"
