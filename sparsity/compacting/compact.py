@@ -25,8 +25,8 @@ from sparsity.compacting.moving.update import Loss, ModelInTraining, move_masks
 from sparsity.compacting.optimizer_state import (
     StoredParameter,
     StoredTree,
+    check_entries,
     check_kept_state,
-    compare_kept_updates,
     densify_kept_states,
     densify_state,
     gather_state,
@@ -40,14 +40,13 @@ from sparsity.compacting.stored_model import (
 )
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
-from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.overrides import read_attribute
-from sparsity.training.step_checks import check_optimizer
+from sparsity.training.step_checks import check_masks_and_state, check_optimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,10 +110,7 @@ class Compact(StoredModel, Generic[Tree]):
 
     @property
     def update_error(self) -> float | None:
-        """The largest difference between an update of kept values and one of masked parameters.
-
-        Relative to the largest entry of the array; `None` without `tx`.
-        """
+        """0.0: `tx` is proved to train kept values as masked parameters; `None` without `tx`."""
         return self.read_start("update_error")
 
     def __repr__(self) -> str:
@@ -412,8 +408,9 @@ def compact(
       masks: masks of any pattern, not packed; `None` for dense parameters.
       opt_state: state of an optimizer of `params`, to continue a run: keeps counts, and moments of
         kept entries. A SparseState gives its inner state, also with `use_compact_state`.
-      tx: the optimizer of `opt_state`, the inner one of a SparseState. Compares four updates of
-        the kept values, or more until one is not 0, with updates of the masked parameters.
+      tx: the optimizer of `opt_state`, the inner one of a SparseState, to prove from the program of
+        its update that it trains kept values as masked parameters with masked gradients. Without
+        `tx` you vouch for that.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
         `params`, and are not trained. Parameters may be small integers or float8 that the model
         casts to a wider float: kept values are float32, as the parameter is before any scale.
@@ -423,7 +420,7 @@ def compact(
 
     Raises:
       ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not
-        floating, `tx` would train kept values otherwise, a format or a path is unknown, a mesh
+        floating, no proof is found for `tx`, a format or a path is unknown, a mesh
         divides an axis that indexes no slices, or a quantized parameter is not cast. Errors name
         the parameter.
 
@@ -449,8 +446,12 @@ def compact(
     masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
-    error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
-    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
+    kept_state = gather_state(stored_tree, opt_state)
+    if tx is not None:
+        masks_by_path = {path: parameter.mask for path, parameter in masked.items()}
+        kept = stored.start["params"]
+        check_entries(tx, params, kept, opt_state, kept_state, masks_by_path)
+    start = {"opt_state": kept_state, "update_error": None if tx is None else 0.0}
     return _start_with(stored, {**stored.start, **start})
 
 

@@ -14,18 +14,19 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, Sharding
 
-from sparsity.comparisons.updates import check_updates
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
-from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.masks import are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.programs.axes import AxisIndex
+from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.shrinking.dead import mark_kept
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
 from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
+from sparsity.training.step_checks import read_state
 
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
@@ -50,14 +51,23 @@ class CutParameter:
         """Cuts an array of the parameter's shape."""
         return _cut_array(array, self.axes)
 
-    def zero_removed(self, array: jax.Array) -> jax.Array:
-        """Returns the array with zeros at the entries that the cut removes."""
+    def read_removed(self, array: jax.Array, is_masked: bool) -> np.ndarray | None:
+        """Returns the entries that the cut removes from an array, `None` if they have no value.
+
+        Args:
+          array: an array of the parameter's shape.
+          is_masked: whether to return entries that are masked, or those that are not.
+        """
+        if is_traced(array):
+            return None
+        is_removed = np.zeros(array.shape, bool)
         for axis, index in self.axes.items():
             is_kept = mark_kept(index, array.shape[axis])
             shape = [1] * array.ndim
             shape[0], shape[axis] = len(is_kept), array.shape[axis]
-            array = jnp.where(is_kept.reshape(shape), array, 0)
-        return array
+            is_removed |= ~is_kept.reshape(shape)
+        mask = 1 if self.mask is None else np.asarray(self.mask)
+        return np.asarray(array)[is_removed & ((mask == 0) == is_masked)]
 
 
 CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by key path in a tree of params
@@ -142,36 +152,38 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
     return _map_masks(repack, small, state)
 
 
-def compare_small_updates(
-    tx: optax.GradientTransformation, params: Params, cuts: CutParameters, state: PyTree
-) -> float:
-    """Compares updates of the smaller parameters with updates of the masked parameters.
+def check_optimizer(
+    tx: optax.GradientTransformation, params: Params, cuts: CutParameters, opt_state: PyTree
+) -> None:
+    """Raises a ValueError unless an optimizer trains the smaller parameters as the masked ones.
 
-    Removed entries have no gradient. They keep their values unless a mask, or the cut of a
-    parameter without a mask, sets them to 0.
-
-    Returns:
-      The largest difference, as a part of the largest entry of its array.
-
-    Raises:
-      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    Entries that are removed without a mask have no gradient: the model is proved to be the same for
+    all of their values. Those of masked entries are masked, unless `tx` has masks itself.
     """
+    params = trees.only_arrays(params)
+    state = read_state(tx, params, opt_state)
+    has_masks = bool(trees.find_nodes(state, SparseState))
 
-    def mask(key_path: KeyPath, leaf: jax.Array) -> jax.Array:
-        cut = cuts[key_path]
-        return cut.zero_removed(leaf) if cut.mask is None else apply_mask(leaf, cut.mask)
+    def remove(is_masked: bool) -> Removed:
+        return Removed(
+            are_zero=is_masked,
+            have_gradients=is_masked and has_masks,
+            read=lambda path, array: cuts[path].read_removed(array, is_masked),
+        )
 
-    masked = trees.map_matched(mask, trees.only_arrays(params))
-    cut = functools.partial(cut_params, cuts)
-    return check_updates(
+    small_params = cut_params(cuts, params)
+    remedy, claim = "Leave out tx to cut the state without a proof", ""
+    if has_masks:
+        remedy = "Give the inner optimizer as tx, leave it out to cut the state without a proof"
+        claim = " Its masks must be final and not packed, and norms need is_sparse_gradients=True."
+    check_entrywise(
         tx,
-        masked,
-        state,
-        mask=lambda key_path, leaf: cuts[key_path].zero_removed(leaf),
-        cut=cut,
-        cut_state=functools.partial(cut_state, cuts, masked, cut(masked)),
-        model="smaller model",
-        remedy=_REMEDY,
+        params,
+        small_params,
+        [remove(is_masked=True), remove(is_masked=False)],
+        remedy=remedy,
+        claim=f"tx might train the smaller model otherwise than the masked one.{claim}",
+        states=States(state, cut_state(cuts, params, small_params, state)),
     )
 
 

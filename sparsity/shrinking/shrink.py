@@ -7,7 +7,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, Tree
@@ -18,6 +17,7 @@ from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
+from sparsity.training.step_checks import check_masks_and_state
 
 
 def shrink(
@@ -42,11 +42,12 @@ def shrink(
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
-      tx: the optimizer of that state, or the inner one of a SparseState, to check that training
-        continues as with the masked model: at least four updates by random gradients are compared.
-        Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
-        Means over an array (`clip_by_block_rms`), noise, factors that depend on the shape (`muon`)
-        and norms that count moments (`lamb`) or weights of removed entries are refused.
+      tx: the optimizer of that state, or the inner one of a SparseState, to prove from the program
+        of its update that training continues as with the masked model. Entrywise optimizers pass,
+        and norms to which removed entries add 0 (`clip_by_global_norm`, `lars`). Means over an
+        array (`clip_by_block_rms`), noise, factored moments, factors that depend on the shape
+        (`muon`) and norms of moments that removed entries still have (`lamb`) are refused. Without
+        `tx` you vouch for the optimizer.
 
     Returns:
       The smaller model.
@@ -54,7 +55,7 @@ def shrink(
     Raises:
       ValueError: params lack a parameter of the graph, masks are traced or of another model,
         hold other entries than 0 and 1 or remove a group, the optimizer's state cannot be cut, or
-        `tx` would train otherwise; the error names the parameter.
+        no proof is found for `tx`; the error names the parameter.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,10 +77,11 @@ def shrink(
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
-    error = None if tx is None else cutting.compare_small_updates(tx, params, cuts, opt_state)
+    if tx is not None:
+        cutting.check_optimizer(tx, params, cuts, opt_state)
     replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
-    return Small(masked, state, plan, graph, replicated, error, small_masks)
+    return Small(masked, state, plan, graph, replicated, None if tx is None else 0.0, small_masks)
 
 
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
