@@ -149,7 +149,10 @@ class EntryFlow(Flow[Fact]):
             start = len(equation.inputs) - len(body.carries)
             first = [self.fact(value) for value in equation.inputs[start:]]
             constants = condition.inputs[: len(condition.inputs) - len(first)]
-            if self.follow(condition.program, [*map(self.fact, constants), *first])[0].constant == 0:
+            if (
+                self.follow(condition.program, [*map(self.fact, constants), *first])[0].constant
+                == 0
+            ):
                 self.facts.update(zip(equation.outputs, first, strict=True))
                 return []
         return bodies
@@ -370,7 +373,9 @@ class EntryFlow(Flow[Fact]):
             elif value in self._makers:
                 values += [x for x in self._makers[value].inputs if x not in values]
         names = " and ".join(repr(self._names[owner]) for owner in sorted(owners)[:2])
-        raise EntriesMeetError(f"{equation.name}{names and f' of {names}'}{_locate(equation)} {text}")
+        raise EntriesMeetError(
+            f"{equation.name}{names and f' of {names}'}{_locate(equation)} {text}"
+        )
 
 
 def make_fact(constant: float | None, least: float = -math.inf) -> Fact:

@@ -160,7 +160,9 @@ def _check_steps(
 ) -> None:
     """Raises an EntriesMeetError if removed entries matter; arguments as in `check_entrywise`."""
     pairs = zip(arrays, kept_arrays, strict=True)
-    cut = [i for i, (array, small) in enumerate(pairs) if are_of_other_shape(array.shape, small.shape)]
+    cut = [
+        i for i, (array, small) in enumerate(pairs) if are_of_other_shape(array.shape, small.shape)
+    ]
     read = removed.read or (lambda path, array: None)
     entries = {owner: read(traced.paths[owner], arrays[owner]) for owner in cut}
     empty = {owner for owner, array in entries.items() if array is not None and not array.size}
@@ -278,13 +280,20 @@ def _trace(
             updates, new = optax.with_extra_args_support(tx).update(*inputs, value=value)
         except TypeError:  # of a transformation that takes arguments, but no value
             updates, new = tx.update(*inputs)
-        by_path, leaves = trees.leaves_by_path(updates), list(zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+        by_path, leaves = (
+            trees.leaves_by_path(updates),
+            list(zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)),
+        )
         if lacking := [paths[index] for index in floats if paths[index] not in by_path]:
             raise ValueError(f"no update of {trees.path_string(lacking[0])!r}")
         return (
             [by_path[paths[index]] for index in floats],
             [leaf for before, leaf in leaves if trees.is_array(before)],
-            [leaf for before, leaf in leaves if trees.is_array(leaf) and not trees.is_array(before)],
+            [
+                leaf
+                for before, leaf in leaves
+                if trees.is_array(leaf) and not trees.is_array(before)
+            ],
         )
 
     owned: list[int | None] = []
