@@ -202,6 +202,7 @@ def check_entries(
       kept_state: the optimizer's state of the kept values.
       masks: masks by path.
     """
+    params, kept, state, kept_state = trees.strip_variables((params, kept, state, kept_state))
     params, kept = map(trees.only_arrays, (params, kept))
     if isinstance(jax.eval_shape(tx.init, params), SparseState):
         raise ValueError(

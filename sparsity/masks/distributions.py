@@ -38,8 +38,10 @@ class Distribution(Protocol):
 
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
     (the table of patterns) and `scope`. A global scope ranks the parameters that an attribute
-    `custom_sparsity_map` names apart from the others. A subclass of `sparsity.masks.MaskBudget`
-    gives the cost of a weight: a global scope then ranks by score per cost, within the budget.
+    `custom_sparsity_map` names apart from the others. `Coupled` leaves channels of parameters
+    without a sparsity whole, unless an attribute `filter_fn` is `None`: then the distribution
+    leaves parameters out by default. A subclass of `sparsity.masks.MaskBudget` gives the cost of a
+    weight: a global scope then ranks by score per cost, within the budget.
 
     Example:
       >>> def half(params):
@@ -65,7 +67,8 @@ class Uniform:
       custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
         not. A key is a path as a tuple, which matches no other parameter; the path joined by '/'
         or a regular expression that matches the whole joined path, and any text is read as both; or
-        a compiled pattern, which is searched in it.
+        a compiled pattern, which is searched in it. Under `Coupled`, `None` keeps all channels of
+        a parameter, and 0.0 lets them go with those of others.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); `None` means the `batch_axes` of the updater, or 0 without one.
       entries: the number of entries that all masks together may keep, in place of `sparsity`: as

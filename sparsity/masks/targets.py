@@ -14,6 +14,7 @@ import chex
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.trees import Params, PyTree, Sparsities
+from sparsity.masks.distributions import erk, uniform
 from sparsity.masks.scopes import Scope, TreeScope
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
 from sparsity.patterns import SparsityType
@@ -106,6 +107,16 @@ def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")
     return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def has_user_filter(distribution_fn: DistributionFn | None) -> bool:
+    """Returns whether a user, and no default filter, says which parameters have no sparsity."""
+    fn, keywords = distribution_fn, dict[str, object]()
+    if isinstance(distribution_fn, functools.partial):
+        fn, keywords = distribution_fn.func, distribution_fn.keywords
+    if fn is uniform or fn is erk:
+        return keywords.get("filter_fn") is not None
+    return getattr(fn, "filter_fn", fn) is not None
 
 
 def check_user_mask(

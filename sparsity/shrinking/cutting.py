@@ -17,14 +17,17 @@ from jax.sharding import NamedSharding, Sharding
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
-from sparsity.graph import Graph
-from sparsity.masks import are_kept, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.graph import Coupled, Graph
+from sparsity.masks import Layerwise, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.programs.axes import AxisIndex
 from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.shrinking.dead import mark_kept
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
+from sparsity.sparsity_schedules import NoUpdateSchedule, find_last_update, has_updates
+from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.kept_state import KeptState
+from sparsity.training.overrides import read_attribute
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import read_state
 
@@ -136,9 +139,6 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
             "tx.init(small.params)."
         )
 
-    def unpack(masks: Masks) -> Masks:
-        return unpack_masks(masks, params) if are_packed(masks, params) else masks
-
     def repack(small: Masks, masks: Masks) -> Masks:
         if not are_packed(masks, params):
             return small
@@ -146,14 +146,14 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
 
     owner_tree = trees.map_matched(lambda key_path, _: cuts.get(key_path), params)
     # A packed mask has another shape than its parameter.
-    unpacked = _map_masks(unpack, state)
+    unpacked = _map_masks(_unpack(params), state)
     small = owners.map_owned(_cut_moment, owner_tree, unpacked)
     _check_owners(owner_tree, unpacked)
     return _map_masks(repack, small, state)
 
 
 def check_optimizer(
-    tx: optax.GradientTransformation, params: Params, cuts: CutParameters, opt_state: PyTree
+    tx: optax.GradientTransformation, params: Params, opt_state: PyTree, cuts: CutParameters
 ) -> None:
     """Raises a ValueError unless an optimizer trains the smaller parameters as the masked ones.
 
@@ -162,29 +162,64 @@ def check_optimizer(
     """
     params = trees.only_arrays(params)
     state = read_state(tx, params, opt_state)
+    remedy = "Leave out tx to cut the state without a proof"
     has_masks = bool(trees.find_nodes(state, SparseState))
+    if isinstance(tx, WrappedOptimizer) and tx.updater is not None and tx.inner is not None:
+        tx, state = _fix_masks(tx.updater, tx.inner, state), _map_masks(_unpack(params), state)
+    elif has_masks:
+        remedy = (
+            "Wrap last, as in pruner.wrap_optax(optax.chain(...)), or leave out tx and make the "
+            "optimizer again with small.updater(pruner)"
+        )
 
     def remove(is_masked: bool) -> Removed:
         return Removed(
-            are_zero=is_masked,
+            are_zero=is_masked and not has_masks,
             have_gradients=is_masked and has_masks,
             read=lambda path, array: cuts[path].read_removed(array, is_masked),
         )
 
     small_params = cut_params(cuts, params)
-    remedy, claim = "Leave out tx to cut the state without a proof", ""
-    if has_masks:
-        remedy = "Give the inner optimizer as tx, leave it out to cut the state without a proof"
-        claim = " Its masks must be final and not packed, and norms need is_sparse_gradients=True."
     check_entrywise(
         tx,
         params,
         small_params,
         [remove(is_masked=True), remove(is_masked=False)],
         remedy=remedy,
-        claim=f"tx might train the smaller model otherwise than the masked one.{claim}",
+        claim="tx might train the smaller model otherwise than the masked one.",
         states=States(state, cut_state(cuts, params, small_params, state)),
     )
+
+
+def _fix_masks(
+    updater: BaseUpdater, inner: optax.GradientTransformation, state: SparseState
+) -> optax.GradientTransformation:
+    """Returns a wrapped optimizer whose masks stay, and are not packed.
+
+    Raises:
+      ValueError: later updates of the masks may choose among removed channels, too.
+    """
+    name, last = type(updater).__name__, find_last_update(updater.scheduler)
+    are_final = not has_updates(updater.scheduler)
+    are_final |= last is not None and not is_traced(state.count) and int(state.count) > last
+    # A pruned weight that is 0 and never returns leaves the choice to what remains.
+    removes_only = read_attribute(updater, "regrows") is False
+    removes_only &= not read_attribute(updater, "keeps_dense_weights")
+    if not are_final and not (removes_only and isinstance(updater.scope, Coupled)):
+        raise ValueError(
+            "Give the inner optimizer as tx, and wrap it again for the smaller model: later "
+            f"updates of the masks by {name} under scope = {updater.scope!r} may choose otherwise "
+            "without the removed channels. Under Coupled a pruner whose pruned weights stay 0 "
+            "passes, and any updater does after the last update of its masks."
+        )
+    still = dataclasses.replace(
+        updater, scheduler=NoUpdateSchedule(), scope=Layerwise(), use_packed_masks=False
+    )
+    return still.wrap_optax(inner)
+
+
+def _unpack(params: Params) -> Callable[[Masks], Masks]:
+    return lambda masks: unpack_masks(masks, params) if are_packed(masks, params) else masks
 
 
 def _map_masks(fn: Callable[..., Masks], *states: PyTree) -> PyTree:

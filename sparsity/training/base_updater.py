@@ -30,6 +30,41 @@ from sparsity.training.step_checks import check_gradients, check_masked, check_o
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, score_weights
 
 
+class WrappedOptimizer(optax.GradientTransformationExtraArgs):
+    """Transformation that `wrap_optax` returns, with the parts that it is made of.
+
+    Attributes:
+      updater: the updater; `None` in a copy that another function made, as `_replace` does.
+      inner: the optimizer that was wrapped.
+      masks: the initial masks of the user, if any.
+
+    Example:
+      >>> import sparsity
+      >>> tx = sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1))
+      >>> init, update = tx
+      >>> type(tx.updater).__name__
+      'StaticRandomSparse'
+    """
+
+    updater: BaseUpdater | None = None
+    inner: optax.GradientTransformation | None = None
+    masks: Masks | None = None
+
+    @classmethod
+    def make(
+        cls,
+        init: optax.TransformInitFn,
+        update: optax.TransformUpdateExtraArgsFn,
+        updater: BaseUpdater,
+        inner: optax.GradientTransformation,
+        masks: Masks | None,
+    ) -> Self:
+        """Returns the transformation of a step, with its parts."""
+        tx = cls(init, update)
+        tx.updater, tx.inner, tx.masks = updater, inner, masks
+        return tx
+
+
 @dataclasses.dataclass(kw_only=True)
 class BaseUpdater(ComparedByFields, UpdaterHooks):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
@@ -143,7 +178,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
 
         Returns:
           A transformation whose `update` needs `params`, and passes extra arguments to `inner` and
-          to the hooks that name them.
+          to the hooks that name them: a `WrappedOptimizer`, which shows its parts.
 
         Raises:
           ValueError: from `init` if a sparsity lies outside [0, 1], a pattern or a mask does not
@@ -178,7 +213,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         check_optimizer("inner", inner)
         check_no_state(masks)
         step = (KeptStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
-        return optax.GradientTransformationExtraArgs(step.init, step.update)
+        return WrappedOptimizer.make(step.init, step.update, self, inner, masks)
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

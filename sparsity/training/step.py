@@ -29,6 +29,7 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
 from sparsity.training.frozen import exclude_frozen
 from sparsity.training.hook_results import (
+    check_movable,
     read_algorithm_state,
     read_gradients,
     read_new_masks,
@@ -187,6 +188,7 @@ class Step(abc.ABC):
     ) -> tuple[SparseState, MaskChange]:
         """Returns the state with new masks, and the change."""
         updater, params = self.updater, inputs.params
+        check_movable(updater, inputs.sites, state.masks, params, "masks of the state")
         old, inputs = self.unpack_for_hooks(state, inputs)
         old_bits = state.masks
         if regrows and not updater.use_packed_masks:

@@ -131,7 +131,14 @@ class UpdaterHooks(DataclassBase):
         distribution_fn = self.get_distribution_fn()
         overrides = read_overrides(distribution_fn)
         budget = distribution_fn if isinstance(distribution_fn, MaskBudget) else None
-        return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
+        return Sites(
+            params,
+            self.sparsity_type,
+            self.batch_axes,
+            overrides,
+            budget=budget,
+            has_user_filter=masks_lib.has_user_filter(distribution_fn),
+        )
 
     def make_inputs(
         self,
@@ -195,7 +202,8 @@ class UpdaterHooks(DataclassBase):
           params: tree of parameters.
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
-        masked = masks_lib.adapt_scope(self.scope).masked_paths(params, target_sparsities)
+        scope = masks_lib.adapt_scope(self.scope, self.sites(params))
+        masked = scope.masked_paths(params, target_sparsities)
         return trees.map_matched(lambda path, x: ones_like(x) if path in masked else None, params)
 
     def create_masks(

@@ -145,7 +145,10 @@ def test_one_number_for_a_parameter_stays_in_the_state():
             optax.adafactor(0.01, min_dim_size_to_factor=4),
             r"holds no moment for each entry.*tx\.init\(model\.params\)",
         ),
-        (optax.contrib.muon(0.01), r"^Leave out tx.* entry by entry: .* in scale_by_muon "),
+        (
+            optax.contrib.muon(0.01),
+            "^Leave out tx.* entry by entry: it fails on arrays of other shapes",
+        ),
         (
             optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
             "^Leave out tx.* entry by entry: div of 'layers' in clip_by_block_rms reads a number",
