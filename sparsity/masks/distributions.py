@@ -235,12 +235,20 @@ class Uniform:
                 selected[key_path] = (param, axes)
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         removes |= self.entries is not None
-        if prunable and removes and not selected and not custom:
-            raise ValueError(self._nothing_selected(list(labels.values()), dense))
+        has_target = bool(selected) or any(target is not None for target in custom.values())
+        if removes and not has_target and any(map(trees.is_array, jax.tree.leaves(params))):
+            others = [labels[key_path] for key_path in prunable if key_path not in custom]
+            raise ValueError(self._nothing_selected(list(labels.values()), others, dense))
         return selected, custom
 
-    def _nothing_selected(self, labels: list[str], dense: list[str]) -> str:
-        """Returns the error of a filter and a pattern that select no parameter."""
+    def _nothing_selected(self, labels: list[str], others: list[str], dense: list[str]) -> str:
+        """Returns the error of a distribution without a target.
+
+        Args:
+          labels: the parameters that can have a sparsity.
+          others: those without an override.
+          dense: those that the filter selects, without a pattern.
+        """
         amount = f"sparsity = {self.sparsity}"
         amount = amount if self.entries is None else f"entries = {self.entries}"
         if dense:
@@ -248,16 +256,25 @@ class Uniform:
                 f"sparsity_type keeps all selected parameters dense, {trees.listed(dense)}, so "
                 f"{amount} has nothing to remove. Give another pattern."
             )
+        if not labels:
+            return (
+                f"No parameter is a floating or complex array, so {amount} has nothing to remove. "
+                "Prune the parameters before they become integers."
+            )
         reason = (
-            "filter_fn selects no parameter"
+            "custom_sparsity_map keeps all parameters dense"
+            if not others
+            else "filter_fn selects no parameter"
             if self.filter_fn
             else "No parameter has more than one axis beyond its batch axes"
         )
+        if 0 < len(others) < len(labels):
+            reason += ", except those that custom_sparsity_map keeps dense"
         return (
-            f"{reason}, so {amount} has nothing to remove. The parameters are "
-            f"{trees.listed(labels)}. Select some with filter_fn(path, param), path a tuple of "
-            "strings, or name them in custom_sparsity_map; a wrapper that flattens parameters "
-            "belongs inside wrap_optax."
+            f"{reason}, so {amount} has nothing to remove. Select some with filter_fn(path, "
+            "param), path a tuple of strings, or give them a sparsity in custom_sparsity_map. The "
+            f"parameters are {trees.listed(labels)}; a wrapper that flattens parameters belongs "
+            "inside wrap_optax."
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import ClassVar, ParamSpec
 
 import chex
 import jax
@@ -38,6 +39,20 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.overrides import KeepsCount, check_overrides, read_attribute
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
+
+P = ParamSpec("P")
+
+
+def _take_target_sparsity(hook: Callable[P, Masks]) -> Callable[P, Masks]:
+    """Lets `create_masks` take sparsities by the name that global pruners of jaxpruner give."""
+
+    @functools.wraps(hook)
+    def create_masks(*args: P.args, **kwargs: P.kwargs) -> Masks:
+        if "target_sparsity" in kwargs:
+            kwargs["sparsities"] = kwargs.pop("target_sparsity")
+        return hook(*args, **kwargs)
+
+    return create_masks
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -206,6 +221,7 @@ class UpdaterHooks(DataclassBase):
         masked = scope.masked_paths(params, target_sparsities)
         return trees.map_matched(lambda path, x: ones_like(x) if path in masked else None, params)
 
+    @_take_target_sparsity
     def create_masks(
         self,
         scores: ScoreTree,
