@@ -5,7 +5,6 @@ They are found by listing optax and optax.contrib, so that a new release is cove
 `python -m tests.test_optimizers > docs/optimizers.md`.
 """
 
-import functools
 import itertools
 
 import jax

@@ -94,7 +94,7 @@ def test_reductions_that_removed_entries_change_are_refused(name):
             optax.GradientTransformation(
                 lambda params: jax.tree.map(jnp.zeros_like, params), exchange
             ),
-            "one parameter train another",
+            "entries of 'a' and 'b' meet",
         ),
     ],
     ids=["sum", "exchange", "exchange in the state"],
