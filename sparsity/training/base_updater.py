@@ -17,7 +17,7 @@ from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
-from sparsity.core.trees import Grads, Masks, Tree
+from sparsity.core.trees import Grads, Masks, Params, Tree
 from sparsity.core.warn import warn
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
@@ -214,6 +214,31 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         check_no_state(masks)
         step = (KeptStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
         return WrappedOptimizer.make(step.init, step.update, self, inner, masks)
+
+    def init(
+        self, tx: optax.GradientTransformation, params: Params
+    ) -> tuple[Params, optax.OptState]:
+        """Returns the parameters and the optimizer state with which training starts.
+
+        `tx.init(params)` chooses masks but cannot change parameters: the first forward pass would
+        be dense. This method applies the first masks by `post_gradient_update`.
+
+        Args:
+          tx: an optimizer that this updater wrapped, which may be part of a chain.
+          params: tree of parameters.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from sparsity.algorithms import RigL
+          >>> from sparsity import Uniform
+          >>> updater = RigL(sparsity_distribution_fn=Uniform(0.75))
+          >>> tx = updater.wrap_optax(optax.sgd(0.5))
+          >>> params, opt_state = updater.init(tx, {"w": jnp.ones((4, 8))})
+          >>> int(jnp.sum(params["w"]))
+          8
+        """
+        opt_state = tx.init(params)
+        return self.post_gradient_update(params, opt_state), opt_state
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

@@ -84,12 +84,12 @@ class UpdaterHooks(DataclassBase):
         The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute. True: pruned weights may return to the mask, and `wrap_optax`
-        refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
-        never return, which makes updates of masks a tenth faster. `None`: unknown; returning
-        weights restart if pruned weights are 0, and `wrap_optax` warns instead of refusing. A
-        weight that restarts is 0, with the optimizer state of `init`. This attribute and the next
-        two hold until a subclass overrides some hooks; the page on algorithms of your own lists the
-        hooks, and the values that the library then assumes.
+        refuses optimizers that cannot restart them, such as `optax.flatten`. `None`: unknown;
+        `wrap_optax` warns instead of refusing. False: pruned weights never return to masks that a
+        user gave, or under such an optimizer. Whatever the class, a weight that returns restarts if
+        pruned weights are 0: with the value 0 and the optimizer state of `init`. This attribute and
+        the next two hold until a subclass overrides some hooks; the page on algorithms of your own
+        lists the hooks, and the values that the library then assumes.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         `wrap_optax` warns if it assumes True after an override and `is_sparse_updates` is `None`.
       keeps_count: class attribute. "exact": each slice keeps the number that the target sparsity

@@ -231,14 +231,16 @@ class Coupled(DataclassBase):
         """Returns the groups of which channels may go, at their sizes in a tree.
 
         Raises:
-          ValueError: no group is left for a sparsity above 0.
+          ValueError: the user leaves parameters of all groups out, or no group is left for a
+            sparsity above 0.
         """
         groups = self.list_groups(tree, sparsities)
         cut = [group for group in groups if not group.excluded]
         rates = trees.leaves_by_path(sparsities).values()
-        if not cut and any(is_traced(rate) or jax.device_get(rate) > 0 for rate in rates):
+        if not cut:
             self._check_excluded(groups)
-            self.check_grouped(groups, sparsities)
+            if any(is_traced(rate) or jax.device_get(rate) > 0 for rate in rates):
+                self.check_grouped(groups, sparsities)
         return cut
 
     def list_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
@@ -365,13 +367,13 @@ class Coupled(DataclassBase):
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
         device = host.find_host_device(leaves, extra) if is_on_host else None
-        if device is not None:
+        if not key_paths:
+            masks = []
+        elif device is not None:
             masks = device.put(spread_chosen(*host.to_numpy((leaves, extra))))
-        elif key_paths:
+        else:
             masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
             masks = map(sharding.place_like, leaves[0], masks)
-        else:
-            masks = []
         masks_by_path = dict(zip(key_paths, masks, strict=True))
         return trees.map_matched(lambda key_path, _: masks_by_path.get(key_path), member_trees[0])
 
