@@ -373,7 +373,7 @@ class Coupled(DataclassBase):
             masks = device.put(spread_chosen(*host.to_numpy((leaves, extra))))
         else:
             masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
-            masks = map(sharding.place_like, leaves[0], masks)
+            masks = [*map(sharding.place_like, leaves[0], masks)]
         masks_by_path = dict(zip(key_paths, masks, strict=True))
         return trees.map_matched(lambda key_path, _: masks_by_path.get(key_path), member_trees[0])
 
