@@ -46,7 +46,6 @@ from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.overrides import read_attribute
-from sparsity.training.state import check_optax_state
 from sparsity.training.step_checks import check_masks_and_state, check_optimizer
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Compact(StoredModel, Generic[Tree]):
 
     The model is a pytree. Its leaves are the positions of the values, and frozen entries: pass the
     model to compiled functions as an argument, and save it together with the values. `params`,
-    `opt_state`, `tx` and `update_error` are not leaves: on a model that a compiled function,
+    `opt_state` and `tx` are not leaves: on a model that a compiled function,
     `jax.tree.map` or a checkpoint returns, reading them raises an AttributeError.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
@@ -85,7 +84,7 @@ class Compact(StoredModel, Generic[Tree]):
       densifies_one_at_a_time: whether each parameter is made dense only when the inputs of its
         product exist, so that one dense parameter is stored at a time. False on several devices,
         where each wait would send a message between devices.
-      start: `params`, `opt_state`, `tx` and `update_error`, by name; no part of the pytree.
+      start: `params`, `opt_state` and `tx`, by name; no part of the pytree.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -117,7 +116,7 @@ class Compact(StoredModel, Generic[Tree]):
     @property
     def update_error(self) -> float | None:
         """0.0: `tx` is proved to train kept values as masked parameters; `None` without `tx`."""
-        return self.read_start("update_error")
+        return None if self.tx is None else 0.0
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -406,18 +405,15 @@ def compact(
 ) -> Compact[Tree]:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    Train `model.params` with any optimizer that works entry by entry, without a wrapper: start with
-    `tx.init(model.params)`, and call `model.apply` in the loss.
+    Call `model.apply` in the loss, and train `model.params` entry by entry, without a wrapper.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced.
       masks: masks of any pattern, not packed; `None` for dense parameters.
-      opt_state: state of an optimizer of `params`: keeps counts, and moments of kept entries. A
-        SparseState gives its inner state, also with `use_compact_state`.
-      tx: the optimizer of `opt_state`; `model.tx` trains on, of a wrapped one the inner. The
-        program of its update must prove that kept values train as in the masked parameters with
-        masked gradients. Without `tx` you vouch for that.
+      opt_state: state of an optimizer of `params`, or a SparseState around that state.
+      tx: the optimizer of `opt_state`; `model.tx` trains on, of a wrapped one the inner. Its
+        program must prove that kept values train as masked parameters; without `tx` you vouch.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are.
         Parameters may then be small integers or float8 that the model casts to a wider float: kept
         values are float32, as the parameter is before any scale.
@@ -426,9 +422,9 @@ def compact(
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
     Raises:
-      ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not
-        floating, no proof is found for `tx`, a format or a path is unknown, a mesh divides an axis
-        that indexes no slices, or a quantized parameter is not cast. Errors name the parameter.
+      ValueError: masks are traced or not of `params`, as the state; no proof is found for `tx`; a
+        format or a path is unknown; a parameter is not floating, or quantized and not cast; or a
+        mesh divides an axis that indexes no slices. Errors name the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -443,25 +439,26 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_masks_and_state(masks, opt_state, tx)
-    check_optax_state(opt_state, tx, may_hold_masks=False)
+    check_masks_and_state(masks, opt_state, tx, may_hold_masks=False)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
-    masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
+    by_path = read_masks_by_path(graph, masks, is_frozen)
+    masked = describe_masked(graph, params, by_path, is_frozen)
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
     kept_state = gather_state(stored_tree, opt_state)
-    if isinstance(tx, WrappedOptimizer) and tx.inner is not None:
-        tx = tx.inner
     if tx is not None:
-        masks_by_path = {path: parameter.mask for path, parameter in masked.items()}
-        check_entries(tx, params, stored.start["params"], opt_state, kept_state, masks_by_path)
-    error = None if tx is None else 0.0
-    start = {"opt_state": kept_state, "tx": tx, "update_error": error}
-    return _start_with(stored, {**stored.start, **start})
+        tx = _unwrap(tx)
+        check_entries(tx, params, stored.start["params"], opt_state, kept_state, by_path)
+    return _start_with(stored, {**stored.start, "opt_state": kept_state, "tx": tx})
+
+
+def _unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the inner optimizer of a wrapped one."""
+    return tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner is not None else tx
 
 
 def _start_with(stored: StoredModel, start: Mapping[str, PyTree]) -> Compact[PyTree]:

@@ -83,7 +83,7 @@ class EntryFlow(Flow[Fact]):
       twins: {program: program of what remains}; without twins nothing is removed.
     """
 
-    def __init__(self, names: Sequence[str], twins: dict[Program | None, Program | None]) -> None:
+    def __init__(self, names: Sequence[str], twins: dict[Program, Program]) -> None:
         super().__init__()
         self._names, self._twins = names, twins
         self._partners: dict[Value, Value] = {}
@@ -239,9 +239,8 @@ class EntryFlow(Flow[Fact]):
         if name in REDUCTIONS:
             if is_short[0]:
                 self._check_reduction(equation, facts[0])
-            constant = facts[0].constant
-            is_known = facts[0].owner is None and constant is not None
-            return make_fact(repeat_constant(name, constant) if is_known else None)
+            constant = facts[0].constant if facts[0].owner is None else None
+            return make_fact(None if constant is None else repeat_constant(name, constant))
         if name in ENTRYWISE and not others:
             pairs = zip(equation.inputs, is_short, strict=True)
             if any(is_short) and not all(short or x.size == 1 for x, short in pairs):
@@ -253,7 +252,7 @@ class EntryFlow(Flow[Fact]):
             self._refuse(equation, "joins entries, or depends on the shape of an array")
         return Fact()
 
-    def _compute(self, equation: Equation, facts: list[Fact]) -> Fact:
+    def _compute(self, equation: Equation, facts: Sequence[Fact]) -> Fact:
         """Returns the fact of the result of an entrywise operation."""
         rule, constants = ENTRYWISE[equation.name], [fact.constant for fact in facts]
         owner = self._join_owners(facts)
@@ -312,8 +311,9 @@ class EntryFlow(Flow[Fact]):
                 self._differences[one] = difference
                 return
         outputs = zip(program.outputs, twin.outputs, strict=False)
+        matches = [self._match(programs, *pair) for pair in outputs]
         is_equal = len(steps[0]) == len(steps[1]) and len(program.outputs) == len(twin.outputs)
-        if not is_equal or not all([self._match(programs, *pair) for pair in outputs]):
+        if not is_equal or not all(matches):
             raise EntriesMeetError(f"its update {_DEPENDS}")
 
     def _pair_equations(
@@ -380,8 +380,9 @@ class EntryFlow(Flow[Fact]):
 
 def make_fact(constant: float | None, least: float = -math.inf) -> Fact:
     """Returns the fact of a value without an owner."""
-    is_number = constant is not None and not math.isnan(constant)
-    return Fact(None, constant, max(least, constant) if is_number else least)
+    if constant is not None and not math.isnan(constant):
+        least = max(least, constant)
+    return Fact(None, constant, least)
 
 
 def find_constant(array: PyTree) -> float | None:
@@ -389,8 +390,9 @@ def find_constant(array: PyTree) -> float | None:
 
     Complex entries are 0 or unknown.
     """
-    is_key = jnp.issubdtype(getattr(array, "dtype", None), jax.dtypes.extended)
-    if array is None or is_traced(array) or isinstance(array, jax.ShapeDtypeStruct) or is_key:
+    if array is None or is_traced(array) or isinstance(array, jax.ShapeDtypeStruct):
+        return None
+    if jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended):
         return None
     entries = np.asarray(array).reshape(-1)
     if np.iscomplexobj(entries):
@@ -404,7 +406,7 @@ def are_of_other_shape(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def is_view(equation: Equation) -> bool:
-    """Returns whether an equation returns the entries of its input in order, or repeats a number."""
+    """Returns whether an equation returns its input in order, or repeats a number."""
     if len(equation.inputs) != 1 or len(equation.outputs) != 1:
         return False
     (value,), (output,) = equation.inputs, equation.outputs

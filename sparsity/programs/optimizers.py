@@ -1,4 +1,4 @@
-"""Proofs about optimizers, from the programs of `init` and `update`, which are traced and never run.
+"""Proofs about optimizers, from the programs of `init` and `update`, which are never run.
 
 `check_entrywise` proves that an optimizer trains the entries that remain of parameters as it trains
 them inside the complete parameters; `shrink`, `compact`, `use_compact_state` and `train_only` ask
@@ -134,7 +134,7 @@ class _Traced(NamedTuple):
     """Programs of an optimizer.
 
     Attributes:
-      init: maps the arrays of the parameters to those of the state; `None` if a state is given.
+      init: maps the arrays of the parameters to those of the state; empty if a state is given.
       update: maps arrays of parameters, gradients and state, and a value, to updates, arrays of the
         state, and arrays in place of Python numbers of the state.
       paths: paths of the arrays of the parameters.
@@ -142,7 +142,7 @@ class _Traced(NamedTuple):
       owners: for each array of the state the index of its parameter, `None` for others.
     """
 
-    init: Program | None
+    init: Program
     update: Program
     paths: list[KeyPath]
     floats: list[int]
@@ -185,7 +185,7 @@ def _check_steps(
     grads = [grads[owner] for owner in traced.floats]
     twins = {traced.update: twin.update, traced.init: twin.init}
     flow = EntryFlow([trees.path_string(path) for path in traced.paths], twins)
-    if traced.init is None:
+    if states is not None:
         state = list(map(describe, traced.owners, trees.split_arrays(states.complete)[0]))
     else:
         values = traced.update.inputs[len(arrays) + len(grads) :]
@@ -199,11 +199,11 @@ def _check_steps(
         ]
     if masks_move:
         state = [fact._replace(constant=None) for fact in state]
-    for updates, state in _follow_steps(flow, traced, weights, grads, state, held):
-        pass
-    for owner, fact in zip([*traced.floats, *traced.owners], [*updates, *state], strict=True):
+    *_, (updates, state) = _follow_steps(flow, traced, weights, grads, state, held)
+    trained: list[int | None] = [*traced.floats, *traced.owners]
+    for trainee, fact in zip(trained, [*updates, *state], strict=True):
         # A state without the paths of the parameters cannot follow masks that move.
-        if fact.owner not in (None, owner) and (owner is not None or masks_move):
+        if fact.owner not in (None, trainee) and (trainee is not None or masks_move):
             raise EntriesMeetError("entries of one parameter train another")
 
 
@@ -240,29 +240,45 @@ def _follow_steps(
 
 def _add(weight: Fact, update: Fact) -> Fact:
     """Returns the fact of a parameter after an update."""
-    constants = weight.constant, update.constant
-    return Fact(weight.owner, None if None in constants else sum(constants))
+    if weight.constant is None or update.constant is None:
+        return Fact(weight.owner)
+    return Fact(weight.owner, weight.constant + update.constant)
 
 
 def _trace(
     tx: optax.GradientTransformation, params: Params, state: PyTree | None = None
 ) -> _Traced:
-    """Returns the programs of an optimizer, for abstract arrays; `init` only without a state."""
+    """Returns the programs of an optimizer, for abstract arrays; by default for a first state."""
     by_path = trees.leaves_by_path(params)
     arrays, rebuild = trees.split_arrays(jax.tree.map(_describe, params))
     floats = [index for index, array in enumerate(arrays) if trees.is_prunable(array)]
-    init, states = None, [jax.tree.map(_describe, state)]
+    init, first = Program([], [], []), [state]
 
     def start(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        first = tx.init(rebuild(arrays))
-        # A traced function returns arrays alone; the structure of the state leaves this way.
-        states[0] = jax.tree.map(_describe, first)
-        return trees.split_arrays(first)[0]
+        first[0] = tx.init(rebuild(arrays))
+        return trees.split_arrays(first[0])[0]
 
     if state is None:
         init = read_jaxpr(jax.make_jaxpr(start)(arrays))
+    state = jax.tree.map(_describe, first[0])
     paths = [path for path, leaf in by_path.items() if trees.is_array(leaf)]
-    old_arrays, rebuild_state = trees.split_arrays(states[0])
+    owned: list[int | None] = []
+
+    def note(owner: int | None, leaf: PyTree) -> None:
+        if trees.is_array(leaf):
+            owned.append(owner)
+
+    owners.map_owned(note, rebuild(range(len(arrays))), state)
+    update = _trace_update(tx, params, state, [paths[index] for index in floats])
+    return _Traced(init, update, paths, floats, owned)
+
+
+def _trace_update(
+    tx: optax.GradientTransformation, params: Params, state: PyTree, paths: Sequence[KeyPath]
+) -> Program:
+    """Returns the program of an update; `paths` are those of the parameters with gradients."""
+    arrays, rebuild = trees.split_arrays(jax.tree.map(_describe, params))
+    old_arrays, rebuild_state = trees.split_arrays(state)
 
     def update(
         arrays: Sequence[jax.Array],
@@ -270,42 +286,28 @@ def _trace(
         state: Sequence[jax.Array],
         value: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        # Gradients of integers are float0 in jax.
-        all_grads: list[PyTree] = [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
-        for index, grad in zip(floats, grads, strict=True):
-            all_grads[index] = grad
+        remaining = iter(grads)
+        all_grads = [  # those of integers are float0 in jax
+            next(remaining) if trees.is_prunable(x) else np.zeros(x.shape, jax.dtypes.float0)
+            for x in arrays
+        ]
         old = rebuild_state(state)
         inputs = rebuild(all_grads), old, rebuild(arrays)
         try:
             updates, new = optax.with_extra_args_support(tx).update(*inputs, value=value)
         except TypeError:  # of a transformation that takes arguments, but no value
             updates, new = tx.update(*inputs)
-        by_path, leaves = (
-            trees.leaves_by_path(updates),
-            list(zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)),
-        )
-        if lacking := [paths[index] for index in floats if paths[index] not in by_path]:
+        by_path = trees.leaves_by_path(updates)
+        if lacking := [path for path in paths if path not in by_path]:
             raise ValueError(f"no update of {trees.path_string(lacking[0])!r}")
-        return (
-            [by_path[paths[index]] for index in floats],
-            [leaf for before, leaf in leaves if trees.is_array(before)],
-            [
-                leaf
-                for before, leaf in leaves
-                if trees.is_array(leaf) and not trees.is_array(before)
-            ],
-        )
+        pairs = list(zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+        # Arrays in place of Python numbers come last.
+        first = [leaf for before, leaf in pairs if trees.is_array(before)]
+        new_arrays = [x for before, x in pairs if trees.is_array(x) and not trees.is_array(before)]
+        return [by_path[path] for path in paths], first, new_arrays
 
-    owned: list[int | None] = []
-
-    def note(owner: int | None, leaf: PyTree) -> None:
-        if trees.is_array(leaf):
-            owned.append(owner)
-
-    owners.map_owned(note, rebuild(range(len(arrays))), states[0])
-    grads, value = [arrays[index] for index in floats], jax.ShapeDtypeStruct((), jnp.float32)
-    program = read_jaxpr(jax.make_jaxpr(update)(arrays, grads, old_arrays, value))
-    return _Traced(init, program, paths, floats, owned)
+    grads, value = list(filter(trees.is_prunable, arrays)), jax.ShapeDtypeStruct((), jnp.float32)
+    return read_jaxpr(jax.make_jaxpr(update)(arrays, grads, old_arrays, value))
 
 
 def _describe(leaf: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
 from sparsity.training.base_updater import WrappedOptimizer
-from sparsity.training.state import check_optax_state, get_sparse_state
+from sparsity.training.state import get_sparse_state
 from sparsity.training.step_checks import check_masks_and_state
 
 
@@ -51,9 +51,6 @@ def shrink(
         moments, factors that depend on the shape (`muon`) and norms of moments that removed entries
         still have (`lamb`) are refused. Without `tx` you vouch for the optimizer.
 
-    Returns:
-      The smaller model.
-
     Raises:
       ValueError: params lack a parameter, masks are traced or of another model, hold other entries
         than 0 and 1 or remove a group, the state cannot be cut, or no proof is found for `tx`.
@@ -71,21 +68,19 @@ def shrink(
       (5, 2)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_masks_and_state(masks, opt_state, tx)
-    check_optax_state(opt_state, tx, may_hold_masks=True)
+    check_masks_and_state(masks, opt_state, tx, may_hold_masks=True)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
-    small_tx = error = None
     if tx is not None:
         cutting.check_optimizer(tx, *trees.strip_variables((params, opt_state)), cuts)
-        small_tx, error = _convert_optimizer(tx, plan, state), 0.0
+        tx = _convert_optimizer(tx, plan, state)
     replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
-    return Small(masked, state, plan, graph, replicated, error, small_masks, small_tx)
+    return Small(masked, state, plan, graph, replicated, small_masks, tx)
 
 
 def _convert_optimizer(

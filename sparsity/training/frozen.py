@@ -49,7 +49,9 @@ def exclude_frozen(
     targets = updater.compute_targets(params, sites)
     find_masked, excluded, kept_dense = adapt_scope(updater.scope).masked_paths, set(), set()
     for path in trees.leaves_by_path(targets):
-        alone = trees.map_matched(lambda x, target: target if x == path else None, targets)
+        alone = trees.map_matched(
+            lambda each, target, path=path: target if each == path else None, targets
+        )
         # A scope of channels also masks what goes with the channels of a parameter.
         if affected := frozen & find_masked(params, alone):
             excluded.add(path)

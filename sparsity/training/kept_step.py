@@ -79,7 +79,7 @@ class KeptStep(Step):
             values,
             [Removed(are_zero=False, have_gradients=False)],  # params are not masked yet
             remedy="Leave use_compact_state off",
-            claim="The optimizer might train the kept entries alone otherwise than with all others.",
+            claim="The optimizer might train kept entries alone otherwise than with others.",
             masks_move=has_updates(self.updater.scheduler),
         )
         state = self.inner.init(values)

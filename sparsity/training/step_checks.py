@@ -14,7 +14,7 @@ from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import adapt_scope, check_complete
 from sparsity.training.hooks import StepInputs
-from sparsity.training.state import SparseState, check_no_state
+from sparsity.training.state import SparseState, check_no_state, check_optax_state
 from sparsity.training.updater_hooks import UpdaterHooks
 
 
@@ -28,9 +28,15 @@ def check_optimizer(name: str, value: object) -> None:
 
 
 def check_masks_and_state(
-    masks: Masks, opt_state: optax.OptState | None, tx: optax.GradientTransformation | None
+    masks: Masks,
+    opt_state: optax.OptState | None,
+    tx: optax.GradientTransformation | None,
+    may_hold_masks: bool,
 ) -> None:
-    """Raises a ValueError if masks, state and optimizer are missing, traced or confused."""
+    """Raises a ValueError if masks, state and optimizer are missing, traced or confused.
+
+    `may_hold_masks` as in `check_optax_state`.
+    """
     if masks is None:
         raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
     check_no_state(masks)
@@ -41,6 +47,7 @@ def check_masks_and_state(
         check_optimizer("tx", tx)
     if tx is not None and opt_state is None:
         raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
+    check_optax_state(opt_state, tx, may_hold_masks)
 
 
 def read_state(tx: optax.GradientTransformation, params: Params, state: PyTree) -> PyTree:

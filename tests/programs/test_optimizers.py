@@ -151,7 +151,7 @@ def test_a_product_of_ones_at_removed_entries_is_accepted():
 @pytest.mark.parametrize("name", ["a norm of steps of Adam", "a sum of squares of all steps"])
 def test_norms_of_moments_are_refused_where_masks_move(name):
     with pytest.raises(
-        ValueError, match="reduce_sum of .* returns another number without the removed"
+        ValueError, match=r"reduce_sum of .* returns another number without the removed"
     ):
         check(ACCEPTED[name], masks_move=True)
 
@@ -170,7 +170,7 @@ def test_norms_of_parameters_are_refused_where_removed_entries_may_not_be_zero_y
     tx = each(lambda g, p: g / jnp.sum(p * p))
     check(tx)
     with pytest.raises(
-        ValueError, match="reduce_sum of .* returns another number without the removed"
+        ValueError, match=r"reduce_sum of .* returns another number without the removed"
     ):
         check(tx, are_zero=False)
     check(each(lambda g, p: g / jnp.sum(g * g) + 0.1 * p), are_zero=False)
