@@ -128,7 +128,7 @@ LAYERS = [
     ["patterns"],
     ["masks"],
     ["sparsity_types", "sparsity_distributions", "training", "graph", "activations", "lora"],
-    ["algorithms", "epochs", "api", "reports", "calibration", "comparisons", "finetuning"],
+    ["algorithms", "epochs", "api", "reports", "calibration", "finetuning"],
     ["base_updater", "shrinking", "compacting", "compat", "cli"],
     ["__init__"],
 ]

@@ -218,6 +218,9 @@ class Uniform:
         custom: dict[trees.KeyPath, float | None] = {}
         dense: list[str] = []  # selected by the filter, without a pattern
         for key_path, param in prunable.items():
+            if sites is not None and sites.is_excluded(key_path):
+                custom[key_path] = None
+                continue
             override = names.best_key(overrides, labels[key_path])
             if override is not None:
                 custom[key_path] = overrides[override]

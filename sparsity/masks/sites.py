@@ -6,8 +6,9 @@ A table makes each site once, from the parameter. Functions that a user passes a
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import chex
@@ -91,6 +92,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
         self._budget, self.has_user_filter = budget, has_user_filter
+        self._excluded: Collection[trees.KeyPath] = ()
         self._sites: dict[trees.KeyPath, Site] = {}
         self._patterns: dict[trees.KeyPath, SparsityType | None] = {}
 
@@ -118,9 +120,20 @@ class Sites(Mapping[trees.KeyPath, Site]):
             self._sites[key_path] = Site(key_path, pattern, axes, is_fixed, cost, budget)
         return self._sites[key_path]
 
+    def without(self, key_paths: Collection[trees.KeyPath]) -> Sites:
+        """Returns the table with some parameters excluded, which stay dense under any override."""
+        sites = copy.copy(self)
+        sites._excluded = frozenset(key_paths)
+        return sites
+
+    def is_excluded(self, key_path: trees.KeyPath) -> bool:
+        """Returns whether a parameter stays dense under any override."""
+        return key_path in self._excluded
+
     def stays_dense(self, key_path: trees.KeyPath) -> bool:
-        """Returns whether a parameter has neither a pattern nor an override of its sparsity."""
-        return self._find_pattern(key_path) is None and not self._has_override(key_path)
+        """Returns whether a parameter is excluded, or has no pattern and no override."""
+        has_pattern = self._find_pattern(key_path) is not None or self._has_override(key_path)
+        return self.is_excluded(key_path) or not has_pattern
 
     def is_named(self, key_path: trees.KeyPath) -> bool:
         """Returns whether an override names a parameter, or `sparsity_type` keeps it dense."""

@@ -23,8 +23,8 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, read_masks, unpack_masks
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.patterns.counts import read_count
+from sparsity.programs.optimizers import Removed, check_entrywise
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.kept_state import (
@@ -73,8 +73,15 @@ class KeptStep(Step):
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
-        masks_move = has_updates(self.updater.scheduler)
-        check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
+        check_entrywise(
+            self.inner,
+            params,
+            values,
+            [Removed(are_zero=False, have_gradients=False)],  # params are not masked yet
+            remedy="Leave use_compact_state off",
+            claim="The optimizer might train kept entries alone otherwise than with others.",
+            masks_move=has_updates(self.updater.scheduler),
+        )
         state = self.inner.init(values)
         if self.restarts:
             check_resettable(values, state, type(self.updater).__name__)
@@ -177,7 +184,8 @@ class KeptStep(Step):
             return None if sites[path].pattern.is_elementwise else mask
 
         masks = trees.map_matched(in_units, state.masks)
-        layouts = self.find_layouts(inputs.params, masks, sites)
+        dense = sites.keys() - trees.leaves_by_path(state.masks).keys()
+        layouts = self.find_layouts(inputs.params, masks, sites.without(dense))
 
         def check(
             path: trees.KeyPath, kept: KeptParameter, layout: KeptLayout | None

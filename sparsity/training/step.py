@@ -30,6 +30,7 @@ from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.derivatives import hold_constant, replace_values
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
+from sparsity.training.frozen import exclude_frozen
 from sparsity.training.hook_results import (
     check_movable,
     read_algorithm_state,
@@ -101,7 +102,9 @@ class Step(abc.ABC):
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
-        inputs = updater.make_inputs(params)
+        all_sites = updater.sites(params)
+        sites = exclude_frozen(updater, self.inner, params, self.user_masks, all_sites)
+        inputs = updater.make_inputs(params, sites=sites)
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.user_masks is not None:
@@ -113,7 +116,8 @@ class Step(abc.ABC):
         state = to_stored_form(state, params, updater.use_packed_masks, "initial masks")
         masks = self.unpack_for_hooks(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.user_masks is None
-        warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
+        if sites is all_sites or jax.tree.leaves(state.target_sparsities):  # not warned before
+            warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
         algorithm_state = state.algorithm_state
         if algorithm_state is None:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)

@@ -116,7 +116,7 @@ def test_the_wrapped_optimizer_trains_on_as_on_the_masked_model(case):
     params, state = train(fn, tx, params, tx.init(params), 5)
     small = shrink(graph, params, state.masks, state, tx)
     assert small.macs() < graph.macs()
-    assert small.update_error < 1e-6
+    assert small.update_error == 0
     assert small.tx.inner is tx.inner
     small_params, small_state = train(small.apply, small.tx, small.params, small.opt_state, 5)
     params, state = train(fn, tx, params, state, 5)
@@ -190,7 +190,7 @@ def test_a_wrapper_within_a_chain_goes_on_where_shapes_tell_the_cut(name):
     masks = sparsity.get_sparse_state(state).masks
     if name == "joined":
         with pytest.raises(
-            ValueError, match=r"^tx has a wrapped optimizer within other.*Wrap last"
+            ValueError, match=r"^Wrap last, as in .*: it fails on arrays of other shapes"
         ):
             shrink(graph, params, masks, state, chain)
         return
@@ -271,7 +271,7 @@ def test_the_state_of_an_nnx_optimizer_goes_on(is_wrapped):
         masks = sparsity.get_sparse_state(optimizer.opt_state).masks
     params = nnx.state(model, nnx.Param)
     small = shrink(graph, params, masks, optimizer.opt_state, optimizer.tx)
-    assert small.update_error < 1e-6
+    assert small.update_error == 0
     smaller = nnx.merge(definition, small.params)
     assert smaller.up.kernel.shape == (WIDTH, 6)  # 0.4 of 16
     small_optimizer = nnx.Optimizer(smaller, small.tx, wrt=nnx.Param)
