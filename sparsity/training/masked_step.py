@@ -59,7 +59,8 @@ class MaskedStep(Step):
         params = masked = inputs.params
         if self.pruned_are_zero:
             masked = apply_masks(params, unpack_masks(old_bits, params))
-        return restart_regrown(old_bits, new, params, self.inner.init(masked))
+        # `init` may have seen the weights alone, without the functions of a model.
+        return restart_regrown(old_bits, new, params, self.inner.init(trees.prunable(masked)))
 
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
