@@ -29,6 +29,7 @@ def warn_of_idle(
     steps = update_range(updater.scheduler)
     if steps is None:
         _warn_of_dense_masks(updater, targets, masks, starts_dense)
+        _warn_of_fixed_masks(updater, masks)
         return
     _warn_of_missing_targets(updater, params, targets, masks)
     if updater.skip_gradients:
@@ -51,6 +52,17 @@ def _warn_of_dense_masks(
             "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
             "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
             "configuration), or start from masks with wrap_optax(tx, masks=masks)."
+        )
+
+
+def _warn_of_fixed_masks(updater: UpdaterHooks, masks: Masks) -> None:
+    """Warns of an algorithm that moves masks by a schedule that never does."""
+    if updater.schedule_type == "periodic" and jax.tree.leaves(masks):
+        warn(
+            f"{type(updater).__name__} moves masks, but scheduler = {updater.scheduler!r} never "
+            "updates them: the first masks stay. Set a scheduler, for example "
+            "PeriodicSchedule(update_freq=100) (update_freq in a configuration), or train within "
+            "fixed masks with StaticRandomSparse."
         )
 
 
