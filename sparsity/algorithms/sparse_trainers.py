@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.core.checks import check_fraction, is_traced
+from sparsity.core.checks import check_fraction
 from sparsity.core.hashing import generate_random_scores
-from sparsity.core.kernels import wait_for
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     Draw,
@@ -177,9 +176,6 @@ class DropAndGrow(SparseTraining):
             return inputs.call(hook, *args, named={"draw": draw})
 
         fraction = self.compute_drop_fraction(sparse_state.count)
-        if is_traced(sparse_state.count):
-            # Even a constant fraction waits for the count: `training.regrow.pack_before_update`.
-            fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
         return score(self.get_drop_scores), score(self.get_grow_scores), fraction
 

@@ -52,6 +52,7 @@ from sparsity.masks.sites import (
 from sparsity.masks.targets import (
     check_user_mask as check_user_mask,
     compute_targets as compute_targets,
+    has_user_filter as has_user_filter,
     read_overrides as read_overrides,
 )
 

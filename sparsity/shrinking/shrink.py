@@ -10,14 +10,16 @@ from jax.sharding import NamedSharding
 from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import Masks, Params, Path, Tree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
-from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
+from sparsity.shrinking.plan import Plan, cut_shape, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
+from sparsity.training.base_updater import WrappedOptimizer
+from sparsity.training.state import SparseState, check_optax_state, get_sparse_state
 
 
 def shrink(
@@ -37,24 +39,23 @@ def shrink(
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced, or a part of that tree.
-      masks: masks of any pattern, not packed, `None` for dense parameters; or a `Plan`. Layers of
-        a scan keep equally many channels, dead ones included; every group keeps one.
+      masks: masks of any pattern, not packed, `None` if dense; or a `Plan`. Layers of a scan keep
+        equally many channels, dead ones included; every group keeps one.
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
-      tx: the optimizer of that state, or the inner one of a SparseState, to check that training
-        continues as with the masked model: at least four updates by random gradients are compared.
-        Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
-        Means over an array (`clip_by_block_rms`), noise, factors that depend on the shape (`muon`)
-        and norms that count moments (`lamb`) or weights of removed entries are refused.
+      tx: the optimizer of that state, to train on with `small.tx`; or the inner one of a
+        SparseState. Compares at least four updates by random gradients with those of the masked
+        model. Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`,
+        `lars`). Means over an array (`clip_by_block_rms`), noise, factors that depend on the shape
+        (`muon`) and norms that count moments (`lamb`) or removed weights are refused.
 
     Returns:
       The smaller model.
 
     Raises:
-      ValueError: params lack a parameter of the graph, masks are traced or of another model,
-        hold other entries than 0 and 1 or remove a group, the optimizer's state cannot be cut, or
-        `tx` would train otherwise; the error names the parameter.
+      ValueError: params lack a parameter, masks are traced or of another model, hold other entries
+        than 0 and 1 or remove a group, the state cannot be cut, or `tx` would train otherwise.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,16 +71,60 @@ def shrink(
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     check_masks_and_state(masks, opt_state, tx)
+    check_optax_state(opt_state, tx, may_hold_masks=True)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
-    error = None if tx is None else cutting.compare_small_updates(tx, params, cuts, opt_state)
+    small_tx, error = _convert_optimizer(tx, plan, params, cuts, opt_state, state)
     replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
-    return Small(masked, state, plan, graph, replicated, error, small_masks)
+    return Small(masked, state, plan, graph, replicated, error, small_masks, small_tx)
+
+
+def _convert_optimizer(
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    params: Params,
+    cuts: cutting.CutParameters,
+    opt_state: PyTree,
+    small_state: PyTree,
+) -> tuple[optax.GradientTransformation | None, float | None]:
+    """Returns the optimizer of the smaller model, and the largest difference between updates.
+
+    Raises:
+      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    """
+    if tx is None:
+        return None, None
+    small_tx = tx
+    if isinstance(tx, WrappedOptimizer) and tx.updater is not None and tx.inner is not None:
+        masks = None if tx.masks is None else get_sparse_state(small_state).masks
+        small_tx = plan.updater(tx.updater).wrap_optax(tx.inner, masks)  # knows the cut
+    small_shapes = [cut_shape(cut.shape, cut.axes) for cut in cuts.values()]
+
+    def update(
+        updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(trees.only_arrays(params))]
+        chosen = optax.with_extra_args_support(small_tx if shapes == small_shapes else tx)
+        return chosen.update(updates, state, params, **extra_args)
+
+    for_both = optax.GradientTransformationExtraArgs(tx.init, update)
+    params, state = trees.strip_variables((params, opt_state))
+    try:
+        return small_tx, cutting.compare_small_updates(for_both, params, cuts, state)
+    except ValueError as error:
+        is_nested = trees.find_nodes(state, SparseState) and not isinstance(state, SparseState)
+        if small_tx is not tx or not is_nested:
+            raise
+        raise ValueError(
+            "tx has a wrapped optimizer within other transformations, where its updater cannot be "
+            "told which channels are left. Wrap last: pruner.wrap_optax(optax.chain(...)); or cut "
+            f"without tx, and make it again with small.updater(pruner). {error}"
+        ) from None
 
 
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
@@ -49,6 +51,9 @@ class Small(Generic[Tree]):
         a part of the largest entry of an array; `None` without `tx`.
       masks: uint8 masks of `params`, 1 where an entry stays; `None` for a parameter without masked
         entries, as all are after a cut by a plan.
+      tx: the optimizer of `opt_state`, `None` without `tx`. A result of `wrap_optax` is wrapped
+        again by an updater that knows the cut; the inner optimizer of a SparseState goes with
+        `opt_state.inner_state`.
       graph: the graph of the smaller model.
 
     Example:
@@ -70,6 +75,7 @@ class Small(Generic[Tree]):
     replicated: Mapping[tuple[Path, int], int]
     update_error: float | None = None
     masks: Masks = None
+    tx: optax.GradientTransformation | None = None
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -112,7 +118,18 @@ class Small(Generic[Tree]):
 
         Returns:
           Median seconds of a call before and after the cut: an entry of `report`.
+
+        Raises:
+          ValueError: the parameters are those after the cut, or of another model.
         """
+        for path, array in trees.leaves_by_names(trees.only_arrays(params)).items():
+            shape = self.before.parameters.find(path, array, may_be_smaller=True).shape
+            if jnp.shape(array) != shape:
+                raise ValueError(
+                    f"measure takes the parameters before the cut, and has the smaller ones: "
+                    f"{trees.join_names(path)!r} must have shape {shape}, got {array.shape}. Give "
+                    "the params that shrink got."
+                )
 
         def make_program(plan: Plan, params: Params) -> Callable[[], object]:
             arrays, rebuild = trees.split_arrays((params, args))

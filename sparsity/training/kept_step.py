@@ -76,32 +76,46 @@ class KeptStep(Step):
         masks_move = has_updates(self.updater.scheduler)
         check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
         state = self.inner.init(values)
-        if self.may_regrow:
+        if self.restarts:
             check_resettable(values, state, type(self.updater).__name__)
         return KeptState(_read_positions(kept), state)
 
     def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
         return isinstance(inner_state, KeptState)
 
-    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState) -> PyTree:
         positions = state.inner_state.positions
         return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        return self.may_regrow
+        return self.restarts
 
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
+        self, new: SparseState, old_masks: Masks, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
         kept = find_kept(params, new.masks, self._find_stored_layouts(new, inputs))
-        slot_maps = find_slot_maps(kept, unpack_masks(old_bits, params))
+        slot_maps = find_slot_maps(kept, old_masks)
         values = gather(params, kept)
         grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
         fresh = self.inner.init(trees.prunable(without_grown(values, grown)))
         inner_state = carry(new.inner_state.state, fresh, slot_maps)
         return new._replace(inner_state=KeptState(_read_positions(kept), inner_state)), grown
+
+    def carry_inner(
+        self,
+        inner_state: PyTree,
+        new: SparseState,
+        old_masks: PyTree,
+        inputs: StepInputs,
+        fresh: PyTree,
+    ) -> PyTree:
+        if self.updater.use_packed_masks:
+            old_masks = unpack_masks(old_masks, inputs.params)
+        kept = read_kept(inputs.params, new.inner_state.positions)
+        slot_maps = find_slot_maps(kept, old_masks)
+        return fresh._replace(state=carry(inner_state.state, fresh.state, slot_maps))
 
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange

@@ -66,10 +66,8 @@ def check_masked(
     updater: UpdaterHooks, hook: str, masks: Masks, params: Params, targets: Sparsities
 ) -> None:
     """Raises a ValueError that names a parameter to prune for which a hook returned no mask."""
-    paths = (
-        adapt_scope(updater.scope).masked_paths(params, targets)
-        - trees.leaves_by_path(masks).keys()
-    )
+    scope = adapt_scope(updater.scope, updater.sites(params))
+    paths = scope.masked_paths(params, targets) - trees.leaves_by_path(masks).keys()
     if lacking := sorted(map(trees.path_string, paths)):
         raise ValueError(
             f"{type(updater).__name__}.{hook} returned no mask for {trees.listed(lacking)}, which "

@@ -163,3 +163,25 @@ def test_a_state_without_arrays_of_the_parameters_needs_no_reset():
         params, state = helpers.train(updater, helpers.params(), 4, inner, jit=False)
         assert np.count_nonzero(params["kernel"]) <= 18
         assert int(np.sum(state.masks["kernel"])) == 18
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+def test_weights_that_a_falling_sparsity_brings_back_restart(packed):
+    class Falling(sparsity.PeriodicSchedule):
+        def get_sparsity_at_step(self, target_sparsities, step):
+            return jax.tree.map(lambda _: jnp.where(step < 2, 0.75, 0.25), target_sparsities)
+
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=lambda *_: True),
+        scheduler=Falling(2),
+        use_packed_masks=packed,
+    )
+    tx = updater.wrap_optax(optax.sgd(0.5, momentum=0.5))
+    params = jnp.array([8.0, 4.0, 2.0, 1.0])
+    state = tx.init(params)
+    for _ in range(3):  # the first and the third move the masks
+        updates, state = jax.jit(tx.update)(jnp.ones(4), state, params)
+        params = optax.apply_updates(params, updates)
+    # The first weight is kept throughout: steps of 0.5, 0.75 and 0.875.
+    np.testing.assert_allclose(params, [8 - 2.125, -0.5, -0.5, 0.0])
+    np.testing.assert_allclose(state.inner_state[0].trace, [1.75, 1.0, 1.0, 1.75])

@@ -17,6 +17,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import ordered_sum, scale_together
 from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
+from sparsity.graph.scope.widths import Width
 from sparsity.selection import Ranked, topk_masks
 
 Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by key path
@@ -46,7 +47,10 @@ class PlacedGroup:
       members: all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
       num_entries: for each scored member the number of entries of a channel of `full`, in a layer.
-      sparsity: the sparsity of the group.
+      sparsity: the sparsity of the group, the largest among its members.
+      target: the same at the end of a ramp.
+      widths: axes of weights of which the group is all or a factor.
+      excluded: members that the user leaves out, which keep all channels.
     """
 
     channels: ChannelGroup
@@ -55,6 +59,9 @@ class PlacedGroup:
     scored: list[Member]
     num_entries: list[int]
     sparsity: chex.Numeric
+    target: chex.Numeric
+    widths: list[Width]
+    excluded: list[KeyPath]
 
 
 def sum_importance(
