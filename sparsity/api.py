@@ -206,7 +206,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    check_names(algorithm, (options.keys() & config_keys) - _list_config_keys([algorithm]))
+    _take_keys_of_others(algorithm, options, config_keys - fields)
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
 
@@ -238,6 +238,22 @@ def _check_keys(name: str, other_keys: set[str], options: Options) -> None:
                 f"{key!r} is no key of a configuration for {name!r}. "
                 f"{suggest(key, sorted(allowed))}"
             )
+
+
+def _take_keys_of_others(
+    algorithm: type[BaseUpdater], options: Options, config_keys: set[str]
+) -> None:
+    """Takes keys of other algorithms out of the options; one that no class reads is an error."""
+    roles = (options.get(x) for x in ("scheduler", "scope", "sparsity_distribution_fn"))
+    read_keys = _list_config_keys(map(type, roles))
+    for key in sorted(config_keys.intersection(options) - _list_config_keys([algorithm])):
+        if key not in read_keys:
+            names = [x for x, cls in ALGORITHM_REGISTRY.items() if key in _list_config_keys([cls])]
+            raise ValueError(
+                f"Remove {key!r} = {options[key]!r}: {algorithm.__name__} does not read this key; "
+                f"{', '.join(names)} do."
+            )
+        del options[key]
 
 
 def _take_scheduler(

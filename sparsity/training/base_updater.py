@@ -92,7 +92,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         updater = super().__new__(cls)
         # Before the generated __init__, whose TypeError would suggest no name.
-        check_names(cls, kwargs, ALGORITHM_REGISTRY.values())
+        check_names(cls, kwargs)
         return updater
 
     def __post_init__(self) -> None:

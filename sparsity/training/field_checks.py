@@ -22,16 +22,8 @@ from sparsity.training.updater_hooks import UpdaterHooks
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
 
 
-def check_names(
-    cls: type, names: Iterable[str], classes: Iterable[type[UpdaterHooks]] = ()
-) -> None:
-    """Raises a TypeError for a name that is no field of a class, and suggests the nearest.
-
-    Args:
-      cls: the class.
-      names: the names.
-      classes: classes that the message names if they have such a field.
-    """
+def check_names(cls: type, names: Iterable[str]) -> None:
+    """Raises a TypeError for a name that is no field of the class, and suggests the nearest."""
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return  # a custom __init__, which checks its arguments

@@ -269,7 +269,7 @@ _FREE = [
 
 @pytest.mark.parametrize("name", _FREE)
 def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
-    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.9))
+    updater = helpers.make_updater(name, sparsity=0.9)
     params = {"w": jnp.ones((10, 10)), "b": jnp.ones(10)}
     state = updater.wrap_optax(optax.sgd(0.1)).init(params)
     scores = np.asarray(generate_random_scores(params, 8)["w"]).ravel()

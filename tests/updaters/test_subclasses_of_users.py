@@ -260,13 +260,13 @@ def test_first_masks_without_one_for_a_target_are_an_error_of_init(base, result)
             return result
 
     for options in ({}, {"use_packed_masks": True}):
-        tx = Forgetful(**HALF, **options).wrap_optax(optax.sgd(0.1))
+        tx = Forgetful(**HALF, **ONCE, **options).wrap_optax(optax.sgd(0.1))
         with pytest.raises(
             ValueError, match=r"Forgetful.get_initial_masks returned no mask for 'k'"
         ):
             tx.init(PARAMS)
     masks = {"k": PARAMS["k"] > 16, "b": None}
-    state = Forgetful(**HALF).wrap_optax(optax.sgd(0.1), masks=masks).init(PARAMS)
+    state = Forgetful(**HALF, **ONCE).wrap_optax(optax.sgd(0.1), masks=masks).init(PARAMS)
     assert state.masks["k"].sum() == 16  # masks of the user replace the masks of the hook
 
 
