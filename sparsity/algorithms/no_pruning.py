@@ -13,7 +13,7 @@ from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities, Tree
 from sparsity.masks.distributions import Distribution
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.hooks import ExtraArg, StepInputs
-from sparsity.training.state import SparseState
+from sparsity.training.state import SparseState, check_wrapped_once
 from sparsity.training.step import is_placeholder
 from sparsity.training.step_checks import check_optimizer, check_sparse_state
 
@@ -61,7 +61,9 @@ class NoPruning(BaseUpdater):
             if is_placeholder(params):
                 count = jnp.zeros([], jnp.int32)
                 return SparseState(masks=0, inner_state=optimizer.init(params), count=count)
-            return self.init_state(params)._replace(inner_state=optimizer.init(params))
+            inner_state = optimizer.init(params)
+            check_wrapped_once(inner_state)
+            return self.init_state(params)._replace(inner_state=inner_state)
 
         def update(
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg

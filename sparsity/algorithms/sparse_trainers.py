@@ -28,8 +28,8 @@ from sparsity.masks import (
     adapt_scope,
     elementwise,
     is_layerwise,
+    is_marked_elementwise,
     make_draw,
-    may_score_slices,
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
@@ -311,5 +311,5 @@ def make_slice_rule(
     if takes_trees or not is_layerwise(updater.scope):
         return None
     grow = updater.get_grow_scores
-    scores_slices = draws_slices or may_score_slices(grow)
+    scores_slices = draws_slices or is_marked_elementwise(grow)
     return SliceRule(grow, updater.compute_drop_fraction) if scores_slices else None

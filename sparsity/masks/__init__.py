@@ -27,7 +27,7 @@ from sparsity.masks.lazy import (
     defer_scores as defer_scores,
     elementwise as elementwise,
     host_scores as host_scores,
-    may_score_slices as may_score_slices,
+    is_marked_elementwise as is_marked_elementwise,
 )
 from sparsity.masks.scopes import (
     MovingSite as MovingSite,

@@ -106,7 +106,7 @@ class KeptStep(Step):
         slot_maps = find_slot_maps(kept, old_masks)
         values = gather(params, kept)
         grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
-        fresh = self.inner.init(without_grown(values, grown))
+        fresh = self.inner.init(trees.prunable(without_grown(values, grown)))
         inner_state = carry(new.inner_state.state, fresh, slot_maps)
         return new._replace(inner_state=KeptState(_read_positions(kept), inner_state)), grown
 

@@ -61,7 +61,9 @@ class MaskedStep(Step):
         if self.pruned_are_zero:
             masked = apply_masks(params, old_masks)
         grown = _find_grown(new.masks, old_masks)
-        inner_state = replace_where(new.inner_state, self.inner.init(masked), grown)
+        # The first `init` may have seen the weights alone, without the functions of a model.
+        fresh = self.inner.init(trees.prunable(masked))
+        inner_state = replace_where(new.inner_state, fresh, grown)
         new = new._replace(inner_state=inner_state)
         if not self.pruned_are_zero:
             return new, self.mark_no_growth(new)

@@ -99,6 +99,15 @@ def check_no_state(masks: PyTree) -> None:
         )
 
 
+def check_wrapped_once(inner_state: optax.OptState) -> None:
+    """Raises a ValueError if the optimizer that is wrapped holds masks itself."""
+    if trees.find_nodes(inner_state, SparseState):
+        raise ValueError(
+            "Wrap an optimizer once: inner was wrapped by wrap_optax before, and its state holds "
+            "masks. Give wrap_optax the optimizer itself, such as optax.adam(1e-3)."
+        )
+
+
 def check_optax_state(opt_state: PyTree, tx: object, may_hold_masks: bool) -> None:
     """Raises a ValueError for a state around that of optax, as `nnx.state(optimizer)` returns it.
 

@@ -41,7 +41,7 @@ from sparsity.training.hook_results import (
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
 from sparsity.training.overrides import read_attribute
-from sparsity.training.state import SparseState, to_stored_form
+from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
@@ -122,6 +122,7 @@ class Step(abc.ABC):
         if algorithm_state is None:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
         inner_state = self.init_inner(params, masks, inputs.sites)
+        check_wrapped_once(inner_state)
         return state._replace(inner_state=inner_state, algorithm_state=algorithm_state)
 
     def update(

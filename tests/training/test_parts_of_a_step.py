@@ -211,15 +211,16 @@ def test_moments_in_a_list_of_their_own_are_refused_where_weights_regrow():
 
 def test_only_updaters_that_never_regrow_take_an_optimizer_of_chosen_entries():
     params, mask = {"w": jnp.array([4.0, 3.0, 2.0])}, {"w": jnp.array([1, 0, 1], jnp.uint8)}
+    rigl = sparsity.RigL(scheduler=sparsity.PeriodicSchedule(2))
     chosen = sparsity.train_only(optax.sgd(0.5), {"w": jnp.array([1, 1, 0])})
     for tx in (chosen, optax.chain(chosen)):
         with pytest.raises(ValueError, match=r"cannot wrap sparsity\.train_only"):
-            sparsity.RigL().wrap_optax(tx, masks=mask).init(params)
+            rigl.wrap_optax(tx, masks=mask).init(params)
         tx = sparsity.StaticRandomSparse().wrap_optax(tx, masks=mask)
         updates, _ = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
         np.testing.assert_array_equal(updates["w"], [-0.5, -3.0, 0.0])
     every = sparsity.train_only(optax.sgd(0.5), {"w": jnp.ones(3)})  # has the state of parameters
-    sparsity.RigL().wrap_optax(every, masks=mask).init(params)
+    rigl.wrap_optax(every, masks=mask).init(params)
 
 
 @pytest.mark.parametrize(

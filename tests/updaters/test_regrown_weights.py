@@ -135,7 +135,7 @@ KERNEL = jnp.ones((4, 3))
     ],
 )
 def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name, params):
-    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
+    updater = helpers.make_updater("rigl")
     inner = optax.adam(0.1)
     inner = optax.flatten(inner) if name == "flatten" else optax.lookahead(inner, 5, 0.5)
     with pytest.raises(ValueError, match=f"optax.{name}"):
@@ -144,7 +144,7 @@ def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name, params)
 
 @pytest.mark.parametrize("params", [{"kernel": KERNEL}, KERNEL, {"kernel": KERNEL, "bias": None}])
 def test_an_optimizer_of_one_parameter_hides_nothing(params):
-    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
+    updater = helpers.make_updater("rigl")
     state = updater.wrap_optax(optax.adam(0.1)).init(params)
     assert jax.tree.structure(state.inner_state[0].mu) == jax.tree.structure(params)
 
