@@ -12,6 +12,7 @@ from sparsity.core.checks import check_kind
 from sparsity.core.pictures import DARK, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Params
 from sparsity.graph import Coupled
+from sparsity.reports.check import explain_dense_weights
 from sparsity.reports.groups import show_groups
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.state import get_sparse_state
@@ -50,7 +51,8 @@ class LayerSummary(NamedTuple):
 def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHooks) -> str:
     """Returns a table of all parameters: path, shape, pattern, target, achieved, bytes of the mask.
 
-    Target and achieved are sparsities. The last row sums up the parameters that are not dense.
+    Target and achieved are sparsities. The last row sums up the parameters that are not dense. A
+    line below names masked weights that are not 0, as `check` does.
     Under `Coupled` a second table shows each group: how many channels stay at the target, the
     factors of a width that groups share, and which parameters keep a group whole.
 
@@ -92,11 +94,11 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHo
         *("", "", f"{total['_total_sparsity']:.4f}"),
         f"{sum(row.mask_bytes for row in rows):,}",
     )
-    text = extras.as_text(table)
+    text, state = extras.as_text(table), get_sparse_state(opt_state)
     if isinstance(updater.scope, Coupled):
-        targets = get_sparse_state(opt_state).target_sparsities
-        text += "\n" + show_groups(updater.scope.bind(updater.sites(params), None), params, targets)
-    return text
+        scope = updater.scope.bind(updater.sites(params), None)
+        text += "\n" + show_groups(scope, params, state.target_sparsities)
+    return "\n".join([text, *explain_dense_weights(params, state)])
 
 
 def layer_summary(
