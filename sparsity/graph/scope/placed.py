@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import ordered_sum, scale_together
+from sparsity.core.exact_sums import ordered_sum, scale_for_sums, scale_together
 from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.graph.scope.widths import Width
@@ -79,6 +79,8 @@ def sum_importance(
     powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
         powers = [jnp.square(x) for x in scale_together(powers)]
+    else:
+        powers = scale_for_sums(powers, sum(x.size for x in powers))
     by_path = dict(zip(scores, powers, strict=True))
     return [_sum_members(group, by_path, order, normalize) for group in groups]
 
