@@ -95,7 +95,7 @@ from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
 from sparsity.masks.distributions import ERK, Distribution, Uniform
 from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
-from sparsity.reports import active_masks, sparsity_table, summarize_sparsity
+from sparsity.reports import active_masks, check, sparsity_table, summarize_sparsity
 from sparsity.shrinking import Plan, shrink
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
@@ -169,6 +169,7 @@ __all__ = [
     "all_algorithm_names",
     "budget",
     "calibrate",
+    "check",
     "compact",
     "create_updater_from_config",
     "elementwise",

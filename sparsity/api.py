@@ -169,15 +169,15 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`, with `power` and `initial_sparsity`. `schedule_type` chooses
           another: 'none', 'one_shot', 'periodic', 'polynomial'. Without this key, algorithms that
-          ignore ramps get a `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default
-          at step 0; the ignored keys are logged.
+          move masks get a `PeriodicSchedule`, from step 0 on if only `update_freq` is given;
+          'snip' gets a `OneShotSchedule` at the start, by default at step 0; the ignored keys are
+          logged.
         - `sparsity_type`: a pattern, or 'unstructured', 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4',
           'channel_-1', 'fanin_16'.
         - `scope`: a scope such as `Coupled(graph)`, or 'layerwise' or 'global', with
           `use_normalization` and `normalization_eps`.
         - `drop_fraction`: for SET, RigL, GlobalRigL and SRigL, 0.3 by default; a cosine takes the
-          fraction to zero at `update_end_step`; without that step the fraction is constant. Other
-          algorithms ignore this key.
+          fraction to zero at `update_end_step`; without that step the fraction is constant.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.
 
     Raises:
@@ -191,7 +191,6 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     name = _take_name(options)
     algorithm = ALGORITHM_REGISTRY[name]
     fields = {*_list_field_names(algorithm)}
-    # One configuration serves several algorithms: keys of others are ignored below.
     config_keys = _list_config_keys(ALGORITHM_REGISTRY.values())
     algorithm_keys = fields | config_keys
     other_keys = algorithm_keys | _list_config_keys(DISTRIBUTIONS.values())
@@ -207,8 +206,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    for key in config_keys - fields - _list_config_keys([algorithm]):
-        options.pop(key, None)
+    _take_keys_of_others(algorithm, options, config_keys - fields)
     arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
 
@@ -240,6 +238,22 @@ def _check_keys(name: str, other_keys: set[str], options: Options) -> None:
                 f"{key!r} is no key of a configuration for {name!r}. "
                 f"{suggest(key, sorted(allowed))}"
             )
+
+
+def _take_keys_of_others(
+    algorithm: type[BaseUpdater], options: Options, config_keys: set[str]
+) -> None:
+    """Takes keys of other algorithms out of the options; one that no class reads is an error."""
+    roles = (options.get(x) for x in ("scheduler", "scope", "sparsity_distribution_fn"))
+    read_keys = _list_config_keys(map(type, roles))
+    for key in sorted(config_keys.intersection(options) - _list_config_keys([algorithm])):
+        if key not in read_keys:
+            names = [x for x, cls in ALGORITHM_REGISTRY.items() if key in _list_config_keys([cls])]
+            raise ValueError(
+                f"Remove {key!r} = {options[key]!r}: {algorithm.__name__} does not read this key; "
+                f"{', '.join(names)} do."
+            )
+        del options[key]
 
 
 def _take_scheduler(
@@ -281,6 +295,8 @@ def _infer_schedule_type(
 ) -> tuple[str, Options]:
     """Returns the kind of schedule that the steps of a ramp ask for, and the keys of this kind."""
     start, end = keys.get("update_start_step"), keys.get("update_end_step")
+    if algorithm.schedule_type == "periodic" and keys.keys() == {"update_freq"}:
+        return "periodic", keys
     if start is None and end is not None:
         raise ValueError(
             f"update_end_step = {end} needs an update_start_step: without a start, masks are never "

@@ -4,4 +4,5 @@ from sparsity.algorithms import NoPruning as NoPruning
 from sparsity.training.base_updater import (
     ALGORITHM_REGISTRY as ALGORITHM_REGISTRY,
     BaseUpdater as BaseUpdater,
+    WrappedOptimizer as WrappedOptimizer,
 )

@@ -4,8 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 from benchmarks import (
@@ -22,7 +20,6 @@ from benchmarks import (
     grouped,
     results,
     selection,
-    skipping,
     train_step,
 )
 
@@ -76,25 +73,6 @@ def test_selection_is_measured_beside_its_rivals():
 def test_steps_are_measured_beside_dense_ones(name):
     row = train_step.measure(train_step.make_updater(name, True), (8, 16, 8), 3, 2)
     assert all(float(cell) >= 0 for cell in row)
-
-
-def test_ways_to_skip_an_update_are_measured_beside_a_step_without_a_flag():
-    rows = skipping.measure((8, 16, 8), "adam", 3 * skipping.PERIOD)
-    assert [row[0] for row in rows] == ["never", "early", "where", "cond"]
-    assert rows[0][1:3] == ["1.00", "1.00"]
-    assert all(float(cell) >= 0 for row in rows for cell in row[1:])
-
-
-@pytest.mark.parametrize("way", ["early", "where", "cond"])
-def test_rivals_of_the_skipped_update_agree(way):
-    params = {"w0": jnp.ones((4, 8)), "w1": jnp.ones((8, 4))}
-    tx = optax.adam(0.1)
-    args = tx.update, params, tx.init(params), params
-    updated = tx.update(*args[1:])
-    kept = jax.tree.map(jnp.zeros_like, params), args[2]
-    for skip, expected in ((False, updated), (True, kept)):
-        actual = jax.jit(lambda skip: skipping.WAYS[way](skip, *args))(skip)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), actual, expected)
 
 
 def test_reconstructions_are_measured_beside_the_factors():

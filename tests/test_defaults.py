@@ -96,7 +96,7 @@ IDENTITY = """
 Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta EntryScores Equation
 Frame KeptArray KeptParameter LampScores Lockstep MaskUpdate Model ModelInTraining Observer
 PositionChange Program Ranked Rows SharedEntry SlotMap Small StoredModel Use
-Value Visits _Run _Trainer
+Value Visits Width _Run _Trainer
 """
 
 

@@ -1,12 +1,10 @@
 """Every public transformation of the installed optax inside the wrapper, and around it.
 
 They are found by listing optax and optax.contrib, so that a new release is covered: a name that
-`_build` cannot build fails with that name. docs/optimizers.md shows the verdicts; it is written by
+`build` cannot build fails with that name. docs/optimizers.md shows the verdicts; it is written by
 `python -m tests.test_optimizers > docs/optimizers.md`.
 """
 
-import functools
-import inspect
 import itertools
 
 import jax
@@ -18,6 +16,7 @@ from jax.tree_util import DictKey, GetAttrKey
 
 import sparsity
 from tests import helpers
+from tests.transformations import ADAM, KERNEL, PUBLIC, build
 
 pytestmark = pytest.mark.slow
 
@@ -26,55 +25,6 @@ PAGE = helpers.ROOT / "docs" / "optimizers.md"
 _KEPT = 18  # of 60 at a sparsity of 0.7
 _STEPS = 4  # masks are updated at steps 1 and 3
 _SCHEDULE = sparsity.PeriodicSchedule(2, 1, _STEPS)
-_KERNEL = {"kernel": True, "bias": False}
-_LABELS = {"kernel": "a", "bias": "b"}
-_MUON = {"kernel": optax.contrib.MuonDimensionNumbers(), "bias": optax.MaskedNode()}
-_ADAM = functools.partial(optax.adam, 0.1)
-
-# What a transformation needs beside a learning rate; others need nothing or that alone.
-_ARGUMENTS = {
-    "MultiSteps": lambda make: make(_ADAM(), 2).gradient_transformation(),
-    "adaptive_grad_clip": lambda make: make(0.1),
-    "add_noise": lambda make: make(0.01, 0.5, key=0),
-    "apply_if_finite": lambda make: make(_ADAM(), 3),
-    "chain": lambda make: make(optax.clip(1.0), _ADAM()),
-    "clip": lambda make: make(0.5),
-    "clip_by_block_rms": lambda make: make(0.5),
-    "clip_by_global_norm": lambda make: make(0.5),
-    "conditionally_mask": lambda make: make(_ADAM(), lambda step: step < 3),
-    "conditionally_transform": lambda make: make(_ADAM(), lambda step: step < 3),
-    "differentially_private_aggregate": lambda make: make(1.0, 0.1, key=0),
-    "dpsgd": lambda make: make(0.1, 1.0, 0.1, 0),
-    "ema": lambda make: make(0.9),
-    "flatten": lambda make: make(_ADAM()),
-    "freeze": lambda make: make({"kernel": False, "bias": True}),
-    "inject_hyperparams": lambda make: make(optax.adam)(0.1),
-    "inject_stateful_hyperparams": lambda make: make(optax.adam)(0.1),
-    "lbfgs": lambda make: make(linesearch=optax.scale_by_zoom_linesearch(3)),
-    "lookahead": lambda make: make(_ADAM(), 2, 0.5),
-    "masked": lambda make: make(_ADAM(), _KERNEL),
-    "measure_with_ema": lambda make: make(optax.global_norm, 0.9),
-    "mechanize": lambda make: make(_ADAM()),
-    "monitor": lambda make: make({"norm": optax.measure_with_ema(optax.global_norm, 0.9)}),
-    "multi_transform": lambda make: make({"a": _ADAM(), "b": optax.sgd(0.1)}, _LABELS),
-    "named_chain": lambda make: make(("clip", optax.clip(1.0)), ("adam", _ADAM())),
-    "partition": lambda make: make({"a": _ADAM(), "b": optax.sgd(0.1)}, _LABELS),
-    "sam": lambda make: make(optax.sgd(0.1), optax.sgd(0.05)),
-    "scale": lambda make: make(0.1),
-    "scale_by_backtracking_linesearch": lambda make: make(3),
-    "scale_by_learning_rate": lambda make: make(0.1),
-    "scale_by_muon": lambda make: optax.masked(make(weight_dimension_numbers=_MUON), _KERNEL),
-    "scale_by_schedule": lambda make: make(optax.linear_schedule(0.1, 0.0, 5)),
-    "scale_by_zoom_linesearch": lambda make: make(3),
-    "schedule_free": lambda make: make(_ADAM(), 0.1),
-    "selective_transform": lambda make: make(_ADAM(), freeze_mask={"kernel": False, "bias": True}),
-    "snapshot": lambda make: make("norm", optax.global_norm),
-    "split_real_and_imaginary": lambda make: make(_ADAM()),
-    "stateless": lambda make: make(lambda updates, params: jax.tree.map(jnp.negative, updates)),
-    "stateless_with_tree_map": lambda make: make(lambda update, param: -0.1 * update),
-    "trace": lambda make: make(0.9),
-    "with_extra_args_support": lambda make: make(_ADAM()),
-}
 _FULL = "regrown weights start afresh"
 _WITHOUT = "no state per weight"
 _HIDES = {
@@ -85,37 +35,6 @@ _HIDES = {
 _MEASURES = "returns measurements, no updates: put it into `monitor`"
 _MONITORS = "its state changes its structure in the first step: put it around the wrapper"
 _BEFORE = "takes a gradient for each example: put it before the wrapper"
-
-
-def _build(name):
-    make = _PUBLIC[name]
-    if name in _ARGUMENTS:
-        return _ARGUMENTS[name](make)
-    parameters = inspect.signature(make).parameters.values()
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (2, 4)}
-    return make(**dict.fromkeys(needed & {"learning_rate"}, 0.1))
-
-
-def _returns_transformation(name, make):
-    if inspect.isclass(make):
-        return hasattr(make, "gradient_transformation")
-    if name.startswith("_") or not inspect.isfunction(make):
-        return False
-    annotation = inspect.signature(make).return_annotation
-    if annotation is not inspect.Signature.empty:
-        return "GradientTransformation" in str(annotation)
-    try:  # some have no annotation
-        return name in _ARGUMENTS or isinstance(make(), optax.GradientTransformation)
-    except TypeError:
-        return False
-
-
-_PUBLIC = {
-    name: make
-    for module in (optax, optax.contrib)
-    for name, make in sorted(vars(module).items())
-    if _returns_transformation(name, make)
-}
 
 
 def _updater(algorithm, **options):
@@ -196,7 +115,7 @@ def _check_regrowing(name, algorithm, inner):
 
 
 def _verdict(name):
-    inner = _build(name)
+    inner = build(name)
     if name == "measure_with_ema":
         with pytest.raises(ValueError, match="The updates have no leaf at 'kernel'"):
             next(_run_steps(name, _updater(sparsity.RigL).wrap_optax(inner)))
@@ -227,7 +146,7 @@ def _verdict(name):
                 _updater(algorithm).wrap_optax(inner).init(params)
         return _HIDES[name]
     # They regrow weights alike, and take turns.
-    algorithm = (sparsity.RigL, sparsity.SET)[list(_PUBLIC).index(name) % 2]
+    algorithm = (sparsity.RigL, sparsity.SET)[list(PUBLIC).index(name) % 2]
     stays, owned = _check_regrowing(name, algorithm, inner)
     tx = _updater(sparsity.MagnitudePruning).wrap_optax(inner)
     for index, (_, before), (moved, after) in itertools.islice(_run_steps(name, tx), 2):
@@ -249,7 +168,7 @@ def _rows():
 
 # Some of them are deprecated, or warn of their own defaults.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", _PUBLIC)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_inside_the_wrapper(name):
     verdict = _verdict(name)
     if _page_shows_the_installed_optax():
@@ -301,12 +220,12 @@ Written by `python -m tests.test_optimizers > docs/optimizers.md`; the tests com
 
 def _around(wrapped):
     """Combinators around the wrapped transformation `wrapped(rate)`."""
-    tx, adam = wrapped(0.1), _ADAM()
+    tx, adam = wrapped(0.1), ADAM()
     labels = {"kernel": "a", "bias": "b"}
     return {
         "chain": optax.chain(optax.clip(1.0), tx),
         "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("sparse", tx)),
-        "masked": optax.masked(tx, _KERNEL),
+        "masked": optax.masked(tx, KERNEL),
         "partition": optax.partition({"a": tx, "b": adam}, labels),
         "multi_transform": optax.multi_transform({"a": tx, "b": adam}, labels),
         "freeze": optax.chain(tx, optax.freeze({"kernel": False, "bias": True})),
@@ -317,14 +236,14 @@ def _around(wrapped):
 
 
 def test_flatten_around_the_wrapper_is_an_error():
-    tx = optax.flatten(_updater(sparsity.MagnitudePruning).wrap_optax(_ADAM()))
+    tx = optax.flatten(_updater(sparsity.MagnitudePruning).wrap_optax(ADAM()))
     with pytest.raises(ValueError, match="nothing to remove"):
         tx.init(helpers.params())
 
 
 def test_lookahead_around_the_wrapper_needs_post_gradient_update_on_fast_and_slow():
     updater = _updater(sparsity.MagnitudePruning)
-    tx = optax.lookahead(updater.wrap_optax(_ADAM()), 2, 0.5)
+    tx = optax.lookahead(updater.wrap_optax(ADAM()), 2, 0.5)
     zeros = {}
     for clean in (False, True):
         params = optax.LookaheadParams.init_synced(helpers.params())
@@ -344,7 +263,7 @@ def test_lookahead_around_the_wrapper_needs_post_gradient_update_on_fast_and_slo
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["differentially_private_aggregate", "dpsgd"])
 def test_gradients_for_each_example_are_aggregated_before_the_wrapper(name):
-    tx = optax.chain(_build(name), _updater(sparsity.RigL).wrap_optax(optax.sgd(1.0)))
+    tx = optax.chain(build(name), _updater(sparsity.RigL).wrap_optax(optax.sgd(1.0)))
     params = helpers.params()
     state = tx.init(params)
     for step in range(_STEPS):
@@ -356,7 +275,7 @@ def test_gradients_for_each_example_are_aggregated_before_the_wrapper(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_monitor_and_what_it_measures_stand_around_the_wrapper():
-    tx = optax.chain(_updater(sparsity.RigL).wrap_optax(_ADAM()), _build("monitor"))
+    tx = optax.chain(_updater(sparsity.RigL).wrap_optax(ADAM()), build("monitor"))
     params = helpers.params()
     state = tx.init(params)
     for step in range(_STEPS):
@@ -399,9 +318,9 @@ def test_around_the_wrapper(algorithm, around):
 def test_the_page_lists_the_installed_optax():
     if not _page_shows_the_installed_optax():
         pytest.skip("docs/optimizers.md shows another release of optax")
-    assert sorted(_PUBLIC) == sorted(name for name, _ in _rows())
+    assert sorted(PUBLIC) == sorted(name for name, _ in _rows())
     assert PAGE.read_text(encoding="utf-8") == _page(dict(_rows()))
 
 
 if __name__ == "__main__":
-    print(_page({name: _verdict(name) for name in _PUBLIC}), end="")
+    print(_page({name: _verdict(name) for name in PUBLIC}), end="")

@@ -35,7 +35,8 @@ class SparseDQNAgent(dqn_agent.JaxDQNAgent):
     def _build_networks_and_optimizer(self) -> None:
         super()._build_networks_and_optimizer()
         self.optimizer = self.pruner.wrap_optax(self.optimizer)
-        self.optimizer_state = self.optimizer.init(self.online_params)
+        start = self.pruner.init(self.optimizer, self.online_params)
+        self.online_params, self.optimizer_state = start
 
 
 def create_agent(session: None, environment: Any, summary_writer: str) -> SparseDQNAgent:

@@ -6,6 +6,7 @@ without it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,7 +118,8 @@ def make_network(
 
     def init() -> TrainState:
         params = model.init()
-        return TrainState(params, jax.jit(tx.init)(params))
+        # sparsity: applies the first masks of algorithms that start sparse.
+        return TrainState(*jax.jit(functools.partial(updater.init, tx))(params))
 
     def used_params(state: TrainState) -> Any:
         # sparsity: straight-through methods mask the weights here, others return them as they are.

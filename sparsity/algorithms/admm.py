@@ -84,7 +84,7 @@ class ADMMPruning(MagnitudePruning):
             _check_penalties(self.rho, self.scheduler)
         inputs = self.make_inputs(params, sites=sites)
         targets = self.compute_targets(params, inputs.sites)
-        masked = adapt_scope(self.scope).masked_paths(params, targets)
+        masked = adapt_scope(self.scope, inputs.sites).masked_paths(params, targets)
         weights = trees.map_matched(lambda path, w: _widen(w) if path in masked else None, params)
         z, _ = self._project(weights, targets, inputs)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), weights)}

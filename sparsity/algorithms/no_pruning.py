@@ -11,9 +11,9 @@ import optax
 
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities, Tree
 from sparsity.masks.distributions import Distribution
-from sparsity.training.base_updater import BaseUpdater
+from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.hooks import ExtraArg, StepInputs
-from sparsity.training.state import SparseState
+from sparsity.training.state import SparseState, check_wrapped_once
 from sparsity.training.step import is_placeholder
 from sparsity.training.step_checks import check_optimizer, check_sparse_state
 
@@ -55,20 +55,24 @@ class NoPruning(BaseUpdater):
                 f"{type(self).__name__} keeps all parameters dense and takes no masks."
             )
         check_optimizer("inner", inner)
-        inner = optax.with_extra_args_support(inner)
+        optimizer = optax.with_extra_args_support(inner)
 
         def init(params: Params) -> SparseState:
             if is_placeholder(params):
                 count = jnp.zeros([], jnp.int32)
-                return SparseState(masks=0, inner_state=inner.init(params), count=count)
-            return self.init_state(params)._replace(inner_state=inner.init(params))
+                return SparseState(masks=0, inner_state=optimizer.init(params), count=count)
+            inner_state = optimizer.init(params)
+            check_wrapped_once(inner_state)
+            return self.init_state(params)._replace(inner_state=inner_state)
 
         def update(
             updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, SparseState]:
             check_sparse_state(state)
-            updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+            updates, inner_state = optimizer.update(
+                updates, state.inner_state, params, **extra_args
+            )
             count = optax.safe_increment(state.count)
             return updates, state._replace(inner_state=inner_state, count=count)
 
-        return optax.GradientTransformationExtraArgs(init, update)
+        return WrappedOptimizer.make(init, update, self, inner, None)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.dtypes import multiply
+from sparsity.core.dtypes import multiply, promote
+from sparsity.core.exact_sums import scale_together
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Draw, elementwise, takes_signed_scores
@@ -64,7 +65,6 @@ class SaliencyPruning(BaseUpdater):
 
     needs_gradients: ClassVar[bool] = True
 
-    @elementwise
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:
@@ -84,7 +84,10 @@ class SaliencyPruning(BaseUpdater):
             # A scope that adds up the scores of channels takes the absolute value of the sum.
             return saliency if is_signed else jnp.abs(saliency)
 
-        return trees.map_matched(score, params, grads)
+        arrays, rebuild = trees.split_arrays(grads)
+        wide = [x.astype(promote(x.dtype, jnp.float32)) for x in arrays]
+        # Products of small weights and small gradients would be 0, and tie.
+        return trees.map_matched(score, params, rebuild(scale_together(wide)))
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.core.checks import check_fraction, is_traced
+from sparsity.core.checks import check_fraction
 from sparsity.core.hashing import generate_random_scores
-from sparsity.core.kernels import wait_for
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     Draw,
@@ -29,8 +28,8 @@ from sparsity.masks import (
     adapt_scope,
     elementwise,
     is_layerwise,
+    is_marked_elementwise,
     make_draw,
-    may_score_slices,
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
@@ -177,9 +176,6 @@ class DropAndGrow(SparseTraining):
             return inputs.call(hook, *args, named={"draw": draw})
 
         fraction = self.compute_drop_fraction(sparse_state.count)
-        if is_traced(sparse_state.count):
-            # Even a constant fraction waits for the count: `training.regrow.pack_before_update`.
-            fraction = wait_for(fraction, sparse_state.count)
         check_fraction("drop_fraction", fraction)
         return score(self.get_drop_scores), score(self.get_grow_scores), fraction
 
@@ -315,5 +311,5 @@ def make_slice_rule(
     if takes_trees or not is_layerwise(updater.scope):
         return None
     grow = updater.get_grow_scores
-    scores_slices = draws_slices or may_score_slices(grow)
+    scores_slices = draws_slices or is_marked_elementwise(grow)
     return SliceRule(grow, updater.compute_drop_fraction) if scores_slices else None

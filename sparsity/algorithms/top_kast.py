@@ -23,6 +23,7 @@ from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device, shard_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, mask_updates
+from sparsity.training.base_updater import WrappedOptimizer
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
 
@@ -140,7 +141,7 @@ class TopKast(StraightThrough, MagnitudePruning):
             updates, new_state = tx.update(updates, state, params, **extra_args)
             return mask_updates(updates, new_state.algorithm_state), new_state
 
-        return optax.GradientTransformationExtraArgs(tx.init, update)
+        return WrappedOptimizer.make(tx.init, update, self, inner, masks)
 
     def _select_forward(
         self, params: Params, targets: Sparsities, inputs: StepInputs

@@ -20,6 +20,7 @@ from sparsity.core.checks import (
     check_values,
 )
 from sparsity.core.dtypes import promote
+from sparsity.core.names import suggest
 from sparsity.core.trees import Params, Path, Sparsities
 from sparsity.masks.distributions import FilterFn
 
@@ -32,7 +33,7 @@ class Rates:
       sparsities: by path, in [0, 1].
 
     Raises:
-      ValueError: a sparsity is out of range; the error names its path.
+      ValueError: a path is no tuple, or a sparsity is out of range; the error names the path.
     """
 
     sparsities: Mapping[Path, float]
@@ -40,10 +41,27 @@ class Rates:
     def __post_init__(self) -> None:
         check_kind("sparsities", self.sparsities, Mapping, "a dict {path: sparsity}")
         for path, sparsity in self.sparsities.items():
+            if not isinstance(path, tuple):
+                raise ValueError(
+                    "Give each path of Rates as a tuple of names, such as ('layer', 'kernel'), got "
+                    f"{path!r}."
+                )
             check_fraction(f"the sparsity of {trees.join_names(path)!r}", sparsity)
 
     def __call__(self, params: Params) -> Sparsities:
-        """Returns a tree like `params` of sparsities, `None` for parameters that stay dense."""
+        """Returns a tree like `params` of sparsities, `None` for parameters that stay dense.
+
+        Raises:
+          ValueError: a path is that of no parameter.
+        """
+        paths = set(map(trees.path_names, trees.covered_paths(params)))
+        missing = [path for path in self.sparsities if not trees.is_within(path, paths)]
+        if unknown := list(map(trees.join_names, missing)):
+            names = map(trees.join_names, trees.leaves_by_names(params))
+            raise ValueError(
+                f"Rates has a sparsity for {trees.listed(unknown)}, which is no parameter. "
+                f"{suggest(unknown[0], names)}"
+            )
         return trees.map_matched(
             lambda path, _: self.sparsities.get(trees.path_names(path)), params
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from sparsity.cli.output import JsonObject, format_bytes, print_json, print_tabl
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.finetuning.delta import Delta
-from sparsity.finetuning.entries import arrays_by_name
+from sparsity.finetuning.entries import arrays_by_name, have_other_bits
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
 EXAMPLES = """\
@@ -23,7 +24,7 @@ EXAMPLES = """\
   sparsity diff base.safetensors tuned.safetensors --save delta.safetensors
   sparsity diff delta.safetensors
 """
-COUNTS = ("kept", "dropped", "grown", "changed")
+COUNTS = ("kept", "dropped", "grown", "changed", "bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save:
         base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))
         Delta.between(base, params).save(arguments.save)
+        sizes = [_count_bytes(path) for path in (arguments.save, arguments.new)]
+        if sizes[0] >= sizes[1]:
+            print(
+                f"sparsity: {arguments.save} takes {format_bytes(sizes[0])}, "
+                f"{arguments.new} itself {format_bytes(sizes[1])}: keep the checkpoint instead",
+                file=sys.stderr,
+            )
     reports = {name: compare(old.get(name), new.get(name)) for name in selected}
     total = {key: sum(report.get(key, 0) for report in reports.values()) for key in COUNTS}
     differing = {name: x for name, x in reports.items() if _has_differences(x)}
@@ -122,6 +130,7 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
       `old` and `new`: the `shape` and `dtype` of each array, `None` for a missing one. For equal
       shapes also counts of entries: `kept` are non-zero in both arrays, `dropped` in the old one
       only, `grown` in the new one only; `changed` are kept with another value. NaN equals NaN.
+      `bits` are equal in value, but not in bits, as 0.0 and -0.0.
     """
     report: JsonObject = {"old": _describe_type(old), "new": _describe_type(new)}
     if old is None or new is None or old.shape != new.shape:
@@ -129,11 +138,17 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
     counts = np.zeros(len(COUNTS), np.int64)
     for a, b in zip(old.pieces(), new.pieces(), strict=True):
         before, after = a != 0, b != 0
-        kept = before & after
-        changed = kept & (a != b) & ((a == a) | (b == b))
-        masks = (kept, before & ~after, after & ~before, changed)
+        changed = before & after & (a != b) & ((a == a) | (b == b))
+        differs = have_other_bits(a, b) if a.dtype == b.dtype else changed
+        bits = differs & (before == after) & ~changed
+        masks = (before & after, before & ~after, after & ~before, changed, bits)
         counts += [np.count_nonzero(mask) for mask in masks]
     return report | dict(zip(COUNTS, counts.tolist(), strict=True))
+
+
+def _count_bytes(path: Path) -> int:
+    """Returns the bytes of a file, or of all files in a folder."""
+    return sum(x.stat().st_size for x in [path, *path.rglob("*")] if x.is_file())
 
 
 def _describe_type(array: StoredArray | None) -> JsonObject | None:

@@ -25,8 +25,8 @@ from sparsity.compacting.moving.update import Loss, ModelInTraining, move_masks
 from sparsity.compacting.optimizer_state import (
     StoredParameter,
     StoredTree,
+    check_entries,
     check_kept_state,
-    compare_kept_updates,
     densify_kept_states,
     densify_state,
     gather_state,
@@ -40,14 +40,13 @@ from sparsity.compacting.stored_model import (
 )
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
-from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
-from sparsity.training.base_updater import BaseUpdater
+from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.overrides import read_attribute
-from sparsity.training.step_checks import check_optimizer
+from sparsity.training.step_checks import check_masks_and_state, check_optimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +60,7 @@ class Compact(StoredModel, Generic[Tree]):
 
     The model is a pytree. Its leaves are the positions of the values, and frozen entries: pass the
     model to compiled functions as an argument, and save it together with the values. `params`,
-    `opt_state` and `update_error` are not leaves: on a model that a compiled function,
+    `opt_state` and `tx` are not leaves: on a model that a compiled function,
     `jax.tree.map` or a checkpoint returns, reading them raises an AttributeError.
 
     Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
@@ -85,7 +84,7 @@ class Compact(StoredModel, Generic[Tree]):
       densifies_one_at_a_time: whether each parameter is made dense only when the inputs of its
         product exist, so that one dense parameter is stored at a time. False on several devices,
         where each wait would send a message between devices.
-      start: `params`, `opt_state` and `update_error`, by name; no part of the pytree.
+      start: `params`, `opt_state` and `tx`, by name; no part of the pytree.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -110,12 +109,14 @@ class Compact(StoredModel, Generic[Tree]):
         return self.read_start("opt_state")
 
     @property
-    def update_error(self) -> float | None:
-        """The largest difference between an update of kept values and one of masked parameters.
+    def tx(self) -> optax.GradientTransformation | None:
+        """The optimizer of `opt_state`, which has no wrapper; `None` without `tx`."""
+        return self.read_start("tx")
 
-        Relative to the largest entry of the array; `None` without `tx`.
-        """
-        return self.read_start("update_error")
+    @property
+    def update_error(self) -> float | None:
+        """0.0: `tx` is proved to train kept values as masked parameters; `None` without `tx`."""
+        return None if self.tx is None else 0.0
 
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
@@ -286,7 +287,8 @@ class Compact(StoredModel, Generic[Tree]):
         chosen = choose(measure(models, args, rounds), nbytes)
         state = None if state is None else self.dense_state(state)
         outside = self._outside
-        return compact(self.graph, dense, self.masks, state, outside=outside, formats=chosen)
+        tuned = compact(self.graph, dense, self.masks, state, outside=outside, formats=chosen)
+        return dataclasses.replace(tuned, start={**tuned.start, "tx": self.start.get("tx")})
 
     def report(self, seconds: Mapping[Path, Mapping[str, float]] | None = None) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
@@ -403,29 +405,26 @@ def compact(
 ) -> Compact[Tree]:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    Returns a `Compact`. Train `model.params` with any optimizer that works entry by entry, without
-    a wrapper: start with `tx.init(model.params)`, and call `model.apply` in the loss.
+    Call `model.apply` in the loss, and train `model.params` entry by entry, without a wrapper.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced.
       masks: masks of any pattern, not packed; `None` for dense parameters.
-      opt_state: state of an optimizer of `params`, to continue a run: keeps counts, and moments of
-        kept entries. A SparseState gives its inner state, also with `use_compact_state`.
-      tx: the optimizer of `opt_state`, the inner one of a SparseState. Compares four updates of
-        the kept values, or more until one is not 0, with updates of the masked parameters.
-      outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
-        `params`, and are not trained. Parameters may be small integers or float8 that the model
-        casts to a wider float: kept values are float32, as the parameter is before any scale.
+      opt_state: state of an optimizer of `params`, or a SparseState around that state.
+      tx: the optimizer of `opt_state`; `model.tx` trains on, of a wrapped one the inner. Its
+        program must prove that kept values train as masked parameters; without `tx` you vouch.
+      outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are.
+        Parameters may then be small integers or float8 that the model casts to a wider float: kept
+        values are float32, as the parameter is before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
     Raises:
-      ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not
-        floating, `tx` would train kept values otherwise, a format or a path is unknown, a mesh
-        divides an axis that indexes no slices, or a quantized parameter is not cast. Errors name
-        the parameter.
+      ValueError: masks are traced or not of `params`, as the state; no proof is found for `tx`; a
+        format or a path is unknown; a parameter is not floating, or quantized and not cast; or a
+        mesh divides an axis that indexes no slices. Errors name the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -440,18 +439,26 @@ def compact(
       Array([1., 1., 1.], dtype=float32)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_masks_and_state(masks, opt_state, tx)
+    check_masks_and_state(masks, opt_state, tx, may_hold_masks=False)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
-    masked = describe_masked(graph, params, read_masks_by_path(graph, masks, is_frozen), is_frozen)
+    by_path = read_masks_by_path(graph, masks, is_frozen)
+    masked = describe_masked(graph, params, by_path, is_frozen)
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
-    error = None if tx is None else compare_kept_updates(tx, params, stored_tree, opt_state)
-    start = {"opt_state": gather_state(stored_tree, opt_state), "update_error": error}
-    return _start_with(stored, {**stored.start, **start})
+    kept_state = gather_state(stored_tree, opt_state)
+    if tx is not None:
+        tx = _unwrap(tx)
+        check_entries(tx, params, stored.start["params"], opt_state, kept_state, by_path)
+    return _start_with(stored, {**stored.start, "opt_state": kept_state, "tx": tx})
+
+
+def _unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the inner optimizer of a wrapped one."""
+    return tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner is not None else tx
 
 
 def _start_with(stored: StoredModel, start: Mapping[str, PyTree]) -> Compact[PyTree]:

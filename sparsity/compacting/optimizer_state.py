@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax
@@ -12,11 +13,12 @@ import optax
 
 from sparsity.compacting.formats.base import FormatLayout
 from sparsity.compacting.formats.narrow_dtypes import to_bits
-from sparsity.comparisons.updates import check_updates
 from sparsity.core import owners, sharding, trees
-from sparsity.core.trees import Params, PyTree
+from sparsity.core.trees import Params, Path, PyTree
+from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.training.kept_state import KeptParameter, KeptState, read_kept
 from sparsity.training.state import SparseState
+from sparsity.training.step_checks import read_state
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
 
@@ -182,38 +184,41 @@ def _has_moments(stored: StoredParameter, leaf: jax.Array) -> bool:
     )
 
 
-def compare_kept_updates(
-    tx: optax.GradientTransformation, params: Params, stored_tree: StoredTree, state: PyTree
-) -> float:
-    """Compares updates of kept values with updates of the masked parameters.
+def check_entries(
+    tx: optax.GradientTransformation,
+    params: Params,
+    kept: Params,
+    state: PyTree,
+    kept_state: PyTree,
+    masks: Mapping[Path, np.ndarray],
+) -> None:
+    """Raises a ValueError unless an optimizer trains kept values as the masked parameters.
 
-    Returns:
-      The largest difference, as a part of the largest entry of its array.
-
-    Raises:
-      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    Args:
+      tx: the optimizer.
+      params: tree of parameters.
+      kept: the same tree of kept values.
+      state: the optimizer's state of the parameters, or a SparseState around that state.
+      kept_state: the optimizer's state of the kept values.
+      masks: masks by path.
     """
-    stored_by_path: dict[trees.KeyPath, StoredParameter] = trees.leaves_by_path(stored_tree)
-
-    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        return stored_by_path[path].densify(stored_by_path[path].gather(leaf))
-
-    def cut(tree: PyTree) -> PyTree:
-        return trees.map_matched(lambda path, leaf: stored_by_path[path].gather(leaf), tree)
-
-    masked = trees.map_matched(mask, trees.only_arrays(params))
-    if isinstance(jax.eval_shape(tx.init, masked), SparseState):
+    params, kept, state, kept_state = trees.strip_variables((params, kept, state, kept_state))
+    params, kept = map(trees.only_arrays, (params, kept))
+    if isinstance(jax.eval_shape(tx.init, params), SparseState):
         raise ValueError(
             "tx is a wrapped optimizer, whose masks are for dense parameters: kept values train "
             "without a wrapper. Give the optimizer that wrap_optax got, as tx and in training."
         )
-    return check_updates(
+
+    def read(path: trees.KeyPath, array: PyTree) -> PyTree:
+        return np.asarray(array)[masks[trees.path_names(path)] == 0]
+
+    check_entrywise(
         tx,
-        masked,
-        state,
-        mask=mask,
-        cut=cut,
-        cut_state=lambda state: gather_state(stored_tree, state),
-        model="kept values",
-        remedy=_REMEDY,
+        params,
+        kept,
+        [Removed(are_zero=True, have_gradients=False, read=read)],
+        remedy="Leave out tx to take over the state without a proof",
+        claim="tx might train kept values otherwise than the masked parameters.",
+        states=States(read_state(tx, params, state), kept_state),
     )

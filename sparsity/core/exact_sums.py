@@ -124,14 +124,41 @@ def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
     return lax.optimization_barrier(sums([mask, ~mask], axes))[0]
 
 
+@jax.jit
 def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
-    maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
+    """Scales all numbers by one power of two that takes the largest finite one to [1/2, 1].
+
+    Their sums and products with others then neither overflow nor vanish.
+
+    Args:
+      arrays: arrays of at least float32.
+    """
+    sizes = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in arrays]
+    maxima = [max_abs(x, tuple(range(x.ndim))) for x in sizes if x.size]
+    if not maxima:
+        return list(arrays)
     largest = functools.reduce(jnp.maximum, maxima)
     factor, other_factor = (
         _power_of_two(-exponent, largest.dtype) for exponent in _halve_exponent(largest)
     )
     return [x * factor.astype(x.dtype) * other_factor.astype(x.dtype) for x in arrays]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def scale_for_sums(arrays: Sequence[jax.Array], summands: int) -> list[jax.Array]:
+    """Scales floats by one power of two, 1 if possible, so that no sum overflows.
+
+    Args:
+      arrays: arrays of at least float32.
+      summands: the most summands of a sum.
+    """
+    maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays if x.size]
+    if not maxima:
+        return list(arrays)
+    largest = functools.reduce(jnp.maximum, maxima)
+    most = jnp.finfo(largest.dtype).maxexp - 1 - max(summands - 1, 0).bit_length()
+    factor = _power_of_two(jnp.minimum(most - sum(_halve_exponent(largest)), 0), largest.dtype)
+    return [x * factor.astype(x.dtype) for x in arrays]
 
 
 def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:

@@ -37,15 +37,6 @@ def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
     return lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
-def wait_for(number: chex.Numeric, count: jax.Array) -> jax.Array:
-    """Returns `number`, by a selection that cannot run before the count of steps is computed.
-
-    The selection always takes `number`, because counts are not negative. XLA cannot infer this, so
-    that it neither folds nor reorders the selection.
-    """
-    return jnp.where(count >= 0, number, 0.0)
-
-
 def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
     """Returns x[start : start + count], read by the same kernel whatever the start is."""
     if count == len(x):

@@ -46,6 +46,19 @@ def map_owned(fn: Callable[..., object], params: Params, state: PyTree, *others:
     return treedef.unflatten(map(fn, owners, leaves, *columns))
 
 
+def map_with_fresh(
+    fn: Callable[..., object], params: Params, state: PyTree, fresh: PyTree
+) -> PyTree:
+    """Maps `fn(owner, leaf, fresh_leaf)` as `map_owned` does.
+
+    Leaves of `fresh`, as `init` returns it, are found by path: where `init` saw the weights alone,
+    those of other parameters are missing, and `fresh_leaf` is `None`.
+    """
+    leaves = trees.leaves_by_path(fresh)
+    matched = trees.map_matched(lambda path, _: leaves.get(path), state)
+    return map_owned(fn, params, state, matched)
+
+
 def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
     """Replaces entries of an optimizer state by those of `fresh` where `chosen` is true.
 
@@ -54,7 +67,7 @@ def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
 
     Args:
       state: an optimizer state.
-      fresh: a state of the same structure, as `init` returns it.
+      fresh: the state that `init` returns for the weights.
       chosen: tree like the parameters of bool arrays; `None` keeps all state of that parameter.
     """
 
@@ -67,7 +80,7 @@ def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
             return old
         return jnp.where(is_chosen, new, old)
 
-    return map_owned(replace, chosen, state, fresh)
+    return map_with_fresh(replace, chosen, state, fresh)
 
 
 def check_stray(leaf: PyTree, names: Mapping[tuple[int, ...], str], remedy: str) -> None:

@@ -258,6 +258,19 @@ def replace_node(tree: Tree, node: PyTree, replacement: PyTree) -> Tree:
     )
 
 
+def strip_variables(tree: Tree) -> Tree:
+    """Returns the tree with the values of nnx's variables in place of the variables.
+
+    `nnx.Optimizer` keeps its state in variables of another class than those of the parameters, and
+    takes both apart before each update.
+    """
+    return jax.tree.map(
+        lambda node: children(node)[0][1] if _is_variable(node) else node,
+        tree,
+        is_leaf=_is_variable,
+    )
+
+
 def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """Returns the nodes one level below, with their paths; those of a variable are its value's."""
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)

@@ -207,7 +207,11 @@ class EpochStrategy(BaseUpdater):
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         weights, grads = inputs.masked_weights, inputs.grads
         scores = inputs.call(self.calculate_scores, weights, sparse_state=sparse_state, grads=grads)
-        stages = self._resolve_stages(weights)
+        masked = trees.leaves_by_path(sparse_state.masks)
+        stages = [
+            stage._replace(sites={x: site for x, site in stage.sites.items() if x in masked})
+            for stage in self._resolve_stages(weights)
+        ]
         paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
         table = [[stage.sparsities.get(path, 0.0) for path in paths] for stage in stages]
         # Epochs that differ only in their sparsities share one branch, compiled once.

@@ -21,9 +21,9 @@ from sparsity.finetuning.entries import (
     ChangedEntries,
     Term,
     arrays_by_name,
-    find_changed,
     find_difference,
     format_index,
+    have_other_bits,
     make_base_parameter,
     make_entries,
     put_entries,
@@ -98,7 +98,7 @@ class Delta:
                     f"{name!r} has shape {old.shape} and dtype {old.dtype} in base, but "
                     f"{new.shape} and {new.dtype} in params. Cast params to the dtypes of base."
                 )
-            positions = find_changed(old, new)
+            positions = np.flatnonzero(have_other_bits(old, new))
             if masks_by_name is not None:
                 _check_covered(name, old, new, positions, masks_by_name.get(name))
             parameters[name] = make_base_parameter(old)
@@ -284,7 +284,7 @@ def _check_leaves(base: Params, params: Params) -> None:
         if trees.is_numeric(leaf) != trees.is_numeric(other[name]):
             raise ValueError(f"{name!r} is an array in only one of base and params.")
         is_number = isinstance(leaf, int | float | complex) and not trees.is_array(leaf)
-        if is_number and not np.array_equal(leaf, other[name], equal_nan=True):
+        if is_number and repr(leaf) != repr(other[name]):  # -0.0 is not 0.0
             raise ValueError(
                 f"{name!r} is {leaf} in base and {other[name]} in params, and no array. Make it an "
                 "array, or leave it out of both."

@@ -101,12 +101,12 @@ def find_difference(old: BaseParameter | None, new: BaseParameter | None) -> str
     return None if new == old else "has other values"
 
 
-def find_changed(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Returns the positions in the flat arrays of entries that differ in any bit."""
+def have_other_bits(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Returns which entries of two flat arrays of one dtype differ in any bit."""
     size = old.dtype.itemsize
     word = min(size, 8)
     bits = [array.reshape(-1).view(f"u{word}").reshape(-1, size // word) for array in (old, new)]
-    return np.flatnonzero(np.any(bits[0] != bits[1], axis=1))
+    return np.any(bits[0] != bits[1], axis=1)
 
 
 def make_entries(
@@ -132,7 +132,7 @@ def make_entries(
         largest = float(np.max(np.abs(change[np.isfinite(change)]), initial=0.0))
         is_difference = dtype is not None and bool(jnp.issubdtype(old.dtype, np.floating))
         if is_difference:
-            values = change.astype(dtype)
+            values = _round(change, np.dtype(dtype))
             is_not_finite = ~np.isfinite(values.astype(wide))
             if is_not_finite.any():
                 index = format_index(old.shape, positions[is_not_finite.argmax()])
@@ -173,7 +173,7 @@ def put_entries(
                 values if entries.is_difference else values - old_values[indices]
             )
             count[indices] += 1
-        sums = (old_values + change).astype(array.dtype)
+        sums = _round(old_values + change, array.dtype)
         is_not_finite = ~np.isfinite(sums.astype(wide))
     for indices, (weight, entries) in zip(indices_by_term, terms, strict=True):
         if _is_copied(weight, entries):
@@ -219,6 +219,21 @@ def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
 def _is_copied(weight: float, entries: ChangedEntries) -> bool:
     """Returns whether an entry of no other term is copied."""
     return weight == 1 and not entries.is_difference
+
+
+def _round(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns float64 or complex128 numbers in another dtype, each rounded once.
+
+    Casts of `ml_dtypes` to bfloat16 or float8 round to float32 first. A float32 number with an odd
+    last bit in place of each that is not exact leads the second rounding to where one would.
+    """
+    if dtype.itemsize >= 4:
+        return wide.astype(dtype)
+    nearest = wide.astype(np.float32)
+    is_farther = np.abs(nearest) > np.abs(wide)
+    truncated = np.where(is_farther, np.nextafter(nearest, np.float32(0)), nearest)
+    odd = truncated.view(np.uint32) | (truncated != wide)
+    return odd.view(np.float32).astype(dtype)
 
 
 def _wide_dtype(dtype: np.dtype) -> type[np.inexact]:

@@ -18,7 +18,7 @@ from sparsity.core.checks import check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
-from sparsity.training.entrywise_proof import check_entrywise
+from sparsity.programs.optimizers import Removed, check_entrywise
 from sparsity.training.kept_state import (
     KeptParameter,
     KeptState,
@@ -111,7 +111,14 @@ class _Trainer:
 
         positions = trees.map_matched(place, trained)
         kept = gather(trained, self._read_kept(trained, positions))
-        check_entrywise(self.inner, trained, kept, "train_only")
+        check_entrywise(
+            self.inner,
+            trained,
+            kept,
+            [Removed(are_zero=True, have_gradients=False)],
+            remedy="Give train_only masks of complete parameters",
+            claim="tx might train the kept entries alone otherwise than among zeros.",
+        )
         return KeptState(positions, self.inner.init(kept))
 
     def update(

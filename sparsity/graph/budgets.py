@@ -20,7 +20,7 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, MaskBudget, Overrides, Sites
-from sparsity.masks.distributions import Uniform, kept_counter
+from sparsity.masks.distributions import FilterFn, Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import read_final_sparsity
 from sparsity.programs.axes import Variable
@@ -47,6 +47,11 @@ class Budget(MaskBudget):
     def custom_sparsity_map(self) -> Overrides | None:
         """Sparsities of single parameters, from the distribution."""
         return self.distribution.custom_sparsity_map
+
+    @property
+    def filter_fn(self) -> FilterFn | None:
+        """The filter of the user; `None` for the default, `graph.is_weight`."""
+        return self.distribution.filter_fn
 
     def cost(self, path: Path, param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
@@ -83,16 +88,14 @@ class Budget(MaskBudget):
         Raises:
           ValueError: even with the sparsest masks, or the fewest channels, the model costs more.
         """
-        across = "nbytes" if self.quantity == "nbytes" else True
-        if isinstance(scope, Coupled) and scope.across not in (False, across):
-            raise ValueError(
-                f"across = {scope.across!r} counts another cost than the {self.quantity} of "
-                f"this budget. Use across = {across!r}."
-            )
-        sites = sites or Sites(params, Unstructured(), batch_axes)
+        if isinstance(scope, Coupled):
+            self._check_scope(scope)
+        has_filter, overrides = self.filter_fn is not None, self.custom_sparsity_map
+        pattern = Unstructured()
+        sites = sites or Sites(params, pattern, batch_axes, overrides, has_user_filter=has_filter)
         leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
-            count = self._make_channel_counter(params, leaves, scope)
+            count = self._make_channel_counter(params, leaves, scope.bind(sites, None))
             fewest_text = "the fewest channels that may stay"
         else:
             count = self._make_mask_counter(params, leaves, sites)
@@ -101,8 +104,9 @@ class Budget(MaskBudget):
         allowed = Fraction(self.share) * dense
 
         def compute_targets(sparsity: float) -> PyTree:
-            distribution = dataclasses.replace(self.distribution, sparsity=sparsity)
-            return distribution(params, batch_axes, sites)
+            filter_fn, chosen = self.filter_fn or self.graph.is_weight, self.distribution
+            chosen = dataclasses.replace(chosen, sparsity=sparsity, filter_fn=filter_fn)
+            return chosen(params, batch_axes, sites)
 
         if (cost := count(compute_targets(1.0))) > allowed:
             raise ValueError(
@@ -125,6 +129,20 @@ class Budget(MaskBudget):
             return target if final is None else final
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
+
+    def _check_scope(self, scope: Coupled) -> None:
+        """Raises a ValueError if a scope counts other costs, or channels of another graph."""
+        across = "nbytes" if self.quantity == "nbytes" else True
+        if scope.across not in (False, across):
+            raise ValueError(
+                f"across = {scope.across!r} counts another cost than the {self.quantity} of "
+                f"this budget. Use across = {across!r}."
+            )
+        if scope.graph is not self.graph:
+            raise ValueError(
+                f"The budget and Coupled count channels of two graphs, {self.graph!r} and "
+                f"{scope.graph!r}. Give both the same result of sparsity.trace."
+            )
 
     def _make_channel_counter(
         self, params: Params, leaves: Mapping[KeyPath, Parameter], scope: Coupled
@@ -213,8 +231,6 @@ def budget(
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     distribution = Uniform() if distribution is None else distribution
     check_kind("distribution", distribution, Uniform, "Uniform() or ERK()")
-    if distribution.filter_fn is None:
-        distribution = dataclasses.replace(distribution, filter_fn=graph.is_weight)
     if distribution.sparsity is not None or distribution.entries is not None:
         raise ValueError(
             f"The budget decides the sparsity: give {type(distribution).__name__}() without one, "

@@ -71,6 +71,25 @@ class Graph:
         """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
         return find_biases(self.model, self.tracker)
 
+    @functools.cached_property
+    def matrices(self) -> frozenset[Path]:
+        """Paths of weights and tables, which have two axes or more beyond layers of scans.
+
+        Biases are not among them, nor are scales and shifts along one axis, in any shape.
+        """
+        used = {use.path for use in self.uses}
+        biases = {bias.path for bias in self.biases.values()}
+        scanned = self.tracker.find_scanned_axes()
+
+        def is_matrix(parameter: Parameter) -> bool:
+            path, shape = parameter.path, parameter.shape
+            axes = [i for i in range(len(shape)) if i not in scanned.get(path, ())]
+            if path in used:
+                return len(axes) > 1
+            return sum(shape[i] > 1 for i in axes) > 1 and path not in biases
+
+        return frozenset(x.path for x in self.parameters if is_matrix(x))
+
     def retrace(self, params: Params, *args: PyTree) -> Graph:
         """Returns the graph of the model for other arguments, or this graph if they are alike.
 

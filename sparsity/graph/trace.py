@@ -50,8 +50,8 @@ def trace(
       state: outputs that the next call reads, as `{path in the output: path in params}`, each a
         tuple of strings or joined by '/', of a leaf or of all leaves below the path. `None` finds
         them: an output becomes a parameter of the same shape and dtype if its path ends in the
-        path of the parameter, and that path has a name, not only numbers. The next value of a
-        weight must be computed from the weight without a product.
+        path of the parameter, that path has a name, not only numbers, and the output is computed
+        from the parameter without a product.
 
     Returns:
       The graph: uses, costs, and the channels that can be removed.
@@ -151,20 +151,21 @@ def _find_carried(
 
     Position and shape are not enough: a hidden layer may be returned in a tuple and have the shape
     of a weight. An output is state only if the end of its path that equals the path of the
-    parameter contains a name. If a product reads the parameter, the output must also be computed
-    from the parameter without a product in between.
+    parameter contains a name, and if the output is computed from the parameter without a product
+    in between: a metric may have the name and the shape of a parameter.
     """
     index_by_path = {parameter.path: i for i, parameter in enumerate(parameters)}
-    flow = _ParameterFlow(program, program.inputs[: len(parameters)])
+    flow = _ParameterFlow(program.inputs[: len(parameters)])
+    flow.run(program)
     carried: dict[int, int] = {}
     for i, path in enumerate(outputs):
         ends = [path[start:] for start in range(len(path)) if path[start:] in index_by_path]
         # A path of numbers alone is a place in a tuple.
         named = (index_by_path[end] for end in ends if not all(name.isdecimal() for name in end))
         parameter_index, value = next(named, None), program.outputs[i]
-        if parameter_index is None or not _fits_parameter(value, parameters[parameter_index]):
+        if parameter_index is None or parameter_index not in flow.fact(value):
             continue
-        if parameter_index not in flow.multiplied or parameter_index in flow.fact(value):
+        if _fits_parameter(value, parameters[parameter_index]):
             carried[i] = parameter_index
     return carried
 
@@ -221,25 +222,18 @@ class _ParameterFlow(Flow[frozenset[int]]):
     """Follows the parameters through a program, up to the products.
 
     A fact is the indices of the parameters from which a value is computed without a product.
-
-    Attributes:
-      multiplied: indices of the parameters that reach a product in this way.
     """
 
-    def __init__(self, program: Program, parameters: Sequence[Value]) -> None:
+    def __init__(self, parameters: Sequence[Value]) -> None:
         super().__init__()
         self.facts = {value: frozenset([index]) for index, value in enumerate(parameters)}
-        self.multiplied: frozenset[int] = frozenset()
-        self.run(program)
 
     def initial_fact(self, value: Value) -> frozenset[int]:
         return frozenset()
 
     def visit(self, equation: Equation) -> None:
-        indices = frozenset[int]().union(*(self.fact(value) for value in equation.inputs))
-        if equation.name in PRODUCTS:
-            self.multiplied |= indices
-        else:
+        if equation.name not in PRODUCTS:
+            indices = frozenset[int]().union(*(self.fact(value) for value in equation.inputs))
             self.facts.update(dict.fromkeys(equation.outputs, indices))
 
     def join(

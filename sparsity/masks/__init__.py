@@ -27,7 +27,7 @@ from sparsity.masks.lazy import (
     defer_scores as defer_scores,
     elementwise as elementwise,
     host_scores as host_scores,
-    may_score_slices as may_score_slices,
+    is_marked_elementwise as is_marked_elementwise,
 )
 from sparsity.masks.scopes import (
     MovingSite as MovingSite,
@@ -52,6 +52,7 @@ from sparsity.masks.sites import (
 from sparsity.masks.targets import (
     check_user_mask as check_user_mask,
     compute_targets as compute_targets,
+    has_user_filter as has_user_filter,
     read_overrides as read_overrides,
 )
 

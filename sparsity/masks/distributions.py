@@ -38,8 +38,10 @@ class Distribution(Protocol):
 
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
     (the table of patterns) and `scope`. A global scope ranks the parameters that an attribute
-    `custom_sparsity_map` names apart from the others. A subclass of `sparsity.masks.MaskBudget`
-    gives the cost of a weight: a global scope then ranks by score per cost, within the budget.
+    `custom_sparsity_map` names apart from the others. `Coupled` leaves channels of parameters
+    without a sparsity whole, unless an attribute `filter_fn` is `None`: then the distribution
+    leaves parameters out by default. A subclass of `sparsity.masks.MaskBudget` gives the cost of a
+    weight: a global scope then ranks by score per cost, within the budget.
 
     Example:
       >>> def half(params):
@@ -65,7 +67,8 @@ class Uniform:
       custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
         not. A key is a path as a tuple, which matches no other parameter; the path joined by '/'
         or a regular expression that matches the whole joined path, and any text is read as both; or
-        a compiled pattern, which is searched in it.
+        a compiled pattern, which is searched in it. Under `Coupled`, `None` keeps all channels of
+        a parameter, and 0.0 lets them go with those of others.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); `None` means the `batch_axes` of the updater, or 0 without one.
       entries: the number of entries that all masks together may keep, in place of `sparsity`: as
@@ -215,6 +218,9 @@ class Uniform:
         custom: dict[trees.KeyPath, float | None] = {}
         dense: list[str] = []  # selected by the filter, without a pattern
         for key_path, param in prunable.items():
+            if sites is not None and sites.is_excluded(key_path):
+                custom[key_path] = None
+                continue
             override = names.best_key(overrides, labels[key_path])
             if override is not None:
                 custom[key_path] = overrides[override]
@@ -229,12 +235,20 @@ class Uniform:
                 selected[key_path] = (param, axes)
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         removes |= self.entries is not None
-        if prunable and removes and not selected and not custom:
-            raise ValueError(self._nothing_selected(list(labels.values()), dense))
+        has_target = bool(selected) or any(target is not None for target in custom.values())
+        if removes and not has_target and any(map(trees.is_array, jax.tree.leaves(params))):
+            others = [labels[key_path] for key_path in prunable if key_path not in custom]
+            raise ValueError(self._nothing_selected(list(labels.values()), others, dense))
         return selected, custom
 
-    def _nothing_selected(self, labels: list[str], dense: list[str]) -> str:
-        """Returns the error of a filter and a pattern that select no parameter."""
+    def _nothing_selected(self, labels: list[str], others: list[str], dense: list[str]) -> str:
+        """Returns the error of a distribution without a target.
+
+        Args:
+          labels: the parameters that can have a sparsity.
+          others: those without an override.
+          dense: those that the filter selects, without a pattern.
+        """
         amount = f"sparsity = {self.sparsity}"
         amount = amount if self.entries is None else f"entries = {self.entries}"
         if dense:
@@ -242,16 +256,25 @@ class Uniform:
                 f"sparsity_type keeps all selected parameters dense, {trees.listed(dense)}, so "
                 f"{amount} has nothing to remove. Give another pattern."
             )
+        if not labels:
+            return (
+                f"No parameter is a floating or complex array, so {amount} has nothing to remove. "
+                "Prune the parameters before they become integers."
+            )
         reason = (
-            "filter_fn selects no parameter"
+            "custom_sparsity_map keeps all parameters dense"
+            if not others
+            else "filter_fn selects no parameter"
             if self.filter_fn
             else "No parameter has more than one axis beyond its batch axes"
         )
+        if 0 < len(others) < len(labels):
+            reason += ", except those that custom_sparsity_map keeps dense"
         return (
-            f"{reason}, so {amount} has nothing to remove. The parameters are "
-            f"{trees.listed(labels)}. Select some with filter_fn(path, param), path a tuple of "
-            "strings, or name them in custom_sparsity_map; a wrapper that flattens parameters "
-            "belongs inside wrap_optax."
+            f"{reason}, so {amount} has nothing to remove. Select some with filter_fn(path, "
+            "param), path a tuple of strings, or give them a sparsity in custom_sparsity_map. The "
+            f"parameters are {trees.listed(labels)}; a wrapper that flattens parameters belongs "
+            "inside wrap_optax."
         )
 
 

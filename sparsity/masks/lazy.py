@@ -15,8 +15,7 @@ import numpy as np
 from sparsity.core import host, trees
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
-from sparsity.programs.entrywise import ENTRYWISE
-from sparsity.programs.program import CONTROL, ClosedJaxpr, Equation, Program, read_jaxpr
+from sparsity.programs.program import ClosedJaxpr, Equation, Program, read_jaxpr
 from sparsity.selection import EntryScores, Ranked
 
 _MARK = "is_marked_elementwise"  # attribute of a marked hook
@@ -25,11 +24,9 @@ Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, withou
 
 
 def elementwise(hook: Hook) -> Hook:
-    """Marks a hook whose score of a weight depends on that weight and its gradient alone.
+    """States that a hook's score of a weight depends on that weight and its gradient alone.
 
-    The mask search then calls the hook on parts of parameters, and `sparse_state` is `None`. The
-    mark belongs to the method: an override without the mark gets complete trees. So does a marked
-    hook that closes over arrays, joins entries, as a mean does, or adds axes, as `jnp.stack` does.
+    The mark changes no argument: a hook of your class gets complete trees with and without it.
 
     Example:
       >>> import dataclasses, sparsity
@@ -41,26 +38,16 @@ def elementwise(hook: Hook) -> Hook:
     """
     if not inspect.isfunction(hook):
         raise ValueError(f"elementwise marks a method of a class, got hook = {hook!r}.")
-    vars(hook)[_MARK] = True
+    # Hooks of the library take single arrays as trees; others may tell parameters apart by path.
+    if (hook.__module__ or "").startswith("sparsity."):
+        vars(hook)[_MARK] = hook
     return hook
 
 
 def is_marked_elementwise(hook: Callable[..., object]) -> bool:
-    """Returns whether a method has the mark of `elementwise`."""
-    return getattr(hook, _MARK, False)
-
-
-def may_score_slices(hook: Callable[..., PyTree]) -> bool:
-    """Returns whether a hook has the mark of `elementwise`, and its program allows for slices.
-
-    Args:
-      hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
-    """
-    if not is_marked_elementwise(hook):
-        return False
-    dtype = np.dtype(np.float32)
-    traced = _EntryScore.trace(hook, False, (dtype, dtype))
-    return traced.is_entrywise
+    """Returns whether a method of the library has the mark of `elementwise`."""
+    # The mark names its function: `functools.wraps` copies it to a function of the user.
+    return getattr(hook, _MARK, False) is getattr(hook, "__func__", hook)
 
 
 def defer_scores(
@@ -68,9 +55,8 @@ def defer_scores(
 ) -> ScoreTree | None:
     """Returns the lazy scores of an `elementwise` hook, a tree of `EntryScores`.
 
-    The result is `None` if the hook is not marked, holds arrays as constants, joins entries or adds
-    axes. The result is also `None` if a gradient is missing, as the error of the hook itself says
-    more.
+    The result is `None` if the hook is not one of the library with the mark, or if a gradient is
+    missing, as the error of the hook itself says more.
 
     Args:
       hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
@@ -93,8 +79,7 @@ def defer_scores(
             fns[signature] = _EntryScore.trace(hook, *signature)
         return EntryScores(fns[signature], tuple(values[i] for i in fns[signature].read))
 
-    scores: ScoreTree = trees.map_matched(lazy, params, masks, grads)
-    return scores if all(fn.is_entrywise for fn in fns.values()) else None
+    return trees.map_matched(lazy, params, masks, grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +96,6 @@ class _EntryScore:
       read: positions of the values that the hook reads; calls take only these values.
       program: the traced hook; kept alive, because `formula` names its objects.
       formula: the text of the program.
-      is_entrywise: whether every operation of the program is entrywise, and the program holds no
-        arrays; hooks of other programs get complete trees.
     """
 
     hook: Callable[..., PyTree] = dataclasses.field(compare=False)
@@ -121,7 +104,6 @@ class _EntryScore:
     read: tuple[int, ...]
     program: ClosedJaxpr = dataclasses.field(compare=False)
     formula: str
-    is_entrywise: bool
 
     @classmethod
     def trace(cls, hook: Callable[..., PyTree], masked: bool, dtypes: Dtypes) -> _EntryScore:
@@ -134,8 +116,7 @@ class _EntryScore:
         steps = _list_live(program)
         used = {*program.outputs, *(value for step in steps for value in step.inputs)}
         read = tuple(i for i, x in enumerate(program.inputs) if x in used) or (0,)
-        is_entrywise = not closed.consts and all(map(_is_entrywise, steps))
-        return cls(hook, masked, dtypes, read, closed, str(closed), is_entrywise)
+        return cls(hook, masked, dtypes, read, closed, str(closed))
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
@@ -168,17 +149,6 @@ def _list_live(program: Program) -> list[Equation]:
             live += [step for body in equation.inner_programs for step in _list_live(body)]
             live.append(equation)
     return live
-
-
-def _is_entrywise(equation: Equation) -> bool:
-    """Returns whether an equation keeps the entries of arrays apart; scalars are one for all."""
-    if not any(value.shape for value in [*equation.inputs, *equation.outputs]):
-        return True
-    if equation.name == "scan":  # stacks tell places apart; the body is checked, too
-        [body] = equation.list_bodies()
-        return not body.layers and len(body.outputs) == len(body.carries)
-    is_repeated = equation.name == "broadcast_in_dim" and not equation.inputs[0].shape
-    return is_repeated or equation.name in ENTRYWISE or equation.name in CONTROL
 
 
 def _call_hook(

@@ -34,35 +34,50 @@ def divide_by_norms(scores: Sequence[EntryScores], eps: float) -> list[EntryScor
     divided = list(scores)
     places = [i for i, x in enumerate(scores) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
     if places:
-        factors = _compute_factors(norms([Ranked.wrap(scores[i]) for i in places]), eps)
-        for i, factor in zip(places, factors, strict=True):
-            fn, scalars = _Scaled(scores[i].fn), (*scores[i].scalars, factor)
+        factors = _compute_factors(*norms([Ranked.wrap(scores[i]) for i in places]), eps)
+        for i, factor in zip(places, zip(*factors, strict=True), strict=True):
+            fn, scalars = _Scaled(scores[i].fn), (*scores[i].scalars, *factor)
             divided[i] = dataclasses.replace(scores[i], fn=fn, scalars=scalars)
     return divided
 
 
-def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
-    factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
-    return [factors[i, ...] for i in range(len(factors))]  # arrays of no axes
+def _compute_factors_on_host(
+    fractions: np.ndarray, exponents: np.ndarray, eps: float
+) -> list[list[np.ndarray]]:
+    real = fractions.dtype.type
+    powers = [np.ldexp(real(1), (i - exponents) // 2) for i in (0, 1)]
+    sums = fractions + real(eps) * powers[0] * powers[1]
+    factors = [*powers, 1 / np.maximum(sums, np.finfo(real).tiny)]
+    return [[x[i, ...] for i in range(len(x))] for x in factors]  # arrays of no axes
 
 
 @host.instead(_compute_factors_on_host)
-def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
-    """Returns the factor of the scores of each parameter, a number, from their norms."""
+def _compute_factors(
+    fractions: jax.Array, exponents: jax.Array, eps: float
+) -> list[Sequence[jax.Array]]:
+    """Returns three factors of the scores of each parameter, numbers, from `norms`.
+
+    The first two are powers of two, which take the scores to at most 1: a norm may be out of range.
+    """
+    real = fractions.dtype
+    powers = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
+    sums = fractions + jnp.asarray(eps, real) * powers[0] * powers[1]
     # A product: XLA turns a division into a product in some kernels and not in others.
-    return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
+    return list(map(unstack, [*powers, 1 / jnp.maximum(sums, jnp.finfo(real).tiny)]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scaled:
-    """Product of `fn` of all values but the last, and the last; equal for equal `fn`."""
+    """Product of `fn` of all values but the last three, and these; equal for equal `fn`."""
 
     fn: Callable[..., jax.Array]
 
     def __call__(self, *values: jax.Array) -> jax.Array:
-        score = self.fn(*values[:-1])
+        score = self.fn(*values[:-3])
         wide = score.astype(promote(score.dtype, jnp.float32))
-        return wide * values[-1].astype(wide.dtype)
+        for factor in values[-3:]:
+            wide = wide * factor.astype(wide.dtype)
+        return wide
 
     @property
     def on_host(self) -> Callable[..., np.ndarray] | None:
@@ -70,9 +85,11 @@ class _Scaled:
         return self._on_host if host.find_body(self.fn) else None
 
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        score = host.call(self.fn, *values[:-1])
-        wide = np.dtype(promote(score.dtype, jnp.float32))
-        return host.multiply_flushed(score.astype(wide, copy=False), values[-1].astype(wide))
+        score = host.call(self.fn, *values[:-3])
+        wide = score.astype(np.dtype(promote(score.dtype, jnp.float32)), copy=False)
+        for factor in values[-3:]:
+            wide = host.multiply_flushed(wide, factor.astype(wide.dtype))
+        return wide
 
 
 def _norms_on_host(all_ranked: Sequence[Ranked]) -> PyTree:
@@ -86,7 +103,7 @@ def _norms_on_host(all_ranked: Sequence[Ranked]) -> PyTree:
     words = [exact.split(x) for x in squares]
     high, low = (np.array(x).astype(np.float32) for x in zip(*words, strict=True))
     square = (high * np.float32(2.0**32) + low).astype(real)
-    return np.ldexp(np.sqrt(np.ldexp(square, -_BITS)), np.array(exponents, np.int32))
+    return np.sqrt(np.ldexp(square, -_BITS)), np.array(exponents, np.int32)
 
 
 def _square_on_host(ranked: Ranked, real: np.dtype) -> tuple[int, int]:
@@ -109,8 +126,8 @@ def _square_on_host(ranked: Ranked, real: np.dtype) -> tuple[int, int]:
 
 
 @host.instead(_norms_on_host)
-def norms(all_ranked: Sequence[Ranked]) -> jax.Array:
-    """Returns the L2 norm of the finite scores of each parameter.
+def norms(all_ranked: Sequence[Ranked]) -> tuple[jax.Array, jax.Array]:
+    """Returns the L2 norm of the finite scores of each parameter: fractions and exponents of 2.
 
     Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
 
@@ -118,7 +135,7 @@ def norms(all_ranked: Sequence[Ranked]) -> jax.Array:
       all_ranked: floating-point scores of parameters that are not empty.
 
     Returns:
-      float32[parameters]; float64 if any scores are.
+      float32[parameters], float64 if any scores are; and int32[parameters].
     """
     real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in all_ranked)))
     all_ranked, axes = zip(*(_in_rows(x) for x in all_ranked), strict=True)
@@ -142,7 +159,7 @@ def norms(all_ranked: Sequence[Ranked]) -> jax.Array:
     for i, digit in enumerate(digits[1:], 1):
         total = exact.plus(total, exact.shift_left(exact.total(digit), bits * i))
     square = exact.to_float(total).astype(real)
-    return jnp.ldexp(jnp.sqrt(jnp.ldexp(square, -_BITS)), exponents)
+    return jnp.sqrt(jnp.ldexp(square, -_BITS)), exponents
 
 
 def _in_rows(ranked: Ranked) -> tuple[Ranked, range]:

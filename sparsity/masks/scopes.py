@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -173,6 +173,9 @@ class TreeScope(Protocol):
     Scores are stored or lazy; `compute_array` makes arrays of both.
     """
 
+    def bind(self, sites: Mapping[KeyPath, Site], targets: Sparsities | None) -> Self:
+        """Returns the scope with the sites of an updater, and the ends of its ramp if any."""
+
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError as `Scope.check` does."""
 
@@ -224,9 +227,9 @@ def adapt_scope(
     targets: Sparsities | None = None,
     topk_fn: TopkFn | None = None,
 ) -> TreeScope:
-    """Returns a `TreeScope` as it is, and a `Scope` as an `AdaptedScope` of the arguments."""
+    """Returns a bound `TreeScope`, or a `Scope` as an `AdaptedScope` of the arguments."""
     if isinstance(scope, TreeScope):
-        return scope
+        return scope.bind(sites or {}, targets)
     return AdaptedScope(scope, sites or {}, targets, topk_fn)
 
 
@@ -245,6 +248,9 @@ class AdaptedScope(TreeScope):
     sites: Mapping[KeyPath, Site]
     targets: Sparsities | None = None
     topk_fn: TopkFn | None = None
+
+    def bind(self, sites: Mapping[KeyPath, Site], targets: Sparsities | None) -> Self:
+        return dataclasses.replace(self, sites=sites, targets=targets)
 
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         self.scope.check(pattern, batch_axes, topk_fn)

@@ -6,8 +6,9 @@ A table makes each site once, from the parameter. Functions that a user passes a
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import chex
@@ -72,6 +73,8 @@ class Sites(Mapping[trees.KeyPath, Site]):
       overrides: keys of the parameters whose sparsity an override sets.
       checked: raise a ValueError for a parameter whose shape does not fit the pattern.
       budget: defines the costs of weights; `None` if all cost the same.
+      has_user_filter: whether a filter or a function of the user says which parameters have no
+        sparsity, and not the default filter of a distribution.
     """
 
     def __init__(
@@ -82,12 +85,14 @@ class Sites(Mapping[trees.KeyPath, Site]):
         overrides: Overrides | None = None,
         checked: bool = True,
         budget: MaskBudget | None = None,
+        has_user_filter: bool = False,
     ) -> None:
-        leaves = trees.leaves_by_path(params)
+        self.params, leaves = params, trees.leaves_by_path(params)
         self._params = {x: leaf for x, leaf in leaves.items() if trees.is_prunable(leaf)}
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
-        self._budget = budget
+        self._budget, self.has_user_filter = budget, has_user_filter
+        self._excluded: Collection[trees.KeyPath] = ()
         self._sites: dict[trees.KeyPath, Site] = {}
         self._patterns: dict[trees.KeyPath, SparsityType | None] = {}
 
@@ -115,9 +120,26 @@ class Sites(Mapping[trees.KeyPath, Site]):
             self._sites[key_path] = Site(key_path, pattern, axes, is_fixed, cost, budget)
         return self._sites[key_path]
 
+    def without(self, key_paths: Collection[trees.KeyPath]) -> Sites:
+        """Returns the table with some parameters excluded, which stay dense under any override."""
+        sites = copy.copy(self)
+        sites._excluded = frozenset(key_paths)
+        return sites
+
+    def is_excluded(self, key_path: trees.KeyPath) -> bool:
+        """Returns whether a parameter stays dense under any override."""
+        return key_path in self._excluded
+
     def stays_dense(self, key_path: trees.KeyPath) -> bool:
-        """Returns whether a parameter has neither a pattern nor an override of its sparsity."""
-        return self._find_pattern(key_path) is None and not self._has_override(key_path)
+        """Returns whether a parameter is excluded, or has no pattern and no override."""
+        has_pattern = self._find_pattern(key_path) is not None or self._has_override(key_path)
+        return self.is_excluded(key_path) or not has_pattern
+
+    def is_named(self, key_path: trees.KeyPath) -> bool:
+        """Returns whether an override names a parameter, or `sparsity_type` keeps it dense."""
+        if key_path not in self._params:
+            return False
+        return self._find_pattern(key_path) is None or self._has_override(key_path)
 
     def _has_override(self, key_path: trees.KeyPath) -> bool:
         return names.best_key(self._overrides, trees.path_string(key_path)) is not None

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import chex
+import jax
+import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.trees import Params, PyTree, Sparsities
+from sparsity.masks.distributions import erk, uniform
 from sparsity.masks.scopes import Scope, TreeScope
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
 from sparsity.patterns import SparsityType
@@ -61,12 +64,22 @@ def compute_targets(
             _check_final(site.pattern, float(target), name)
         return target
 
-    return trees.map_matched(
-        check,
-        params,
-        call_distribution(distribution_fn, params, batch_axes, sites, scope),
-        others_role="sparsities that sparsity_distribution_fn returns",
-    )
+    sparsities = call_distribution(distribution_fn, params, batch_axes, sites, scope)
+    role = "sparsities that sparsity_distribution_fn returns"
+    targets = trees.map_matched(check, params, sparsities, others_role=role)
+    if not jax.tree.leaves(targets) and (paths := _list_positive(sparsities)):
+        raise ValueError(
+            f"sparsity_distribution_fn gives a sparsity to {trees.listed(paths)} alone, and all "
+            "stay dense: sparsity_type is None there, or they are no floating or complex arrays. "
+            "Give a pattern, or a sparsity to other parameters."
+        )
+    return targets
+
+
+def _list_positive(sparsities: Sparsities) -> list[str]:
+    """Returns the names of the parameters whose sparsity is above 0, or may be."""
+    leaves = trees.leaves_by_path(sparsities).items()
+    return [trees.path_string(path) for path, x in leaves if is_traced(x) or np.any(x > 0)]
 
 
 def _check_final(pattern: SparsityType, target: float, name: str) -> None:
@@ -106,6 +119,16 @@ def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")
     return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def has_user_filter(distribution_fn: DistributionFn | None) -> bool:
+    """Returns whether a user, and no default filter, says which parameters have no sparsity."""
+    fn, keywords = distribution_fn, dict[str, object]()
+    if isinstance(distribution_fn, functools.partial):
+        fn, keywords = distribution_fn.func, distribution_fn.keywords
+    if fn is uniform or fn is erk:
+        return keywords.get("filter_fn") is not None
+    return getattr(fn, "filter_fn", fn) is not None
 
 
 def check_user_mask(

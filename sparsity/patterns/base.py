@@ -25,7 +25,7 @@ from sparsity.core.checks import (
     check_int,
     check_real_array,
 )
-from sparsity.core.exact_sums import count
+from sparsity.core.exact_sums import count, scale_for_sums
 from sparsity.core.statements import is_stated
 from sparsity.selection.kept_counts import count_kept_int
 
@@ -281,9 +281,10 @@ def keep_active(
     return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), num_active - k
 
 
-def pooled_dtype(scores: chex.Array) -> jnp.dtype:
-    """Returns float64 for scores of float64, else float32: sums of float16 overflow."""
-    return jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+def prepare_sums(scores: jax.Array) -> jax.Array:
+    """Returns scores in at least float32, scaled if a sum of all would overflow."""
+    wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+    return scale_for_sums([wide], wide.size)[0]
 
 
 def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:

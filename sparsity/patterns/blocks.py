@@ -18,7 +18,7 @@ from sparsity.patterns.base import (
     SparsityType,
     absolute_axis,
     describe_parameter,
-    pooled_dtype,
+    prepare_sums,
 )
 from sparsity.patterns.nm import check_axis
 from sparsity.selection.kept_counts import count_kept_int
@@ -60,12 +60,11 @@ class Block(SparsityType):
             raise ValueError(f"{self} needs at least one axis; {parameter} has none. {REMEDY}")
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        scores = scores.astype(pooled_dtype(scores))
         grid = _Grid.cover(self.block_shape, scores.shape, batch_axes)
         if not self.use_avg_pooling:
             # Repeated edge rows and columns change no maximum.
             return grid.reduce(scores, jnp.max, "edge")
-        total = grid.reduce(scores, ordered_sum, "constant")
+        total = grid.reduce(prepare_sums(scores), ordered_sum, "constant")
         counts = np.outer(*grid.list_block_sizes()).astype(total.dtype)
         counts = counts if is_traced(total) else jax.device_put(counts)
         return total / jnp.broadcast_to(counts, total.shape)
@@ -110,8 +109,7 @@ class Channel(SparsityType):
         return dataclasses.replace(self, axis=fn(self.axis))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        scores = scores.astype(pooled_dtype(scores))
-        return ordered_sum(scores, self._list_other_axes(scores.ndim, batch_axes))
+        return ordered_sum(prepare_sums(scores), self._list_other_axes(scores.ndim, batch_axes))
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         other_axes = self._list_other_axes(len(shape), batch_axes)

@@ -18,7 +18,7 @@ from sparsity.patterns.base import (
     SparsityType,
     absolute_axis,
     describe_parameter,
-    pooled_dtype,
+    prepare_sums,
 )
 from sparsity.patterns.nm import check_axis
 from sparsity.selection.kept_counts import count_kept_int
@@ -90,7 +90,7 @@ class FanIn(SparsityType):
         group = self._limit_group_size(outputs)
         if group == 1:  # in the dtype of the scores: a cast could make ties
             return rows
-        rows = rows.astype(pooled_dtype(rows))
+        rows = prepare_sums(rows)
         if padding := -outputs % group:
             rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)

@@ -27,6 +27,7 @@ from sparsity.core.polynomials import Polynomial
 from sparsity.programs.program import Equation
 
 Join: TypeAlias = Literal["product", "sum"]
+_MOST_SHIFTS = 64  # parts into which an axis that meets itself shifted is cut, before it is pinned
 N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
@@ -236,6 +237,8 @@ def _unify_parts(one: Axis, other: Axis, reason: Reason) -> bool:
 def _unify_like_parts(join: Join, one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies parts of axes of one join, from the first on; cuts the larger where sizes differ."""
     parts, other_parts = (deque(_list_parts(join, axis)) for axis in (one, other))
+    # Each cut ends at an end of a part, unless an axis meets itself shifted: cuts lead to cuts.
+    num_cuts, most_cuts = 0, len(parts) + len(other_parts) + _MOST_SHIFTS
     while parts and other_parts:
         a, b = parts.popleft().root, other_parts.popleft().root
         if join in (a.join, b.join):  # taken apart meanwhile
@@ -247,7 +250,8 @@ def _unify_like_parts(join: Join, one: Axis, other: Axis, reason: Reason) -> boo
             queues = (parts, other_parts) if a.size > b.size else (other_parts, parts)
             large, small = (a, b) if a.size > b.size else (b, a)
             pieces = _split_off(join, large, small.size, reason)
-            if pieces is None:
+            num_cuts += 1
+            if pieces is None or num_cuts > most_cuts:
                 return False
             queues[0].extendleft(reversed(pieces))
             # The first piece has its size: both meet in the next round.

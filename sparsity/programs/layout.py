@@ -38,13 +38,14 @@ class Relation(NamedTuple):
 
         The others need all entries:
 
-        - 'cut', as in pad: the target holds adjacent entries of the source, or others around them.
+        - 'cut', as in a slice with a stride: the target holds some entries of the
+          source, or others between them.
         - 'reversed', as in rev: the target reverses the source.
         - 'index', as in gather: one entry of the source is read.
         - 'stack', as in stack: each entry of the target is an array.
         - 'mixed', as in sort: entries depend on others along the axis.
 
-      sources: axes of inputs, or numbers of repeated entries.
+      sources: axes of inputs, or numbers of entries: repetitions in a product, a constant in a sum.
       targets: axes of outputs, or numbers of entries that no output has.
       text: the operation, for errors.
     """
@@ -241,9 +242,20 @@ def _relate_along(
     return relate
 
 
-def _list_padded(equation: Equation) -> list[int]:
-    config = equation.params["padding_config"]
-    return [axis for axis, pads in enumerate(config) if tuple(pads) != (0, 0, 0)]
+def _pad(equation: Equation) -> list[Relation]:
+    relations = []
+    for axis, pads in enumerate(equation.params["padding_config"]):
+        place, (low, high, interior) = Place(0, axis), map(int, pads)  # some are numpy's
+        if (low, high, interior) == (0, 0, 0):
+            relations.append(relate_same(place, place, "a pad"))
+        elif interior:
+            relations.append(Relation("cut", (place,), (place,), "a pad between entries"))
+        else:
+            # Negative pads remove entries of the row that the source and the pads make.
+            row: tuple[Place | int, ...] = (max(low, 0), place, max(high, 0))
+            parts: tuple[Place | int, ...] = (max(-low, 0), place, max(-high, 0))
+            relations.append(Relation("sum", row, parts, "a pad"))
+    return relations
 
 
 def _list_windows(equation: Equation) -> list[int]:
@@ -257,7 +269,7 @@ def _list_windows(equation: Equation) -> list[int]:
 
 
 def _relate_update(
-    equation: Equation, update_index: int, update_axes: Mapping[int, int], text: str
+    equation: Equation, update_index: int, update_axes: Mapping[int, int]
 ) -> list[Relation]:
     """Returns the relations of an update, which replaces entries of the first input.
 
@@ -266,11 +278,11 @@ def _relate_update(
       update_index: index of the input that is the update.
       update_axes: {axis of the first input: axis of the update}, of axes that are covered if sizes
         are equal.
-      text: the operation, for errors.
     """
     relations, update = [], equation.inputs[update_index]
     for axis, size in enumerate(equation.inputs[0].shape):
         place = Place(0, axis)
+        text = f"an update of some entries along {_name_axis(equation, axis)}"
         sources = [Place(update_index, update_axes[axis])] if axis in update_axes else []
         is_covered = any(update.shape[source.axis] == size for source in sources)
         kind: RelationKind = "product" if is_covered else "mixed"
@@ -281,28 +293,47 @@ def _relate_update(
     return relations
 
 
+def _name_axis(equation: Equation, axis: int) -> str:
+    return f"axis {axis} of an array of shape {equation.inputs[0].shape}"
+
+
 def _update(equation: Equation) -> list[Relation]:
     axes = {axis: axis for axis in range(len(equation.inputs[0].shape))}
-    return _relate_update(equation, 1, axes, "an update at a place that is computed")
+    return _relate_update(equation, 1, axes)
+
+
+_INDICES = "an axis of the indices of a lookup or an update"
+
+
+def _relate_lookup(equation: Equation, source: int, target: int) -> Relation:
+    """Relates an axis along which a slice is read at an index that is computed.
+
+    A slice of all entries fits at index 0 alone, in a smaller model, too.
+    """
+    if equation.outputs[0].shape[target] == equation.inputs[0].shape[source]:
+        return relate_same((0, source), (0, target), "a lookup")
+    text = f"a lookup of some entries along {_name_axis(equation, source)}"
+    return Relation("cut", (Place(0, source),), (Place(0, target),), text)
+
+
+def _dynamic_slice(equation: Equation) -> list[Relation]:
+    return [_relate_lookup(equation, i, i) for i in range(len(equation.inputs[0].shape))]
 
 
 def _gather(equation: Equation) -> list[Relation]:
-    spec, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    spec = equation.params["dimension_numbers"]
     (operand, indices), (output,) = equation.inputs, equation.outputs
-    lookup_text, index_text = "an axis in which entries are looked up", "an axis of indices"
     removed = sorted({*spec.collapsed_slice_dims, *spec.operand_batching_dims})
     sliced = [axis for axis in range(len(operand.shape)) if axis not in removed]
     index_axes = [i for i in range(len(output.shape)) if i not in spec.offset_dims]
     places = tuple(Place(1, i) for i in range(len(indices.shape)))
     return [
-        Relation("index", tuple(Place(0, axis) for axis in removed), (), lookup_text),
         *(
-            relate_same((0, axis), (0, target), lookup_text)
-            if sizes[axis] == operand.shape[axis] and axis not in spec.start_index_map
-            else Relation("cut", (Place(0, axis),), (Place(0, target),), lookup_text)
-            for axis, target in zip(sliced, spec.offset_dims, strict=True)
+            Relation("index", (Place(0, i),), (), f"a lookup along {_name_axis(equation, i)}")
+            for i in removed
         ),
-        Relation("mixed", places, tuple(Place(0, i) for i in index_axes), index_text),
+        *(_relate_lookup(equation, *pair) for pair in zip(sliced, spec.offset_dims, strict=True)),
+        Relation("mixed", places, tuple(Place(0, i) for i in index_axes), _INDICES),
     ]
 
 
@@ -310,15 +341,13 @@ def _scatter(equation: Equation) -> list[Relation]:
     spec, (operand, indices, updates) = equation.params["dimension_numbers"], equation.inputs
     removed = {*spec.inserted_window_dims, *spec.operand_batching_dims}
     window_axes = [axis for axis in range(len(operand.shape)) if axis not in removed]
-    pairs = zip(window_axes, spec.update_window_dims, strict=True)
-    # Indices move windows along the other axes.
-    update_axes = {axis: i for axis, i in pairs if axis not in spec.scatter_dims_to_operand_dims}
+    # A window of all entries of an axis fits at index 0 alone, as a slice of a lookup does.
+    update_axes = dict(zip(window_axes, spec.update_window_dims, strict=True))
     places = [Place(1, i) for i in range(len(indices.shape))]
     places += [Place(2, i) for i in range(len(updates.shape)) if i not in update_axes.values()]
-    text = "an axis along which indices choose entries to update"
     return [
-        Relation("mixed", tuple(places), (), "an axis of indices"),
-        *_relate_update(equation, 2, update_axes, text),
+        Relation("mixed", tuple(places), (), _INDICES),
+        *_relate_update(equation, 2, update_axes),
     ]
 
 
@@ -344,6 +373,18 @@ def _resize_slice(equation: Equation, sizes: Sizes) -> EquationParams:
         )
         for name in names
     }
+
+
+def _resize_pad(equation: Equation, sizes: Sizes) -> EquationParams:
+    value, (output,) = equation.inputs[0], equation.outputs
+    config = []
+    for axis, (low, high, interior) in enumerate(equation.params["padding_config"]):
+        small_low = sizes.count_below(output, axis, max(low, 0))
+        small_low -= sizes.count_below(value, axis, max(-low, 0))
+        high += sizes.shape(output)[axis] - output.shape[axis] - (small_low - low)
+        high -= sizes.shape(value)[axis] - value.shape[axis]
+        config.append((small_low, high, interior))
+    return {"padding_config": tuple(config)}
 
 
 def _resize_dynamic_slice(equation: Equation, sizes: Sizes) -> EquationParams:
@@ -422,14 +463,14 @@ LAYOUTS: dict[str, AxisRule] = {
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(
-        _relate_along("cut", lambda equation: ()),
+        _dynamic_slice,
         _resize_dynamic_slice,
         is_lookup=True,
         reads_quantized=True,
     ),
     "dynamic_update_slice": AxisRule(_update, sources=lambda equation, index: (0, 1)),
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
-    "pad": AxisRule(_relate_along("cut", _list_padded), sources=_all_inputs),
+    "pad": AxisRule(_pad, _resize_pad, sources=_all_inputs),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
     **dict.fromkeys(("scatter", *_SCATTER_REDUCTIONS), _SCATTERED),
     "sort": AxisRule(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import (
     ClosedJaxpr as ClosedJaxpr,  # for other modules, too
     Jaxpr as Jaxpr,
@@ -266,6 +267,8 @@ CALLS = frozenset((
     "jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
     "custom_vjp_call", "composite", "eval_jaxpr",
 ))  # fmt: skip
+# Along an axis that `vmap` names, jax writes the index of the axis in place of the name.
+_COLLECTIVES = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 _BODIES = {"scan": ["jaxpr"], "while": ["cond_jaxpr", "body_jaxpr"], "shard_map": ["jaxpr"]}
 # Their bodies run in loops or as branches.
 CONTROL = frozenset(("scan", "while", "cond"))
@@ -368,7 +371,7 @@ def _read_program(closed: ClosedJaxpr | Jaxpr, inputs: list[Value], calls: Trace
     equations = []
     for traced in jaxpr.eqns:
         equation = _read_equation(traced, [look_up(atom) for atom in traced.invars], calls)
-        equations.append(equation)
+        equations += _list_reductions(equation) or [equation]
         values.update(zip(traced.outvars, equation.outputs, strict=True))
     return Program(inputs, equations, [look_up(atom) for atom in jaxpr.outvars])
 
@@ -387,6 +390,24 @@ def _read_equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> 
         inner_programs = tuple(read_jaxpr(body, calls) for body in bodies)
         outputs = [_read_value(var.aval) for var in traced.outvars]
     return Equation(traced.primitive, params, inputs, outputs, inner_programs, calls, traced.ctx)
+
+
+def _list_reductions(collective: Equation) -> list[Equation]:
+    """Returns the reductions that a collective along axes of its inputs is, one for each input.
+
+    An empty list for a collective along the axes of a mesh, and for other equations.
+    """
+    reduce, axes = _COLLECTIVES.get(collective.name), collective.params.get("axes", ())
+    if reduce is None or not all(isinstance(axis, int | np.integer) for axis in axes):
+        return []
+    reductions = []
+    for value, output in zip(collective.inputs, collective.outputs, strict=True):
+        traced = jax.make_jaxpr(functools.partial(reduce, axes=axes))(value.struct()).eqns[0]
+        changed = {"primitive": traced.primitive, "params": traced.params}
+        reductions.append(
+            dataclasses.replace(collective, **changed, inputs=[value], outputs=[output])
+        )
+    return reductions
 
 
 def _read_value(aval: jax.core.AbstractValue, constant: ArrayLike | None = None) -> Value:

@@ -74,6 +74,10 @@ class Flow(Generic[Fact]):
         """Returns whether to follow the bodies of a loop, of branches or of a `shard_map`."""
         return True
 
+    def list_bodies(self, equation: Equation) -> list[Body]:
+        """Returns the bodies of an equation that may run, with the values that enter and leave."""
+        return equation.list_bodies()
+
     # Shared by all subclasses.
 
     def fact(self, value: Value) -> Fact:
@@ -93,7 +97,7 @@ class Flow(Generic[Fact]):
     def _follow_bodies(self, equation: Equation) -> None:
         # Branches of this visit join each other, not facts from an earlier pass of an outer loop.
         results: dict[Value, Fact] = {}
-        for body in equation.list_bodies():
+        for body in self.list_bodies(equation):
             self._pass_inputs(equation, body)
             self._follow_to_fixpoint(equation, body)
             for index, output in enumerate(body.outputs):

@@ -1,5 +1,6 @@
 """Reports on sparse networks: sparsity by layer, tables, plots, measured times."""
 
+from sparsity.reports.check import check as check
 from sparsity.reports.layers import (
     LayerSummary as LayerSummary,
     layer_summary as layer_summary,

@@ -11,6 +11,9 @@ from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.pictures import DARK, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Params
+from sparsity.graph import Coupled
+from sparsity.reports.check import explain_dense_weights
+from sparsity.reports.groups import show_groups
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.state import get_sparse_state
 from sparsity.training.updater_hooks import UpdaterHooks
@@ -25,8 +28,9 @@ class LayerSummary(NamedTuple):
     Attributes:
       path: path of the leaf, joined by '/'.
       shape: shape of the parameter.
-      type: the pattern, '' for a dense leaf.
-      target: target sparsity, `None` for a dense leaf.
+      type: the pattern, "channels" under `Coupled`, '' for a dense leaf.
+      target: target sparsity, `None` for a dense leaf, and for one without a sparsity that loses
+        channels with others, such as a bias.
       achieved: fraction of zeros.
       mask_bytes: bytes of the mask.
 
@@ -47,7 +51,10 @@ class LayerSummary(NamedTuple):
 def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHooks) -> str:
     """Returns a table of all parameters: path, shape, pattern, target, achieved, bytes of the mask.
 
-    Target and achieved are sparsities. The last row sums up the parameters with a target.
+    Target and achieved are sparsities. The last row sums up the parameters that are not dense. A
+    line below names masked weights that are not 0, as `check` does.
+    Under `Coupled` a second table shows each group: how many channels stay at the target, the
+    factors of a width that groups share, and which parameters keep a group whole.
 
     Args:
       params: tree of parameters as the model uses them (masked for straight-through methods).
@@ -73,10 +80,10 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHo
     rows = layer_summary(params, opt_state, updater)
     for row in rows:
         shape = trees.shape_text(row.shape)
-        numbers = ("dense", "") if row.target is None else (row.target, row.achieved)
-        shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
+        target = "" if row.target is None else f"{row.target:.4f}"
+        shown = (target, f"{row.achieved:.4f}") if row.type else ("dense", "")
         table.add_row(row.path, shape, row.type, *shown, f"{row.mask_bytes:,}")
-    names = {row.path for row in rows if row.target is not None}
+    names = {row.path for row in rows if row.type}
     leaves = trees.leaves_by_path(params).items()
     sparse = [leaf for path, leaf in leaves if trees.path_string(path) in names]
     total = summarize_sparsity(sparse, only_total_sparsity=True)
@@ -87,7 +94,11 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHo
         *("", "", f"{total['_total_sparsity']:.4f}"),
         f"{sum(row.mask_bytes for row in rows):,}",
     )
-    return extras.as_text(table)
+    text, state = extras.as_text(table), get_sparse_state(opt_state)
+    if isinstance(updater.scope, Coupled):
+        scope = updater.scope.bind(updater.sites(params), None)
+        text += "\n" + show_groups(scope, params, state.target_sparsities)
+    return "\n".join([text, *explain_dense_weights(params, state)])
 
 
 def layer_summary(
@@ -100,18 +111,25 @@ def layer_summary(
     masks = trees.leaves_by_path(state.masks)
     trees.check_paths(trees.leaves_by_path(params), masks, "params", "masks of the state")
     achieved = summarize_sparsity(params)
-    sites = updater.sites(params)
+    sites, scope, cut = updater.sites(params), updater.scope, set[trees.KeyPath]()
+    if isinstance(scope, Coupled):
+        groups = scope.bind(sites, None).list_groups(params, state.target_sparsities)
+        cut = {x.key_path for group in groups if not group.excluded for x in group.members}
     rows = []
     for path, leaf in trees.leaves_by_path(params).items():
         name = trees.path_string(path)
         if not hasattr(leaf, "shape") or name not in achieved:
             continue
         target, mask = targets.get(path), masks.get(path)
+        pattern = "" if target is None else repr(sites[path].pattern).removesuffix("()")
+        if isinstance(scope, Coupled):
+            is_masked = mask is not None or path in cut
+            target, pattern = (target, "channels") if is_masked else (None, "")
         rows.append(
             LayerSummary(
                 path=name,
                 shape=leaf.shape,
-                type="" if target is None else repr(sites[path].pattern).removesuffix("()"),
+                type=pattern,
                 target=None if target is None else float(target),
                 achieved=achieved[name],
                 mask_bytes=0 if mask is None else mask.nbytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TypeAlias
 
 import chex
@@ -35,8 +36,8 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
 
     Raises:
       ValueError: an optimizer state holds more than one SparseState or packed masks, or a uint8
-        leaf has bytes above 1, as packed masks do. Inside `jit` such bytes make NaN. Packed masks
-        with only bytes 0 and 1, of an optimizer without moments, look like unpacked ones: summarize
+        leaf has bytes above 1, as packed masks do. Inside `jit` such bytes make NaN. A tree of
+        packed masks with only bytes 0 and 1, without its state, looks like unpacked ones: summarize
         the parameters instead.
 
     Example:
@@ -48,6 +49,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: _count_nonzero(leaves[path]) for path in sizes})
     nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
+    nonzeros |= _refuse_bits(param_tree, sizes, nonzeros)
     size, nonzero = sum(sizes.values()), sum(nonzeros.values())
     fractions = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
     summary = {} if only_total_sparsity else _key_by_name(dict.fromkeys(leaves) | fractions)
@@ -73,8 +75,8 @@ def summarize_intersection(
       arrays.
 
     Raises:
-      ValueError: the trees differ in paths or shapes, or an optimizer state holds more than one
-        SparseState.
+      ValueError: the trees differ in paths or shapes, one is packed and the other is not, or an
+        optimizer state holds more than one SparseState.
 
     Example:
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
@@ -93,6 +95,7 @@ def summarize_intersection(
         path: _make_alike(mask, leaves2[path]) for path, mask in leaves1.items() if mask is not None
     }
     ones = _fetch({path: _count_ones(a) for path, (a, _) in pairs.items()})
+    ones |= _refuse_mixture(pairs, ones)
     shared = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
     fractions = {path: shared[path] / _at_least_one(ones[path]) for path in pairs}
     summary = {} if only_total_intersection else _key_by_name(dict.fromkeys(leaves1) | fractions)
@@ -163,12 +166,7 @@ def _refuse_bytes(
 ) -> dict[trees.KeyPath, PyTree]:
     """Raises for uint8 leaves that are no masks; while tracing returns NaN for their counts."""
     checked = {}
-    largest_bytes = {
-        path: jnp.max(leaf)
-        for path, leaf in leaves.items()
-        if getattr(leaf, "dtype", None) == jnp.uint8 and leaf.size
-    }
-    for path, largest in _fetch(largest_bytes).items():
+    for path, largest in _find_largest_bytes(leaves).items():
         if is_traced(largest):
             checked[path] = jnp.where(largest > 1, jnp.nan, counts[path])
         elif largest > 1:
@@ -178,6 +176,61 @@ def _refuse_bytes(
                 "masks, params), cast parameters to another dtype."
             )
     return checked
+
+
+def _refuse_bits(
+    tree: PyTree, sizes: dict[trees.KeyPath, int], counts: dict[trees.KeyPath, PyTree]
+) -> dict[trees.KeyPath, PyTree]:
+    """Raises for masks of a state that meet their targets as bits; while tracing returns NaN."""
+    nodes = trees.find_nodes(tree, SparseState)
+    targets = trees.leaves_by_path(nodes[0][1].target_sparsities) if nodes else {}
+    met = [
+        (abs(8 * sizes[path] * (1 - target) - counts[path]) < 0.5) & (counts[path] > 0)
+        for path, target in targets.items()
+        if sizes.get(path)
+    ]
+    are_bits = functools.reduce(operator.and_, met, bool(met))
+    if is_traced(are_bits):
+        return {path: jnp.where(are_bits, jnp.nan, count) for path, count in counts.items()}
+    if are_bits:
+        raise ValueError(
+            f"The masks of {trees.listed([*map(trees.path_string, targets)])} have their target "
+            "sparsities if they are packed to bits, so that their number of entries is not known. "
+            "Summarize the parameters, or sparsity.unpack_masks(masks, params)."
+        )
+    return {}
+
+
+def _refuse_mixture(
+    pairs: dict[trees.KeyPath, tuple[chex.Array, ...]], counts: dict[trees.KeyPath, PyTree]
+) -> dict[trees.KeyPath, PyTree]:
+    """Raises if one of two masks [..., 1] is packed, to 128, the other not; or returns NaN."""
+    columns = {path: pair for path, pair in pairs.items() if pair[0].shape[-1:] == (1,)}
+    first, second = (
+        _find_largest_bytes({path: pair[i] for path, pair in columns.items()}) for i in range(2)
+    )
+    checked = {}
+    for path, largest in first.items():
+        is_mixed = (largest + second[path] == 129) & (largest * second[path] == 128)
+        if is_traced(is_mixed):
+            checked[path] = jnp.where(is_mixed, jnp.nan, counts[path])
+        elif is_mixed:
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} is packed in only one of mask_tree1 and "
+                "mask_tree2. Unpack both: sparsity.unpack_masks(masks, params)."
+            )
+    return checked
+
+
+def _find_largest_bytes(leaves: dict[trees.KeyPath, PyTree]) -> dict[trees.KeyPath, PyTree]:
+    """Returns the largest entry of each uint8 leaf."""
+    return _fetch(
+        {
+            path: jnp.max(leaf)
+            for path, leaf in leaves.items()
+            if getattr(leaf, "dtype", None) == jnp.uint8 and leaf.size
+        }
+    )
 
 
 def _read_arrays(tree: PyTree) -> dict[trees.KeyPath, PyTree]:

@@ -14,18 +14,22 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, Sharding
 
-from sparsity.comparisons.updates import check_updates
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
-from sparsity.graph import Graph
-from sparsity.masks import apply_mask, are_kept, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.graph import Coupled, Graph
+from sparsity.masks import Layerwise, are_kept, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.programs.axes import AxisIndex
+from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.shrinking.dead import mark_kept
 from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
+from sparsity.sparsity_schedules import NoUpdateSchedule, find_last_update, has_updates
+from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.kept_state import KeptState
+from sparsity.training.overrides import read_attribute
 from sparsity.training.state import SparseState
+from sparsity.training.step_checks import read_state
 
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
@@ -50,14 +54,23 @@ class CutParameter:
         """Cuts an array of the parameter's shape."""
         return _cut_array(array, self.axes)
 
-    def zero_removed(self, array: jax.Array) -> jax.Array:
-        """Returns the array with zeros at the entries that the cut removes."""
+    def read_removed(self, array: jax.Array, is_masked: bool) -> np.ndarray | None:
+        """Returns the entries that the cut removes from an array, `None` if they have no value.
+
+        Args:
+          array: an array of the parameter's shape.
+          is_masked: whether to return entries that are masked, or those that are not.
+        """
+        if is_traced(array):
+            return None
+        is_removed = np.zeros(array.shape, bool)
         for axis, index in self.axes.items():
             is_kept = mark_kept(index, array.shape[axis])
             shape = [1] * array.ndim
             shape[0], shape[axis] = len(is_kept), array.shape[axis]
-            array = jnp.where(is_kept.reshape(shape), array, 0)
-        return array
+            is_removed |= ~is_kept.reshape(shape)
+        mask = 1 if self.mask is None else np.asarray(self.mask)
+        return np.asarray(array)[is_removed & ((mask == 0) == is_masked)]
 
 
 CutParameters: TypeAlias = Mapping[KeyPath, CutParameter]  # by key path in a tree of params
@@ -126,9 +139,6 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
             "tx.init(small.params)."
         )
 
-    def unpack(masks: Masks) -> Masks:
-        return unpack_masks(masks, params) if are_packed(masks, params) else masks
-
     def repack(small: Masks, masks: Masks) -> Masks:
         if not are_packed(masks, params):
             return small
@@ -136,43 +146,80 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
 
     owner_tree = trees.map_matched(lambda key_path, _: cuts.get(key_path), params)
     # A packed mask has another shape than its parameter.
-    unpacked = _map_masks(unpack, state)
+    unpacked = _map_masks(_unpack(params), state)
     small = owners.map_owned(_cut_moment, owner_tree, unpacked)
     _check_owners(owner_tree, unpacked)
     return _map_masks(repack, small, state)
 
 
-def compare_small_updates(
-    tx: optax.GradientTransformation, params: Params, cuts: CutParameters, state: PyTree
-) -> float:
-    """Compares updates of the smaller parameters with updates of the masked parameters.
+def check_optimizer(
+    tx: optax.GradientTransformation, params: Params, opt_state: PyTree, cuts: CutParameters
+) -> None:
+    """Raises a ValueError unless an optimizer trains the smaller parameters as the masked ones.
 
-    Removed entries have no gradient. They keep their values unless a mask, or the cut of a
-    parameter without a mask, sets them to 0.
+    Entries that are removed without a mask have no gradient: the model is proved to be the same for
+    all of their values. Those of masked entries are masked, unless `tx` has masks itself.
+    """
+    params = trees.only_arrays(params)
+    state = read_state(tx, params, opt_state)
+    remedy = "Leave out tx to cut the state without a proof"
+    has_masks = bool(trees.find_nodes(state, SparseState))
+    if isinstance(tx, WrappedOptimizer) and tx.updater is not None and tx.inner is not None:
+        tx, state = _fix_masks(tx.updater, tx.inner, state), _map_masks(_unpack(params), state)
+    elif has_masks:
+        remedy = (
+            "Wrap last, as in pruner.wrap_optax(optax.chain(...)), or leave out tx and make the "
+            "optimizer again with small.updater(pruner)"
+        )
 
-    Returns:
-      The largest difference, as a part of the largest entry of its array.
+    def remove(is_masked: bool) -> Removed:
+        return Removed(
+            are_zero=is_masked and not has_masks,
+            have_gradients=is_masked and has_masks,
+            read=lambda path, array: cuts[path].read_removed(array, is_masked),
+        )
+
+    small_params = cut_params(cuts, params)
+    check_entrywise(
+        tx,
+        params,
+        small_params,
+        [remove(is_masked=True), remove(is_masked=False)],
+        remedy=remedy,
+        claim="tx might train the smaller model otherwise than the masked one.",
+        states=States(state, cut_state(cuts, params, small_params, state)),
+    )
+
+
+def _fix_masks(
+    updater: BaseUpdater, inner: optax.GradientTransformation, state: SparseState
+) -> optax.GradientTransformation:
+    """Returns a wrapped optimizer whose masks stay, and are not packed.
 
     Raises:
-      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+      ValueError: later updates of the masks may choose among removed channels, too.
     """
-
-    def mask(key_path: KeyPath, leaf: jax.Array) -> jax.Array:
-        cut = cuts[key_path]
-        return cut.zero_removed(leaf) if cut.mask is None else apply_mask(leaf, cut.mask)
-
-    masked = trees.map_matched(mask, trees.only_arrays(params))
-    cut = functools.partial(cut_params, cuts)
-    return check_updates(
-        tx,
-        masked,
-        state,
-        mask=lambda key_path, leaf: cuts[key_path].zero_removed(leaf),
-        cut=cut,
-        cut_state=functools.partial(cut_state, cuts, masked, cut(masked)),
-        model="smaller model",
-        remedy=_REMEDY,
+    name, last = type(updater).__name__, find_last_update(updater.scheduler)
+    are_final = not has_updates(updater.scheduler)
+    are_final |= last is not None and not is_traced(state.count) and int(state.count) > last
+    # A pruned weight that is 0 and never returns leaves the choice to what remains.
+    removes_only = read_attribute(updater, "regrows") is False
+    removes_only &= not read_attribute(updater, "keeps_dense_weights")
+    if not are_final and not (removes_only and isinstance(updater.scope, Coupled)):
+        raise ValueError(
+            "Give the inner optimizer as tx, and wrap it again for the smaller model: later "
+            f"updates of the masks by {name} under scope = {updater.scope!r} may choose otherwise "
+            "without the removed channels. Under Coupled a pruner whose pruned weights stay 0 "
+            "passes, and any updater does after the last update of its masks."
+        )
+    still = dataclasses.replace(
+        updater, scheduler=NoUpdateSchedule(), scope=Layerwise(), use_packed_masks=False
     )
+    return still.wrap_optax(inner)
+
+
+def _unpack(params: Params) -> Callable[[Masks], Masks]:
+    return lambda masks: unpack_masks(masks, params) if are_packed(masks, params) else masks
 
 
 def _map_masks(fn: Callable[..., Masks], *states: PyTree) -> PyTree:

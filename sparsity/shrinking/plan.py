@@ -130,14 +130,25 @@ class Plan:
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
         """Converts an updater of the model before the cut: makes one for the smaller model.
 
-        Returns a copy whose scope `Coupled` has this plan; other updaters are returned as they are.
-        A ramp continues: it counts channels of the model before the cut. An updater that is not
-        converted infers the cut from shapes, which fails where an axis joins several groups.
+        Returns a copy whose scope `Coupled` has this plan, after an earlier one that it had; other
+        updaters are returned as they are. A ramp continues: it counts channels of the model before
+        the cut. An updater that is not converted infers the cut from shapes, which fails where an
+        axis joins several groups.
         """
         check_kind("updater", updater, BaseUpdater, "an updater such as MagnitudePruning()")
         if not isinstance(updater.scope, Coupled):
             return updater
-        return dataclasses.replace(updater, scope=dataclasses.replace(updater.scope, plan=self))
+        plan, earlier = self, updater.scope.plan
+        if isinstance(earlier, Plan) and self._follows(earlier):
+            plan = earlier.then(self)
+        return dataclasses.replace(updater, scope=dataclasses.replace(updater.scope, plan=plan))
+
+    def _follows(self, earlier: Plan) -> bool:
+        """Returns whether another plan leaves the shapes from which this one cuts."""
+        return all(
+            earlier.shrink_shape(path, earlier.shapes[path]) == self.shapes[path]
+            for path in earlier.kept.keys() & self.kept.keys()
+        )
 
     def to_json(self) -> str:
         """Returns the plan as text, which `from_json` reads."""

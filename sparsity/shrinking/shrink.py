@@ -7,10 +7,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.comparisons.updates import check_masks_and_state
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import Masks, Params, Path, Tree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
@@ -18,6 +17,9 @@ from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
+from sparsity.training.base_updater import WrappedOptimizer
+from sparsity.training.state import get_sparse_state
+from sparsity.training.step_checks import check_masks_and_state
 
 
 def shrink(
@@ -37,24 +39,21 @@ def shrink(
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced, or a part of that tree.
-      masks: masks of any pattern, not packed, `None` for dense parameters; or a `Plan`. Layers of
-        a scan keep equally many channels, dead ones included; every group keeps one.
+      masks: masks of any pattern, not packed, `None` if dense; or a `Plan`. Layers of a scan keep
+        equally many channels, dead ones included; every group keeps one.
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
-      tx: the optimizer of that state, or the inner one of a SparseState, to check that training
-        continues as with the masked model: at least four updates by random gradients are compared.
-        Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
-        Means over an array (`clip_by_block_rms`), noise, factors that depend on the shape (`muon`)
-        and norms that count moments (`lamb`) or weights of removed entries are refused.
-
-    Returns:
-      The smaller model.
+      tx: the optimizer of that state, to train on with `small.tx`; or the inner one of a
+        SparseState. The program of its update must prove that training continues as on the masked
+        model. Entrywise optimizers pass, and norms to which removed entries add 0
+        (`clip_by_global_norm`, `lars`). Means over an array (`clip_by_block_rms`), noise, factored
+        moments, factors that depend on the shape (`muon`) and norms of moments that removed entries
+        still have (`lamb`) are refused. Without `tx` you vouch for the optimizer.
 
     Raises:
-      ValueError: params lack a parameter of the graph, masks are traced or of another model,
-        hold other entries than 0 and 1 or remove a group, the optimizer's state cannot be cut, or
-        `tx` would train otherwise; the error names the parameter.
+      ValueError: params lack a parameter, masks are traced or of another model, hold other entries
+        than 0 and 1 or remove a group, the state cannot be cut, or no proof is found for `tx`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,17 +68,29 @@ def shrink(
       (5, 2)
     """
     check_kind("graph", graph, Graph, "made by sparsity.trace")
-    check_masks_and_state(masks, opt_state, tx)
+    check_masks_and_state(masks, opt_state, tx, may_hold_masks=True)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
     small_params = cutting.cut_params(cuts, params)
     small_masks = cutting.cut_masks(cuts, small_params)
     state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
-    error = None if tx is None else cutting.compare_small_updates(tx, params, cuts, opt_state)
+    if tx is not None:
+        cutting.check_optimizer(tx, *trees.strip_variables((params, opt_state)), cuts)
+        tx = _convert_optimizer(tx, plan, state)
     replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
-    return Small(masked, state, plan, graph, replicated, error, small_masks)
+    return Small(masked, state, plan, graph, replicated, small_masks, tx)
+
+
+def _convert_optimizer(
+    tx: optax.GradientTransformation, plan: Plan, small_state: PyTree
+) -> optax.GradientTransformation:
+    """Returns the optimizer of the smaller model: a wrapped one, whose updater knows the cut."""
+    if not isinstance(tx, WrappedOptimizer) or tx.updater is None or tx.inner is None:
+        return tx
+    masks = None if tx.masks is None else get_sparse_state(small_state).masks
+    return plan.updater(tx.updater).wrap_optax(tx.inner, masks)
 
 
 def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:

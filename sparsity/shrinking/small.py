@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
@@ -45,10 +47,11 @@ class Small(Generic[Tree]):
       plan: the channels that stay; `plan.to_json()` cuts another checkpoint of the model.
       before: the graph of the model before the cut.
       replicated: {(path, axis): number of devices} where that number no longer divides the axis.
-      update_error: the largest difference between updates of smaller and of masked parameters, as
-        a part of the largest entry of an array; `None` without `tx`.
       masks: uint8 masks of `params`, 1 where an entry stays; `None` for a parameter without masked
         entries, as all are after a cut by a plan.
+      tx: the optimizer of `opt_state`, `None` without `tx`. A result of `wrap_optax` is wrapped
+        again by an updater that knows the cut; the inner optimizer of a SparseState goes with
+        `opt_state.inner_state`.
       graph: the graph of the smaller model.
 
     Example:
@@ -68,8 +71,13 @@ class Small(Generic[Tree]):
     plan: Plan
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
-    update_error: float | None = None
     masks: Masks = None
+    tx: optax.GradientTransformation | None = None
+
+    @property
+    def update_error(self) -> float | None:
+        """0.0: `tx` is proved to continue as on the masked model; `None` without `tx`."""
+        return None if self.tx is None else 0.0
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -112,7 +120,18 @@ class Small(Generic[Tree]):
 
         Returns:
           Median seconds of a call before and after the cut: an entry of `report`.
+
+        Raises:
+          ValueError: the parameters are those after the cut, or of another model.
         """
+        for path, array in trees.leaves_by_names(trees.only_arrays(params)).items():
+            shape = self.before.parameters.find(path, array, may_be_smaller=True).shape
+            if jnp.shape(array) != shape:
+                raise ValueError(
+                    f"measure takes the parameters before the cut, and has the smaller ones: "
+                    f"{trees.join_names(path)!r} must have shape {shape}, got {array.shape}. Give "
+                    "the params that shrink got."
+                )
 
         def make_program(plan: Plan, params: Params) -> Callable[[], object]:
             arrays, rebuild = trees.split_arrays((params, args))
@@ -214,15 +233,12 @@ class Small(Generic[Tree]):
                 "of the mesh, and are replicated. "
                 f"Coupled(round_to={math.lcm(*self.replicated.values())}) keeps it sharded."
             )
-        if self.update_error is not None:
-            notes.append(
-                "The optimizer continues as on the masked model: the compared updates differ by at "
-                f"most {self.update_error:.1g} of their largest entry."
-            )
+        if self.tx is not None:
+            notes.append("The optimizer continues as on the masked model, by its program.")
         elif self.opt_state is not None:
             notes.append(
                 "Whether the optimizer continues as on the masked model was not checked: shrink("
-                "..., opt_state, tx) compares updates."
+                "..., opt_state, tx) proves it from the program of the update."
             )
         return notes
 

@@ -17,7 +17,7 @@ from sparsity import masks as masks_lib
 from sparsity.core.checks import check_values
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
-from sparsity.core.trees import Grads, Masks, Tree
+from sparsity.core.trees import Grads, Masks, Params, Tree
 from sparsity.core.warn import warn
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
@@ -28,6 +28,41 @@ from sparsity.training.overrides import ASSUMED, check_overrides, is_assumed
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, score_weights
+
+
+class WrappedOptimizer(optax.GradientTransformationExtraArgs):
+    """Transformation that `wrap_optax` returns, with the parts that it is made of.
+
+    Attributes:
+      updater: the updater; `None` in a copy that another function made, as `_replace` does.
+      inner: the optimizer that was wrapped.
+      masks: the initial masks of the user, if any.
+
+    Example:
+      >>> import sparsity
+      >>> tx = sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1))
+      >>> init, update = tx
+      >>> type(tx.updater).__name__
+      'StaticRandomSparse'
+    """
+
+    updater: BaseUpdater | None = None
+    inner: optax.GradientTransformation | None = None
+    masks: Masks | None = None
+
+    @classmethod
+    def make(
+        cls,
+        init: optax.TransformInitFn,
+        update: optax.TransformUpdateExtraArgsFn,
+        updater: BaseUpdater,
+        inner: optax.GradientTransformation,
+        masks: Masks | None,
+    ) -> Self:
+        """Returns the transformation of a step, with its parts."""
+        tx = cls(init, update)
+        tx.updater, tx.inner, tx.masks = updater, inner, masks
+        return tx
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -143,7 +178,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
 
         Returns:
           A transformation whose `update` needs `params`, and passes extra arguments to `inner` and
-          to the hooks that name them.
+          to the hooks that name them: a `WrappedOptimizer`, which shows its parts.
 
         Raises:
           ValueError: from `init` if a sparsity lies outside [0, 1], a pattern or a mask does not
@@ -178,7 +213,32 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         check_optimizer("inner", inner)
         check_no_state(masks)
         step = (KeptStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
-        return optax.GradientTransformationExtraArgs(step.init, step.update)
+        return WrappedOptimizer.make(step.init, step.update, self, inner, masks)
+
+    def init(
+        self, tx: optax.GradientTransformation, params: Params
+    ) -> tuple[Params, optax.OptState]:
+        """Returns the parameters and the optimizer state with which training starts.
+
+        `tx.init(params)` chooses masks but cannot change parameters: the first forward pass would
+        be dense. This method applies the first masks by `post_gradient_update`.
+
+        Args:
+          tx: an optimizer that this updater wrapped, which may be part of a chain.
+          params: tree of parameters.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from sparsity.algorithms import RigL
+          >>> from sparsity import Uniform
+          >>> updater = RigL(sparsity_distribution_fn=Uniform(0.75))
+          >>> tx = updater.wrap_optax(optax.sgd(0.5))
+          >>> params, opt_state = updater.init(tx, {"w": jnp.ones((4, 8))})
+          >>> int(jnp.sum(params["w"]))
+          8
+        """
+        opt_state = tx.init(params)
+        return self.post_gradient_update(params, opt_state), opt_state
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

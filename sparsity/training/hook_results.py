@@ -9,9 +9,17 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
-from sparsity.core.sharding import evaluate_now
+from sparsity.core.sharding import abstract, evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Sites, are_kept, check_user_mask, place_masks, read_masks
+from sparsity.masks import (
+    Sites,
+    TreeScope,
+    adapt_scope,
+    are_kept,
+    check_user_mask,
+    place_masks,
+    read_masks,
+)
 from sparsity.patterns.base import is_ranking_units
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
@@ -68,8 +76,8 @@ def read_user_masks(
                 f"The mask of {trees.path_string(path)!r} among the masks of wrap_optax has a NaN. "
                 "An entry of 0 removes a weight, and any other number keeps it."
             )
-    masks = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
-    first = place_masks(masks, params)
+    read = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
+    first = place_masks(read, params)
 
     def target_sparsity(
         path: trees.KeyPath, param: chex.Array, mask: chex.Array | None, target: chex.Numeric | None
@@ -79,11 +87,11 @@ def read_user_masks(
         if target is None:
             check_user_mask(updater.scope, sites, path)
             target = 1 - jnp.mean(mask, dtype=jnp.float32)
-        _check_units(updater, sites, path, user_masks[path], param)
         return target
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
     targets = trees.map_matched(target_sparsity, params, first, state.target_sparsities)
+    check_movable(updater, sites, masks, params, "masks of wrap_optax")
     return state._replace(masks=first, target_sparsities=targets)
 
 
@@ -92,24 +100,44 @@ def _is_readable(mask: chex.Array) -> bool:
     return not is_traced(mask) and getattr(mask, "is_fully_addressable", True)
 
 
-def _check_units(
-    updater: UpdaterHooks, sites: Sites, path: trees.KeyPath, mask: chex.Array, param: chex.Array
+def check_movable(
+    updater: UpdaterHooks, sites: Sites, masks: Masks, params: Params, role: str
 ) -> None:
-    """Raises a ValueError if a mask that will move keeps parts of units.
+    """Raises a ValueError if masks keep parts of what an update keeps or removes together.
 
-    A move counts a unit as kept if the mask keeps any of its entries, and moves whole units: a
-    random mask of half of the entries would keep nearly all blocks.
+    A pattern counts a unit as kept if the mask keeps any of its entries, and `Coupled` a channel:
+    an update of a random mask of half of the entries would keep nearly all blocks.
 
     Args:
       updater: the updater.
       sites: sites of the parameters.
-      path: path of the parameter.
-      mask: the mask as the user gave it, which has entries also where the parameter is traced.
-      param: the parameter.
+      masks: tree of masks as the user or a state has them; those without values here pass.
+      params: tree of parameters.
+      role: name of the masks in the message.
     """
     keeps_exact = read_attribute(updater, "keeps_count") == "exact"
-    moves = updater.regrows and keeps_exact and has_updates(updater.scheduler)
-    if not moves or path not in sites or not _is_readable(mask):
+    if not has_updates(updater.scheduler) or (keeps_exact and not updater.regrows):
+        return
+    leaves, likes = trees.leaves_by_path(masks), trees.leaves_by_path(params)
+    if not all(map(_is_readable, leaves.values())):
+        return
+    if isinstance(updater.scope, TreeScope) and leaves:
+        _check_channels(updater, sites, masks, params, role)
+    elif updater.regrows and keeps_exact:
+        for path, mask in leaves.items():
+            _check_units(updater, sites, path, mask, likes[path], role)
+
+
+def _check_units(
+    updater: UpdaterHooks,
+    sites: Sites,
+    path: trees.KeyPath,
+    mask: chex.Array,
+    param: chex.Array,
+    role: str,
+) -> None:
+    """Raises a ValueError if a mask keeps parts of the units of its pattern."""
+    if path not in sites:
         return
     pattern, axes = sites[path].pattern, sites[path].batch_axes
     if pattern.is_elementwise or not is_ranking_units(pattern):
@@ -123,11 +151,33 @@ def _check_units(
         is_complete = np.array_equal(jax.device_get(are_kept(kept)), jax.device_get(bits))
     if not is_complete:
         raise ValueError(
-            f"The mask of {sites[path].name!r} among the masks of wrap_optax keeps parts of the "
-            f"units of sparsity_type = {pattern!r}: {type(updater).__name__} would complete them, "
-            "and keep more weights. Leave masks out, or give masks of this pattern, such as those "
-            "of MagnitudePruning(sparsity_type=...).instant_sparsify(params)."
+            f"The mask of {sites[path].name!r} among the {role} keeps parts of the units of "
+            f"sparsity_type = {pattern!r}: {type(updater).__name__} would complete them, and keep "
+            "more weights. Leave masks out, or give masks of this pattern, such as those of "
+            "MagnitudePruning(sparsity_type=...).instant_sparsify(params)."
         )
+
+
+def _check_channels(
+    updater: UpdaterHooks, sites: Sites, masks: Masks, params: Params, role: str
+) -> None:
+    """Raises a ValueError if masks keep parts of channels that go together."""
+    with evaluate_now():
+        bits = read_masks(jax.device_get(masks), abstract(params), updater.use_packed_masks, role)
+        shapes = trees.prunable(abstract(params))
+        scores = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), shapes)
+        # A move of no channel completes those of which a mask keeps parts.
+        moved = adapt_scope(updater.scope, sites).move_tree(bits, scores, scores, 0.0)
+        leaves, moved_leaves = map(trees.leaves_by_path, jax.device_get((bits, moved)))
+    for path, mask in leaves.items():
+        if path not in moved_leaves or (moved_leaves[path] > mask).any():
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} among the {role} keeps parts of "
+                f"channels, or a parameter that goes with it has no mask: an update by "
+                f"{type(updater).__name__} with scope = {updater.scope!r} would complete them, and "
+                "keep more weights. Start from masks of whole channels, such as those of "
+                "MagnitudePruning(scope=...).instant_sparsify(params)."
+            )
 
 
 def read_algorithm_state(new: PyTree, old: PyTree) -> PyTree:

@@ -11,6 +11,7 @@ import chex
 import jax
 
 from sparsity.core import trees
+from sparsity.core.derivatives import hold_constant
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Draw, Sites, apply_masks, defer_scores
 
@@ -67,6 +68,12 @@ class StepInputs(NamedTuple):
     def masked_weights(self) -> PyTree:
         """The weights with `masks` applied."""
         return apply_masks(self.weights, self.masks)
+
+    def hold_constant(self) -> StepInputs:
+        """Returns the inputs without derivatives."""
+        arrays = self.params, self.all_grads, dict(self.extra), self.masks
+        params, grads, extra, masks = hold_constant(arrays)
+        return StepInputs(params, grads, self.sites, extra, masks)
 
     def defer_scores(self, hook: Callable[..., PyTree]) -> ScoreTree | None:
         """Returns the scores of a hook that the search calls; `None` if the step has to call it.

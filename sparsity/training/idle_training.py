@@ -28,29 +28,35 @@ def warn_of_idle(
     """
     steps = update_range(updater.scheduler)
     if steps is None:
-        _warn_of_dense_masks(updater, targets, masks, starts_dense)
+        _warn_of_fixed_masks(updater, targets, masks, starts_dense)
         return
     _warn_of_missing_targets(updater, params, targets, masks)
     if updater.skip_gradients:
         _warn_of_skipped_steps(updater, *steps)
 
 
-def _warn_of_dense_masks(
+def _warn_of_fixed_masks(
     updater: UpdaterHooks, targets: Sparsities, masks: Masks, starts_dense: bool
 ) -> None:
-    """Warns of masks of ones that no step updates."""
-    prunes = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
+    """Warns of masks that no step updates, if they are ones or those of an algorithm that moves."""
     leaves = jax.tree.leaves(masks)
-    dense = all(
-        starts_dense if is_traced(mask) else np.all(jax.device_get(mask)) for mask in leaves
-    )
-    if prunes and leaves and dense:
+    prunes = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
+    if not leaves or not prunes:
+        return
+    name, fixed = type(updater).__name__, f"scheduler = {updater.scheduler!r} never updates them"
+    if all(starts_dense if is_traced(mask) else np.all(jax.device_get(mask)) for mask in leaves):
         warn(
-            f"{type(updater).__name__} has target sparsities, but all masks are ones and "
-            f"scheduler = {updater.scheduler!r} never updates them: training stays dense. Set a "
-            "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
-            "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
-            "configuration), or start from masks with wrap_optax(tx, masks=masks)."
+            f"{name} has target sparsities, but all masks are ones and {fixed}: training stays "
+            "dense. Set a scheduler, for example PolynomialSchedule(update_freq=100, "
+            "update_start_step=1_000, update_end_step=10_000) (update_freq, update_start_step and "
+            "update_end_step in a configuration), or start from masks with wrap_optax(tx, "
+            "masks=masks)."
+        )
+    elif updater.schedule_type == "periodic":
+        warn(
+            f"{name} moves masks, but {fixed}: the first masks stay. Set a scheduler, for example "
+            "PeriodicSchedule(update_freq=100) (update_freq in a configuration), or train within "
+            "fixed masks with StaticRandomSparse."
         )
 
 

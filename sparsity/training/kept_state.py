@@ -194,7 +194,7 @@ def carry(state: PyTree, fresh: PyTree, slot_maps: SlotMaps) -> PyTree:
 
     Args:
       state: state of the inner optimizer, of kept entries.
-      fresh: the same from `init`, for the new masks.
+      fresh: the state that `init` returns for the weights under the new masks.
       slot_maps: result of `find_slot_maps`.
     """
 
@@ -204,7 +204,7 @@ def carry(state: PyTree, fresh: PyTree, slot_maps: SlotMaps) -> PyTree:
         param, map_slices = slot_map.kept.param, slot_map.kept.layout.map_slices
         return map_slices(carry_values, param, slot_map.slots, slot_map.stays, old, new)
 
-    return owners.map_owned(moved, slot_maps, state, fresh)
+    return owners.map_with_fresh(moved, slot_maps, state, fresh)
 
 
 def find_sharding(array: PyTree) -> NamedSharding | None:

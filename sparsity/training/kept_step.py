@@ -23,8 +23,8 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, read_masks, unpack_masks
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.patterns.counts import read_count
+from sparsity.programs.optimizers import Removed, check_entrywise
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import StepInputs
 from sparsity.training.kept_checks import check_compact_fields, check_first_masks, check_moves
 from sparsity.training.kept_state import (
@@ -73,35 +73,56 @@ class KeptStep(Step):
             check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         kept = find_kept(params, masks, layouts)
         values = gather(params, kept)
-        masks_move = has_updates(self.updater.scheduler)
-        check_entrywise(self.inner, params, values, masks_move=masks_move, may_start_dense=True)
+        check_entrywise(
+            self.inner,
+            params,
+            values,
+            [Removed(are_zero=False, have_gradients=False)],  # params are not masked yet
+            remedy="Leave use_compact_state off",
+            claim="The optimizer might train kept entries alone otherwise than with others.",
+            masks_move=has_updates(self.updater.scheduler),
+        )
         state = self.inner.init(values)
-        if self.may_regrow:
+        if self.restarts:
             check_resettable(values, state, type(self.updater).__name__)
         return KeptState(_read_positions(kept), state)
 
     def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
         return isinstance(inner_state, KeptState)
 
-    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState) -> PyTree:
         positions = state.inner_state.positions
         return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        return self.may_regrow
+        return self.restarts
 
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
+        self, new: SparseState, old_masks: Masks, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
         kept = find_kept(params, new.masks, self._find_stored_layouts(new, inputs))
-        slot_maps = find_slot_maps(kept, unpack_masks(old_bits, params))
+        slot_maps = find_slot_maps(kept, old_masks)
         values = gather(params, kept)
         grown = jax.tree.map(lambda slot_map: jnp.logical_not(slot_map.stays), slot_maps)
-        fresh = self.inner.init(without_grown(values, grown))
+        fresh = self.inner.init(trees.prunable(without_grown(values, grown)))
         inner_state = carry(new.inner_state.state, fresh, slot_maps)
         return new._replace(inner_state=KeptState(_read_positions(kept), inner_state)), grown
+
+    def carry_inner(
+        self,
+        inner_state: PyTree,
+        new: SparseState,
+        old_masks: PyTree,
+        inputs: StepInputs,
+        fresh: PyTree,
+    ) -> PyTree:
+        if self.updater.use_packed_masks:
+            old_masks = unpack_masks(old_masks, inputs.params)
+        kept = read_kept(inputs.params, new.inner_state.positions)
+        slot_maps = find_slot_maps(kept, old_masks)
+        return fresh._replace(state=carry(inner_state.state, fresh.state, slot_maps))
 
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
@@ -163,7 +184,8 @@ class KeptStep(Step):
             return None if sites[path].pattern.is_elementwise else mask
 
         masks = trees.map_matched(in_units, state.masks)
-        layouts = self.find_layouts(inputs.params, masks, sites)
+        dense = sites.keys() - trees.leaves_by_path(state.masks).keys()
+        layouts = self.find_layouts(inputs.params, masks, sites.without(dense))
 
         def check(
             path: trees.KeyPath, kept: KeptParameter, layout: KeptLayout | None

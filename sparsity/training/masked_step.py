@@ -1,6 +1,7 @@
 """One training step whose inner optimizer sees complete parameters.
 
-The state of grown weights is reset where their packed mask, `MaskChange.grown`, is 1.
+A weight that returns to the mask and is not 0, as in the first step of a dense model, is marked: by
+a 2 in its mask, or in `MaskChange.grown` if masks are packed. The step starts it from 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import optax
 
 from sparsity.core import trees
 from sparsity.core.dtypes import promote
+from sparsity.core.owners import replace_where
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, apply_masks, mask_updates, pack_masks, unpack_masks
 from sparsity.training.hooks import StepInputs
@@ -19,7 +21,6 @@ from sparsity.training.kept_state import KeptState
 from sparsity.training.regrow import (
     check_resettable,
     name_opaque_state,
-    restart_regrown,
     start_from_zero,
     without_grown,
 )
@@ -35,9 +36,8 @@ class MaskedStep(Step):
 
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
         state = self.inner.init(params)
-        if self.may_regrow:
-            name, is_sure = type(self.updater).__name__, bool(self.updater.regrows)
-            check_resettable(params, state, name, is_sure)
+        if self.restarts and self.regrows is not False:
+            check_resettable(params, state, type(self.updater).__name__, bool(self.regrows))
         return state
 
     def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
@@ -47,37 +47,87 @@ class MaskedStep(Step):
         return isinstance(jax.eval_shape(self.inner.init, params), KeptState)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        return self.may_regrow and name_opaque_state(inputs.params, state.inner_state) is None
+        return self.restarts and name_opaque_state(inputs.params, state.inner_state) is None
 
-    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
-        plain, _ = self.unpack_for_hooks(state, inputs)
-        return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
+    def mark_no_growth(self, state: SparseState) -> PyTree:
+        if not self.updater.use_packed_masks:
+            return None
+        return jax.tree.map(jnp.zeros_like, state.masks)
 
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
+        self, new: SparseState, old_masks: Masks, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         params = masked = inputs.params
         if self.pruned_are_zero:
-            masked = apply_masks(params, unpack_masks(old_bits, params))
-        return restart_regrown(old_bits, new, params, self.inner.init(masked))
+            masked = apply_masks(params, old_masks)
+        grown = _find_grown(new.masks, old_masks)
+        # The first `init` may have seen the weights alone, without the functions of a model.
+        fresh = self.inner.init(trees.prunable(masked))
+        inner_state = replace_where(new.inner_state, fresh, grown)
+        new = new._replace(inner_state=inner_state)
+        if not self.pruned_are_zero:
+            return new, self.mark_no_growth(new)
+        nonzero = trees.map_matched(
+            lambda _, param, is_grown: None if is_grown is None else is_grown & (param != 0),
+            params,
+            grown,
+        )
+        if self.updater.use_packed_masks:
+            return new, pack_masks(nonzero, params)
+        marked = trees.map_matched(
+            lambda _, mask, is_marked: mask + is_marked.astype(mask.dtype), new.masks, nonzero
+        )
+        return new._replace(masks=marked), None
+
+    def carry_inner(
+        self,
+        inner_state: PyTree,
+        new: SparseState,
+        old_masks: PyTree,
+        inputs: StepInputs,
+        fresh: PyTree,
+    ) -> PyTree:
+        masks = new.masks
+        if self.updater.use_packed_masks:
+            masks, old_masks = (unpack_masks(bits, inputs.params) for bits in (masks, old_masks))
+        return replace_where(inner_state, fresh, _find_grown(masks, old_masks))
 
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
+        state, grown = self._read_marks(state, inputs, change)
         plain, inputs = self.unpack_for_hooks(state, inputs)
         params, grads = inputs.params, self.modify_gradients(inputs, plain)
         if self.updater.is_sparse_gradients:
             grads = mask_updates(grads, plain.masks, "gradients")
-        seen = params
-        if self.pruned_are_zero:
-            seen = without_grown(params, change.grown)
+        seen = without_grown(params, grown)
         updates, inner_state = self.run_inner(grads, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
-        if self.pruned_are_zero:
-            updates = start_from_zero(updates, params, change.grown)
+        updates = start_from_zero(updates, params, grown)
         if self.zeroes_updates:
             updates = make_updates_set_zeros(updates, params, plain.masks)
         return updates, state._replace(inner_state=inner_state, count=count)
+
+    def _read_marks(
+        self, state: SparseState, inputs: StepInputs, change: MaskChange
+    ) -> tuple[SparseState, PyTree]:
+        """Returns the state without marks, and the tree of bools of marked weights, or `None`."""
+        if change.is_update is False or not (
+            self.pruned_are_zero and self.can_restart(state, inputs)
+        ):
+            return state, None
+        if self.updater.use_packed_masks:
+            marks = unpack_masks(change.grown, inputs.params)
+            return state, jax.tree.map(lambda mark: mark > 0, marks)
+        masks = jax.tree.map(lambda mask: jnp.minimum(mask, 1), state.masks)
+        return state._replace(masks=masks), jax.tree.map(lambda mask: mask > 1, state.masks)
+
+
+def _find_grown(masks: Masks, old_masks: Masks) -> PyTree:
+    """Returns a tree of bools: which weights have returned to the mask; `None` where dense."""
+    return trees.map_matched(
+        lambda _, mask, before: (mask > 0) & (before == 0), masks, old_masks, role="new masks"
+    )
 
 
 def make_updates_set_zeros(updates: PyTree, params: Params, masks: Masks) -> PyTree:

@@ -99,6 +99,36 @@ def check_no_state(masks: PyTree) -> None:
         )
 
 
+def check_wrapped_once(inner_state: optax.OptState) -> None:
+    """Raises a ValueError if the optimizer that is wrapped holds masks itself."""
+    if trees.find_nodes(inner_state, SparseState):
+        raise ValueError(
+            "Wrap an optimizer once: inner was wrapped by wrap_optax before, and its state holds "
+            "masks. Give wrap_optax the optimizer itself, such as optax.adam(1e-3)."
+        )
+
+
+def check_optax_state(opt_state: PyTree, tx: object, may_hold_masks: bool) -> None:
+    """Raises a ValueError for a state around that of optax, as `nnx.state(optimizer)` returns it.
+
+    There optax's states are dictionaries, so that `tx` takes none, and nothing tells a SparseState.
+
+    Args:
+      opt_state: the argument.
+      tx: the optimizer that would take the state, if any.
+      may_hold_masks: whether the masks of such a state may stay in the result.
+    """
+    names = {*map(trees.path_names, trees.node_paths(opt_state))}
+    for path in names:
+        is_around = path[-1:] == ("opt_state",) and (*path[:-1], "step") in names
+        has_masks = (*path, "inner_state") in names
+        if is_around and (tx is not None or (has_masks and not may_hold_masks)):
+            raise ValueError(
+                "opt_state is the state of a trainer that holds the optimizer's state at "
+                f"{trees.join_names(path)!r}. Give that: optimizer.opt_state of nnx.Optimizer."
+            )
+
+
 def set_sparse_state(opt_state: Tree, sparse_state: SparseState) -> Tree:
     """Returns `opt_state` with its only `SparseState` replaced.
 

@@ -8,8 +8,9 @@
 `Step` is the flow. What depends on the state of the inner optimizer is in its two subclasses:
 `MaskedStep` has a state of complete parameters, `KeptStep` one of kept entries.
 
-Choices made while tracing leave no trace in the compiled program. No array is copied in steps
-without a mask update. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
+Choices made while tracing leave no trace in the compiled program. A mask update is the only trip
+of a loop over the state, which XLA keeps in place: steps without an update copy no moment. For
+derivatives masks are constants. Hooks that compute masks get plain masks: `Step` unpacks and packs.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 
+from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
+from sparsity.core.derivatives import hold_constant, replace_values
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
+from sparsity.training.frozen import exclude_frozen
 from sparsity.training.hook_results import (
+    check_movable,
     read_algorithm_state,
     read_gradients,
     read_new_masks,
@@ -36,9 +41,7 @@ from sparsity.training.hook_results import (
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
 from sparsity.training.overrides import read_attribute
-from sparsity.training.regrow import pack_before_update
-from sparsity.training.skip import update_unless
-from sparsity.training.state import SparseState, to_stored_form
+from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 from sparsity.training.step_checks import (
     check_algorithm_state,
     check_gradients,
@@ -59,7 +62,8 @@ class Step(abc.ABC):
       user_masks: initial masks; `None` leaves the choice to the updater.
       zeroes_updates: whether updates put pruned weights at exactly 0.0.
       pruned_are_zero: whether pruned weights are 0 between steps, and so in the inputs of hooks.
-      may_regrow: whether weights that return to a mask restart.
+      restarts: whether weights that return to a mask restart.
+      regrows: whether weights are expected to return; `None` is unknown.
     """
 
     updater: UpdaterHooks
@@ -67,7 +71,8 @@ class Step(abc.ABC):
     user_masks: Masks | None
     zeroes_updates: bool
     pruned_are_zero: bool
-    may_regrow: bool
+    restarts: bool
+    regrows: bool | None
 
     @classmethod
     def wrap(
@@ -80,10 +85,10 @@ class Step(abc.ABC):
             zeroes_updates = not keeps_dense
         pruned_are_zero = zeroes_updates or not keeps_dense
         # A weight that stays dense while it is masked returns with its value and its state.
-        regrows = read_attribute(updater, "regrows")
-        may_regrow = pruned_are_zero if regrows is None else bool(regrows)
+        regrows = cast(bool | None, read_attribute(updater, "regrows"))
+        restarts = pruned_are_zero or bool(regrows)
         inner = optax.with_extra_args_support(inner)
-        return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, may_regrow)
+        return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, restarts, regrows)
 
     def init(self, params: Params) -> SparseState:
         """Returns the first state."""
@@ -97,7 +102,9 @@ class Step(abc.ABC):
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
-        inputs = updater.make_inputs(params)
+        all_sites = updater.sites(params)
+        sites = exclude_frozen(updater, self.inner, params, self.user_masks, all_sites)
+        inputs = updater.make_inputs(params, sites=sites)
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
         if self.user_masks is not None:
@@ -109,11 +116,13 @@ class Step(abc.ABC):
         state = to_stored_form(state, params, updater.use_packed_masks, "initial masks")
         masks = self.unpack_for_hooks(state, inputs)[0].masks
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.user_masks is None
-        warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
+        if sites is all_sites or jax.tree.leaves(state.target_sparsities):  # not warned before
+            warn_of_idle(updater, params, state.target_sparsities, masks, starts_dense)
         algorithm_state = state.algorithm_state
         if algorithm_state is None:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
         inner_state = self.init_inner(params, masks, inputs.sites)
+        check_wrapped_once(inner_state)
         return state._replace(inner_state=inner_state, algorithm_state=algorithm_state)
 
     def update(
@@ -162,43 +171,60 @@ class Step(abc.ABC):
         self, state: SparseState, inputs: StepInputs
     ) -> tuple[SparseState, MaskChange]:
         """Updates the masks in the steps that the scheduler chooses."""
-        regrows = self.can_restart(state, inputs)
-        replace = functools.partial(self.replace_masks, inputs=inputs, regrows=regrows)
-
-        def keep(state: SparseState) -> tuple[SparseState, MaskChange]:
-            grown = self.mark_no_growth(state, inputs) if regrows else None
-            return state, MaskChange(False, grown)
-
+        restarts = self.can_restart(state, inputs)
         is_update = self.updater.scheduler.is_mask_update_iter(state.count)
-        if is_traced(is_update):
-            # `is_update` is returned and thereby stored: otherwise every kernel that reads it
-            # would compute it again.
-            result: tuple[SparseState, MaskChange]
-            result = jax.lax.cond(is_update, replace, keep, state)
-            return result
-        return replace(state) if jax.device_get(is_update) else (state, MaskChange(False))
+        if not is_traced(is_update):
+            if not jax.device_get(is_update):
+                return state, MaskChange(False)
+            new, grown = self.replace_masks(state, inputs, restarts)
+            return new, MaskChange(True, grown)
+        constant = inputs.hold_constant()
+
+        def replace(carry: PyTree) -> PyTree:
+            is_pending, state, _ = carry
+            return (jnp.zeros_like(is_pending), *self.replace_masks(state, constant, restarts))
+
+        no_growth = self.mark_no_growth(state) if restarts else None
+        first = (is_update, hold_constant(state), no_growth)
+        _, new, grown = jax.lax.while_loop(lambda carry: carry[0], replace, first)
+        return self.restore_derivatives(new, state, inputs, is_update), MaskChange(is_update, grown)
+
+    def restore_derivatives(
+        self, new: SparseState, old: SparseState, inputs: StepInputs, is_update: chex.Numeric
+    ) -> SparseState:
+        """Returns a state after a loop with the derivatives of the state before, masks constant."""
+        inner_state, algorithm_state = old.inner_state, old.algorithm_state
+        if self.can_restart(old, inputs):
+            inner_state = self.carry_inner(inner_state, new, old.masks, inputs, new.inner_state)
+        if is_overridden(self.updater, "update_state"):
+            algorithm_state = jax.tree.map(
+                functools.partial(jnp.where, is_update), new.algorithm_state, algorithm_state
+            )
+        return new._replace(
+            inner_state=replace_values(inner_state, new.inner_state),
+            algorithm_state=replace_values(algorithm_state, new.algorithm_state),
+        )
 
     def replace_masks(
-        self, state: SparseState, inputs: StepInputs, regrows: bool
-    ) -> tuple[SparseState, MaskChange]:
-        """Returns the state with new masks, and the change."""
+        self, state: SparseState, inputs: StepInputs, restarts: bool
+    ) -> tuple[SparseState, PyTree]:
+        """Returns the state with new masks, and `MaskChange.grown`."""
         updater, params = self.updater, inputs.params
+        check_movable(updater, inputs.sites, state.masks, params, "masks of the state")
         old, inputs = self.unpack_for_hooks(state, inputs)
-        old_bits = state.masks
-        if regrows and not updater.use_packed_masks:
-            # `restart` still needs the old masks: as bits they take an eighth of the memory.
-            old_bits, count = pack_before_update(old.masks, params, old.count)
-            old = old._replace(count=count)
         new = call_mask_hooks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
         masks = read_new_masks(new.masks, old.masks, params, updater.use_packed_masks)
-        new = new._replace(masks=masks)
-        grown = None
-        if regrows:
-            new, grown = self.restart(old_bits, new, inputs)
+        # A ramp starts from the masks of the user, and no weight returns that could not restart.
+        only_shrinks = self.user_masks is not None or not restarts
+        if only_shrinks and self.regrows is False and self.pruned_are_zero:
+            masks = trees.map_matched(lambda _, mask, before: mask & before, masks, old.masks)
+        new, grown = new._replace(masks=masks), None
+        if restarts:
+            new, grown = self.restart(new, old.masks, inputs)
         if updater.use_packed_masks:
             new = new._replace(masks=pack_masks(new.masks, params))
-        return new, MaskChange(True, grown)
+        return new, grown
 
     def modify_gradients(self, inputs: StepInputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
@@ -224,13 +250,14 @@ class Step(abc.ABC):
         change: MaskChange,
     ) -> tuple[PyTree, optax.OptState]:
         """Runs the inner optimizer on what it sees, unless `skip_gradients` skips the step."""
-        return update_unless(
-            change.is_update if self.updater.skip_gradients else False,
-            functools.partial(self.inner.update, **inputs.extra),
-            grads,
-            inner_state,
-            params,
-        )
+        skips = change.is_update if self.updater.skip_gradients else False
+        if skips is True:
+            return jax.tree.map(jnp.zeros_like, grads), inner_state
+        updates, new_state = self.inner.update(grads, inner_state, params, **inputs.extra)
+        if skips is False:
+            return updates, new_state
+        updates = jax.tree.map(lambda x: jnp.where(skips, jnp.zeros_like(x), x), updates)
+        return updates, jax.tree.map(functools.partial(jnp.where, skips), inner_state, new_state)
 
     def unpack_for_hooks(
         self, state: SparseState, inputs: StepInputs
@@ -259,19 +286,38 @@ class Step(abc.ABC):
         """Returns whether weights that return to a mask get a fresh state."""
 
     @abc.abstractmethod
-    def mark_no_growth(self, state: SparseState, inputs: StepInputs) -> PyTree:
+    def mark_no_growth(self, state: SparseState) -> PyTree:
         """Returns `MaskChange.grown` of a step that leaves the masks as they are."""
 
     @abc.abstractmethod
     def restart(
-        self, old_bits: PyTree, new: SparseState, inputs: StepInputs
+        self, new: SparseState, old_masks: Masks, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         """Returns the new state with a fresh optimizer state of grown weights, and `grown`.
 
         Args:
-          old_bits: tree of the packed masks before the update.
           new: the state after the update, with masks that are not packed.
+          old_masks: tree of the masks before the update, not packed.
           inputs: inputs of the step.
+        """
+
+    @abc.abstractmethod
+    def carry_inner(
+        self,
+        inner_state: PyTree,
+        new: SparseState,
+        old_masks: PyTree,
+        inputs: StepInputs,
+        fresh: PyTree,
+    ) -> PyTree:
+        """Returns the state of the inner optimizer with entries of `fresh` for grown weights.
+
+        Args:
+          inner_state: the state before the mask update.
+          new: the state after the update, as training stores it.
+          old_masks: tree of the masks before the update, as training stores them.
+          inputs: inputs of the step.
+          fresh: a state like that after the update.
         """
 
     @abc.abstractmethod
@@ -299,8 +345,9 @@ class MaskChange(NamedTuple):
 
     Attributes:
       is_update: whether masks were updated; may be traced.
-      grown: marks the weights that returned to the mask: packed masks in a `MaskedStep`, bools of
-        kept entries in a `KeptStep`; `None` if no weight can return.
+      grown: tree that marks weights that returned to the mask: packed masks in a `MaskedStep` with
+        packed masks, bools of kept entries in a `KeptStep`; `None` if no weight can return, or
+        marks stand in the masks.
     """
 
     is_update: chex.Numeric

@@ -7,12 +7,14 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from sparsity.core import trees
+from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import adapt_scope, check_complete
 from sparsity.training.hooks import StepInputs
-from sparsity.training.state import SparseState
+from sparsity.training.state import SparseState, check_no_state, check_optax_state
 from sparsity.training.updater_hooks import UpdaterHooks
 
 
@@ -23,6 +25,45 @@ def check_optimizer(name: str, value: object) -> None:
             f"{name} must be an optax.GradientTransformation such as optax.adam(1e-3), got {name} "
             f"= {value!r}."
         )
+
+
+def check_masks_and_state(
+    masks: Masks,
+    opt_state: optax.OptState | None,
+    tx: optax.GradientTransformation | None,
+    may_hold_masks: bool,
+) -> None:
+    """Raises a ValueError if masks, state and optimizer are missing, traced or confused.
+
+    `may_hold_masks` as in `check_optax_state`.
+    """
+    if masks is None:
+        raise ValueError("masks is None: no entry would be removed. Give the masks of params.")
+    check_no_state(masks)
+    check_values("masks", masks, "Call this function outside of jit, scan and vmap.")
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
+    if tx is not None:
+        check_optimizer("tx", tx)
+    if tx is not None and opt_state is None:
+        raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
+    check_optax_state(opt_state, tx, may_hold_masks)
+
+
+def read_state(tx: optax.GradientTransformation, params: Params, state: PyTree) -> PyTree:
+    """Returns a state of `tx`, also from a SparseState; raises a ValueError for another's."""
+    expected = trees.leaves_by_path(jax.eval_shape(tx.init, params)).keys()
+    if (
+        isinstance(state, SparseState)
+        and trees.leaves_by_path(state.inner_state).keys() == expected
+    ):
+        return state.inner_state
+    if differing := sorted(map(trees.path_string, expected ^ trees.leaves_by_path(state).keys())):
+        raise ValueError(
+            f"opt_state is no state of tx for these params: {trees.listed(differing)} differ. "
+            "Give the state that tx.init(params) starts, or an update of it."
+        )
+    return state
 
 
 def check_sparse_state(state: object) -> None:
@@ -66,10 +107,8 @@ def check_masked(
     updater: UpdaterHooks, hook: str, masks: Masks, params: Params, targets: Sparsities
 ) -> None:
     """Raises a ValueError that names a parameter to prune for which a hook returned no mask."""
-    paths = (
-        adapt_scope(updater.scope).masked_paths(params, targets)
-        - trees.leaves_by_path(masks).keys()
-    )
+    scope = adapt_scope(updater.scope, updater.sites(params))
+    paths = scope.masked_paths(params, targets) - trees.leaves_by_path(masks).keys()
     if lacking := sorted(map(trees.path_string, paths)):
         raise ValueError(
             f"{type(updater).__name__}.{hook} returned no mask for {trees.listed(lacking)}, which "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import ClassVar, ParamSpec
 
 import chex
 import jax
@@ -39,6 +40,20 @@ from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, Ste
 from sparsity.training.overrides import KeepsCount, check_overrides, read_attribute
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
+P = ParamSpec("P")
+
+
+def _take_target_sparsity(hook: Callable[P, Masks]) -> Callable[P, Masks]:
+    """Lets `create_masks` take sparsities by the name that global pruners of jaxpruner give."""
+
+    @functools.wraps(hook)
+    def create_masks(*args: P.args, **kwargs: P.kwargs) -> Masks:
+        if "target_sparsity" in kwargs:
+            kwargs["sparsities"] = kwargs.pop("target_sparsity")
+        return hook(*args, **kwargs)
+
+    return create_masks
+
 
 @dataclasses.dataclass(kw_only=True)
 class UpdaterHooks(DataclassBase):
@@ -69,12 +84,12 @@ class UpdaterHooks(DataclassBase):
         The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute. True: pruned weights may return to the mask, and `wrap_optax`
-        refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
-        never return, which makes updates of masks a tenth faster. `None`: unknown; returning
-        weights restart if pruned weights are 0, and `wrap_optax` warns instead of refusing. A
-        weight that restarts is 0, with the optimizer state of `init`. This attribute and the next
-        two hold until a subclass overrides some hooks; the page on algorithms of your own lists the
-        hooks, and the values that the library then assumes.
+        refuses optimizers that cannot restart them, such as `optax.flatten`. `None`: unknown;
+        `wrap_optax` warns instead of refusing. False: pruned weights never return to masks that a
+        user gave, or under such an optimizer. Whatever the class, a weight that returns restarts if
+        pruned weights are 0: with the value 0 and the optimizer state of `init`. This attribute and
+        the next two hold until a subclass overrides some hooks; the page on algorithms of your own
+        lists the hooks, and the values that the library then assumes.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         `wrap_optax` warns if it assumes True after an override and `is_sparse_updates` is `None`.
       keeps_count: class attribute. "exact": each slice keeps the number that the target sparsity
@@ -131,7 +146,14 @@ class UpdaterHooks(DataclassBase):
         distribution_fn = self.get_distribution_fn()
         overrides = read_overrides(distribution_fn)
         budget = distribution_fn if isinstance(distribution_fn, MaskBudget) else None
-        return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
+        return Sites(
+            params,
+            self.sparsity_type,
+            self.batch_axes,
+            overrides,
+            budget=budget,
+            has_user_filter=masks_lib.has_user_filter(distribution_fn),
+        )
 
     def make_inputs(
         self,
@@ -195,9 +217,11 @@ class UpdaterHooks(DataclassBase):
           params: tree of parameters.
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
-        masked = masks_lib.adapt_scope(self.scope).masked_paths(params, target_sparsities)
+        scope = masks_lib.adapt_scope(self.scope, self.sites(params))
+        masked = scope.masked_paths(params, target_sparsities)
         return trees.map_matched(lambda path, x: ones_like(x) if path in masked else None, params)
 
+    @_take_target_sparsity
     def create_masks(
         self,
         scores: ScoreTree,

@@ -188,6 +188,20 @@ def test_create_masks_takes_one_scalar_for_all_layers():
     np.testing.assert_array_equal(bare, [[0, 1]])
 
 
+@pytest.mark.parametrize("cls", [sparsity.GlobalMagnitudePruning, sparsity.GlobalSaliencyPruning])
+def test_create_masks_takes_the_keyword_of_jaxpruner(cls):
+    scores = {"a": jnp.array([[1.0, 4.0]]), "b": jnp.array([[3.0, 2.0]])}
+    for create_masks in (cls().create_masks, cls(sparsity=0.25).create_masks):
+        masks = create_masks(scores, target_sparsity=0.5)
+        assert jax.tree.map(np.ndarray.tolist, jax.device_get(masks)) == {
+            "a": [[0, 1]],
+            "b": [[1, 0]],
+        }
+        jax.tree.map(np.testing.assert_array_equal, masks, create_masks(scores, sparsities=0.5))
+    with pytest.raises(TypeError, match="sparsities"):
+        cls().create_masks(scores, 0.5, target_sparsity=0.5)
+
+
 def test_one_scalar_is_for_the_leaves_of_the_distribution_without_a_sparsity_of_their_own():
     updater = sparsity.GlobalMagnitudePruning(custom_sparsity_map={"c": 0.75})
     scores = {name: jnp.array([[1.0, 4.0, 3.0, 2.0]]) for name in "abc"} | {"bias": jnp.ones(2)}

@@ -93,6 +93,7 @@ def test_a_leaf_that_is_denser_than_the_backward_set_trains_its_forward_set():
     updater = sparsity.TopKast(
         sparsity_distribution_fn=helpers.uniform(0.75, custom_sparsity_map={"v": 0.25}),
         backward_sparsity=0.5,
+        scheduler=sparsity.PeriodicSchedule(2),
     )
     params = {"w": jnp.arange(4.0).reshape(1, 4), "v": jnp.arange(4.0).reshape(1, 4)}
     state = updater.wrap_optax(optax.sgd(0.1)).init(params)

@@ -86,7 +86,7 @@ def test_flap_puts_what_a_resnet_loses_into_its_batch_norms(has_means):
     model = resnet if has_means else with_constant_means
     params = PARAMS if has_means else without_means(PARAMS)
     graph = trace(model, params, X)
-    uniform = Uniform(0.5, filter_fn=lambda path, _: path == ("first", "w"))
+    uniform = Uniform(0.5, custom_sparsity_map={"last/w": 0.0, "head": None})
     pruner = FLAPPruning(scope=Coupled(graph), sparsity_distribution_fn=uniform)
     statistics = sparsity.calibrate(model, params, [X], "moments")
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)

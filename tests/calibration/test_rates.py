@@ -1,10 +1,13 @@
 """Rates by outliers: against a plain program, and what they refuse."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsity
+from sparsity.calibration import Rates
 from tests.calibration import oracles
 
 
@@ -85,3 +88,28 @@ def test_statistics_of_another_model_are_refused():
     del params["layer1"]
     with pytest.raises(ValueError, match="entries for 'layer1/kernel', where the params have no"):
         sparsity.owl(statistics, params)
+
+
+def test_rates_of_no_parameter_are_refused():
+    params = {"w": jnp.ones((4, 8)), "n": jnp.ones((4, 8), jnp.int8)}
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=Rates({("v",): 0.5, ("w",): 0.5}))
+    for call in (pruner.instant_sparsify, pruner.wrap_optax(optax.sgd(0.1)).init):
+        with pytest.raises(ValueError, match=r"sparsity for 'v', which is no parameter. .*: n, w"):
+            call(params)
+    integers = sparsity.MagnitudePruning(sparsity_distribution_fn=Rates({("n",): 0.5}))
+    with pytest.raises(ValueError, match="gives a sparsity to 'n' alone"):
+        integers.instant_sparsify(params)
+    with pytest.raises(ValueError, match=r"Give each path of Rates as a tuple .* got 'w'"):
+        Rates({"w": 0.5})
+
+
+def test_rates_serve_each_group_of_a_partition():
+    params = {name: {"w": jnp.ones((4, 8))} for name in "ab"}
+    rates = Rates({("a", "w"): 0.5, ("b", "w"): 0.25})
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=rates, scheduler=sparsity.OneShotSchedule(0)
+    )
+    groups = {name: pruner.wrap_optax(optax.sgd(0.1)) for name in "ab"}
+    states = optax.partition(groups, {name: name for name in "ab"}).init(params).inner_states
+    targets = [jax.tree.leaves(states[name].inner_state.target_sparsities) for name in "ab"]
+    assert targets == [[0.5], [0.25]]

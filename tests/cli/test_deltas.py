@@ -138,6 +138,47 @@ def test_an_empty_delta_is_no_difference(files, capsys):
     assert "total" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "float8_e5m2"])
+def test_a_difference_of_bits_is_a_difference_that_a_delta_holds(tmp_path, capsys, dtype):
+    base = np.zeros(4, dtype)
+    base[2:] = np.nan
+    for position in (1, 3):  # the sign of a zero, a bit of a NaN
+        tuned = base.copy()
+        tuned.view(np.uint8).reshape(4, -1)[position, -1] ^= 0x80
+        for name, array in (("old", base), ("new", tuned)):
+            safetensors.numpy.save_file({"w": array.view(dtype)}, tmp_path / f"{name}.safetensors")
+        old, new, out = (tmp_path / f"{name}.safetensors" for name in ("old", "new", "out"))
+        delta = tmp_path / f"delta{position}"
+        assert main(["diff", *map(str, (old, new)), "--json", "--save", str(delta)]) == 1
+        assert json.loads(capsys.readouterr().out)["total"]["bits"] == 1
+        assert main(["diff", *map(str, (old, old))]) == 0
+        assert main(["diff", str(delta)]) == 1
+        assert main(["apply", *map(str, (old, delta, out)), "--overwrite"]) == 0
+        assert main(["diff", *map(str, (out, new))]) == 0
+        assert bits(arrays(out)) == bits({"w": tuned})
+        assert "'w' has other values" in error(capsys, "apply", new, delta, out, "--overwrite")
+
+
+def test_a_delta_that_is_larger_than_the_checkpoint_says_so_in_one_line(tmp_path, capsys):
+    dense = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float16)
+    pruned = np.where(np.arange(64) < 6, dense, 0)
+    pairs = {"old": dense, "new": pruned, "one": dense.copy()}
+    pairs["one"][0, 0] = 1
+    for name, array in pairs.items():
+        safetensors.numpy.save_file({"w": array}, tmp_path / name)
+        (tmp_path / name).rename(tmp_path / f"{name}.safetensors")
+    for name, is_large in (("new", True), ("one", False)):
+        delta, files = (
+            tmp_path / f"{name}.delta",
+            [f"{tmp_path}/{x}.safetensors" for x in ("old", name)],
+        )
+        assert main(["diff", *files, "--save", str(delta)]) == 1
+        message = capsys.readouterr().err
+        assert (delta.stat().st_size > 8192) == is_large
+        assert message.count("\n") == is_large
+        assert (f"{name}.safetensors itself 8.26 kB: keep the checkpoint" in message) == is_large
+
+
 def test_another_base_is_refused_by_name_and_nothing_is_written(files, capsys):
     base, delta, tuned = files
     out = base.with_name("out.safetensors")

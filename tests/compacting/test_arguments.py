@@ -38,7 +38,7 @@ def test_kept_values_stand_in_the_order_of_the_parameter():
     assert len(jax.tree.leaves(model)) == 1
 
 
-@pytest.mark.parametrize("name", ["params", "opt_state", "update_error"])
+@pytest.mark.parametrize("name", ["params", "opt_state", "tx"])
 def test_a_model_that_jax_made_from_its_leaves_says_what_it_lacks(name):
     model = compact(GRAPH, PARAMS, MASKS)
     mapped = jax.tree.map(jnp.asarray, model)
@@ -46,7 +46,7 @@ def test_a_model_that_jax_made_from_its_leaves_says_what_it_lacks(name):
         getattr(mapped, name)
     with pytest.raises(AttributeError, match="no attribute 'parameters'"):
         mapped.parameters  # noqa: B018
-    assert (model.opt_state, model.update_error) == (None, None)
+    assert (model.opt_state, model.tx, model.update_error) == (None, None, None)
     assert jax.tree.structure(mapped) == jax.tree.structure(model)
 
 
@@ -69,7 +69,7 @@ def test_a_model_that_jax_made_from_its_leaves_works_with_parameters_beside_it(m
         moved.params  # noqa: B018
     moved = mapped.move(pruner, values, state, 0)[0]
     assert moved.params["up"].shape == (4,)
-    with pytest.raises(AttributeError, match="no update_error"):
+    with pytest.raises(AttributeError, match="no tx"):
         moved.update_error  # noqa: B018
 
 
@@ -188,7 +188,9 @@ def test_an_updater_prunes_and_the_result_is_compact():
         ({"tx": optax.sgd(0.1)}, "give opt_state"),
         (
             {
-                "tx": sparsity.NoPruning().wrap_optax(optax.sgd(0.1)),
+                "tx": optax.GradientTransformation(
+                    *sparsity.NoPruning().wrap_optax(optax.sgd(0.1))
+                ),
                 "opt_state": sparsity.SparseState(),
             },
             "tx is a wrapped optimizer",

@@ -111,7 +111,7 @@ def test_the_state_of_a_wrapped_optimizer_goes_on_without_the_wrapper():
     for _ in range(3):
         params, state = step(fn, wrapped, params, state)
     model = compact(graph, params, masks, state, inner)
-    assert model.update_error < 1e-6
+    assert model.update_error == 0
     values, kept_state = model.params, model.opt_state
     assert {leaf.shape for leaf in jax.tree.leaves(kept_state) if leaf.ndim} == {
         values[name].shape for name in values
@@ -145,10 +145,13 @@ def test_one_number_for_a_parameter_stays_in_the_state():
             optax.adafactor(0.01, min_dim_size_to_factor=4),
             r"holds no moment for each entry.*tx\.init\(model\.params\)",
         ),
-        (optax.contrib.muon(0.01), "would not train|no moment"),
+        (
+            optax.contrib.muon(0.01),
+            "^Leave out tx.* entry by entry: it fails on arrays of other shapes",
+        ),
         (
             optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
-            "would not train the kept values",
+            "^Leave out tx.* entry by entry: div of 'layers' in clip_by_block_rms reads a number",
         ),
     ],
 )

@@ -1,8 +1,10 @@
 """Sparse deltas: exact to the bit, small, checked against their base, or refused."""
 
+import bisect
 import os
 import types
 import typing
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +240,13 @@ def test_models_that_do_not_fit_are_refused(change, message):
         Delta.between({"w": draw()}, change(draw()))
 
 
+def test_numbers_of_python_must_have_equal_bits():
+    for number in (0.0, np.nan, 3, True, 1 - 2j):
+        Delta.between({"w": draw(), "n": number}, {"w": draw(), "n": number})
+    with pytest.raises(ValueError, match=r"'n' is 0.0 in base and -0.0 in params, and no array"):
+        Delta.between({"w": draw(), "n": 0.0}, {"w": draw(), "n": -0.0})
+
+
 def test_masks_that_do_not_fit_are_refused(model):
     base, params, masks = model
     with pytest.raises(ValueError, match="layer/bias"):
@@ -337,6 +346,50 @@ def test_the_bytes_are_those_of_values_and_positions():
 
 
 # Differences of a chosen dtype.
+
+
+def round_to_nearest(exact, dtype):
+    """The nearest numbers of a narrow dtype, ties to even bits, found among all of its numbers."""
+    word = f"u{np.dtype(dtype).itemsize}"
+    numbers = np.arange(2 ** (8 * np.dtype(dtype).itemsize)).astype(word).view(dtype)
+    with np.errstate(invalid="ignore"):  # NaN that signals
+        numbers = numbers[np.isfinite(numbers)]
+    numbers = numbers[np.argsort(numbers.astype(float), kind="stable")]
+    wide = [Fraction(x) for x in numbers.astype(float).tolist()]
+    nearest = []
+    for number in exact:
+        place = bisect.bisect_left(wide, number)
+        around = range(max(place - 1, 0), min(place + 1, len(wide)))
+        nearest.append(
+            min(around, key=lambda i: (abs(wide[i] - number), int(numbers[i].view(word)) % 2))
+        )
+    return numbers[nearest]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
+def test_differences_and_sums_of_narrow_dtypes_are_rounded_once(dtype):
+    rng, steps = np.random.default_rng(0), np.finfo(np.float32).eps * np.array([0.25, -0.25])
+    # Halfway between two numbers of the dtype, and a bit that float32 does not hold with the half.
+    low = rng.normal(size=300).astype(dtype).astype(float)
+    word = f"u{np.dtype(dtype).itemsize}"
+    high = (low.astype(dtype).view(word) + 1).view(dtype).astype(float)
+    wide = ((low + high) / 2)[:, None] * (1 + steps / 64)
+    base = {"w": np.zeros(wide.size)}
+    delta = Delta.between(base, {"w": wide.reshape(-1)}, dtype=dtype)
+    exact = [Fraction(x) for x in wide.reshape(-1).tolist()]
+    expected = round_to_nearest(exact, dtype)
+    np.testing.assert_array_equal(delta.apply(base)["w"], expected.astype(float))
+
+    base = {"w": low.astype(dtype)}
+    delta = Delta.between(base, {"w": high.astype(dtype)})
+    for weight in (0.5 + 2.0**-30, 0.5 - 2.0**-30):
+        exact = [
+            Fraction(x) + Fraction(weight) * (Fraction(y) - Fraction(x))
+            for x, y in zip(low.tolist(), high.tolist(), strict=True)
+        ]
+        merged = Delta.merge([delta], [weight]).apply(base)["w"]
+        expected = round_to_nearest(exact, dtype)
+        np.testing.assert_array_equal(merged.view(word), expected.view(word))
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", 2**-8), ("float16", 2**-11)])

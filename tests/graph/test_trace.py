@@ -147,7 +147,8 @@ def test_a_constant_that_only_looks_like_a_lost_leaf_is_none():
 
 def test_a_state_that_matches_nothing_or_does_not_fit_is_named():
     def fn(params, x):
-        return model(params, x), {"mean": x.mean(0), "wrong": x.sum()}
+        mean = 0.9 * params["mean"] + 0.1 * x.mean(0)
+        return model(params, x), {"mean": mean, "wrong": x.sum()}
 
     params = P | {"mean": jnp.ones(4)}
     assert trace(fn, params, X).state == {("1", "mean"): ("mean",)}

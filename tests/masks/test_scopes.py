@@ -457,6 +457,9 @@ class Everything:
     def check(self, pattern, batch_axes, topk_fn):
         pass
 
+    def bind(self, sites, targets):
+        return self
+
     def masked_paths(self, params, sparsities):
         return set(trees.leaves_by_path(params))
 

@@ -140,6 +140,64 @@ def test_a_filter_that_selects_nothing_is_an_error(distribution):
 
 
 @both
+@pytest.mark.parametrize(
+    ("overrides", "filter_fn", "message"),
+    [
+        ({".*": None}, None, "custom_sparsity_map keeps all parameters dense, so"),
+        ({"net/p0": None}, None, "No parameter .* except those that custom_sparsity_map keeps"),
+        ({"net/p1": None}, lambda *_: False, "filter_fn selects no parameter, except those that"),
+    ],
+)
+def test_overrides_that_leave_all_parameters_dense_are_an_error(
+    distribution, overrides, filter_fn, message
+):
+    params = {"net": arrays((4, 8), (8,))}
+    options = {"custom_sparsity_map": overrides, "filter_fn": filter_fn}
+    with pytest.raises(ValueError, match=f"^{message}.* Select some .*'net/p0', 'net/p1'"):
+        distribution(params, 0.5, **options)
+    for idle in (None, 0.0):
+        targets = distribution(params, idle, **options)
+        assert not any(jax.tree.leaves(targets))
+    zero = distribution(params, 0.5, custom_sparsity_map={"net/p0": 0.0})
+    assert zero == {"net": {"p0": 0.0, "p1": None}}
+
+
+@both
+def test_a_tree_of_integers_is_an_error_and_a_tree_without_arrays_is_not(distribution):
+    integers = {"w": np.ones((4, 8), np.int8)}
+    with pytest.raises(ValueError, match=r"sparsity = 0.5 has nothing to remove. Prune the para"):
+        distribution(integers, 0.5)
+    assert distribution(integers) == {"w": None}
+    masked = {"w": optax.MaskedNode(), "v": None}  # as optax.partition leaves other groups
+    assert not jax.tree.leaves(distribution(masked, 0.5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity_distribution_fn": sparsity.Uniform(0.5, custom_sparsity_map={"w": None})},
+        {"sparsity_distribution_fn": sparsity.Uniform(0.5, filter_fn=lambda *_: False)},
+        {"sparsity_distribution_fn": lambda _: {"w": 0.5}, "sparsity_type": lambda *_: None},
+        {"sparsity_distribution_fn": lambda _: {"w": None, "n": 0.5}},
+    ],
+)
+def test_updaters_without_a_target_are_an_error(options):
+    params = {"w": jnp.ones((4, 8)), "n": jnp.ones((4, 8), jnp.int8)}
+    pruner = sparsity.MagnitudePruning(**options)
+    calls = [
+        pruner.instant_sparsify,
+        jax.jit(pruner.instant_sparsify),
+        pruner.wrap_optax(optax.sgd(0.1)).init,
+        lambda params: sparsity.oneshot(
+            pruner, lambda p, x: x @ p["w"], params, [jnp.ones((2, 4))]
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"nothing to remove|sparsity to '[wn]' alone"):
+            call(params)
+
+
+@both
 @pytest.mark.parametrize("sparsity", [None, 0.0])
 def test_a_filter_that_selects_nothing_is_fine_where_nothing_is_removed(distribution, sparsity):
     assert distribution(arrays((4, 8)), sparsity, filter_fn=lambda *_: False) == {"p0": None}

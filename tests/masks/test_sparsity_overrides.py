@@ -36,7 +36,7 @@ def net(dense=0.5, bias=None, first=0.5, second=0.5):
         ({"dense/bias": 0.1}, net(bias=0.1)),
         ({".*": 0.1}, net(0.1, 0.1, 0.1, 0.1)),
         ({"dense/kernel": None}, net(dense=None)),
-        ({re.compile("kernel"): None}, net(None, None, None, None)),
+        ({re.compile("layers"): None}, net(first=None, second=None)),
         ({"dense/kernel": 0, "layers/0/kernel": 1}, net(dense=0, first=1)),
         ({}, net()),
         (None, net()),

@@ -227,6 +227,7 @@ SPECIAL = {
     ("shrink", "opt_state"): (),
     ("shrink", "params"): (),  # a part of the tree
     ("snip_scores", "params"): (),
+    ("check", "params"): TREE,
     ("sparsity_table", "params"): TREE,
     ("trace", "args"): (),  # of the model
     ("trace", "params"): (),

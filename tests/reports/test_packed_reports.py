@@ -63,6 +63,43 @@ def test_a_packed_row_of_one_weight_is_a_byte_of_its_own():
         sparsity.summarize_sparsity(state)
 
 
+def test_bytes_of_one_bit_are_not_taken_for_masks_without_moments_either():
+    params = {"w": jnp.tile(jnp.arange(1.0, 9.0), (4, 2)), "b": jnp.ones(16)}  # the eighth is kept
+    options = {"sparsity_distribution_fn": sparsity.Uniform(0.875)}
+    states = {}
+    for packed in (False, True):
+        pruner = sparsity.MagnitudePruning(
+            sparsity_type=sparsity.NByM(1, 8), use_packed_masks=packed, **options
+        )
+        _, masks = pruner.instant_sparsify(params)
+        tx = sparsity.StaticRandomSparse(use_packed_masks=packed).wrap_optax(
+            optax.sgd(0.1), masks=masks
+        )
+        states[packed] = tx.init(params)
+    np.testing.assert_array_equal(states[True].masks["w"], np.ones((4, 2)))
+    with pytest.raises(ValueError, match=r"masks of 'w' have their target .* packed to bits"):
+        sparsity.summarize_sparsity(states[True])
+    assert np.isnan(jax.jit(sparsity.summarize_sparsity)(states[True])["_total_sparsity"])
+    for summarize in (sparsity.summarize_sparsity, jax.jit(sparsity.summarize_sparsity)):
+        assert summarize(states[False])["_total_sparsity"] == 0.875
+        removed_all = states[False]._replace(
+            masks={"w": jnp.zeros((4, 16), jnp.uint8), "b": None},
+            target_sparsities={"w": jnp.float32(1), "b": None},
+        )
+        assert summarize(removed_all)["_total_sparsity"] == 1
+
+
+def test_a_packed_column_and_a_plain_one_are_not_compared():
+    mask = np.array([[1], [0], [1]], np.uint8)
+    packed, plain = _state(True, mask)[1], _state(False, mask)[1]
+    for pair in ((packed, plain), (plain, packed)):
+        with pytest.raises(ValueError, match="'w' is packed in only one of mask_tree1 and"):
+            sparsity.summarize_intersection(*pair)
+        assert np.isnan(jax.jit(sparsity.summarize_intersection)(*pair)["w"])
+    for state in (packed, plain):
+        assert sparsity.summarize_intersection(state, state)["w"] == 1
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 def test_the_overlap_of_two_states_is_that_of_their_bits(packed):
     other = (np.arange(40).reshape(4, 10) % 2 == 0).astype(np.uint8)

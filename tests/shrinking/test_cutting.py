@@ -25,6 +25,12 @@ CHANGED = {
     "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
     "factor of the shape": optax.contrib.muon(1e-3),
 }
+CHANGED_BY = {
+    "mean": "clip_by_block_rms",
+    "mean, every eighth step": "centralize",
+    "noise": "add_noise",
+    "factor of the shape": "scale_by_muon",
+}
 
 
 def mlp(params, x):
@@ -65,18 +71,18 @@ def pruned(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*KEPT, *CHANGED])
-def test_updates_show_whether_an_optimizer_goes_on_as_on_the_masked_model(pruned, name):
+def test_a_program_proves_that_an_optimizer_goes_on_as_on_the_masked_model(pruned, name):
     params, graph, masks = pruned
     tx = (KEPT | CHANGED)[name]
     state = tx.init(params)
     assert "not checked" in shrink(graph, params, masks, state).report()
     if name in CHANGED:
-        with pytest.raises(ValueError, match=r"'(update|state)/.*' has .* in place of .*new state"):
+        with pytest.raises(ValueError, match=rf"^Leave out tx.*: .* in {CHANGED_BY[name]} "):
             shrink(graph, params, masks, state, tx)
         return
     small = shrink(graph, params, masks, state, tx)
-    assert small.update_error < 1e-12
-    assert "the compared updates differ by at most" in small.report()
+    assert small.update_error == 0
+    assert "continues as on the masked model" in small.report()
 
 
 @pytest.mark.slow
@@ -192,8 +198,7 @@ def test_factored_moments_are_cut_along_the_axes_over_which_they_do_not_average(
         step = functools.partial(train_step, tx, x)
         for _ in range(2):
             params, state = step(attention, params, state)
-        small = shrink(graph, params, masks, state, tx)
-        assert small.update_error < 1e-12
+        small = shrink(graph, params, masks, state)
         moments = small.opt_state.inner_state[0]
         assert (moments.v_row["q"].shape, moments.v_col["q"].shape) == ((2, 8), (16, 2))
         small_params, small_state = small.params, small.opt_state
@@ -204,10 +209,9 @@ def test_factored_moments_are_cut_along_the_axes_over_which_they_do_not_average(
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, atol=1e-10), small_params, masked.params
         )
-        # adafactor's updates are divided by their mean over all of an array.
-        adafactor = optax.adafactor(1e-3, min_dim_size_to_factor=2)
-        with pytest.raises(ValueError, match="would not train the smaller model as the masked one"):
-            shrink(graph, params, masks, adafactor.init(params), adafactor)
+        # The proof does not follow means along axes that stay.
+        with pytest.raises(ValueError, match="in scale_by_factored_rms reads an array that has no"):
+            shrink(graph, params, masks, state, tx)
 
 
 def test_factored_moments_that_average_over_what_is_removed_are_refused():
@@ -269,7 +273,7 @@ def test_norms_of_moments_go_on_only_where_gradients_are_masked(model, is_masked
     if is_masked:
         assert shrink(graph, params, state.masks, state, tx).opt_state is not None
         return
-    with pytest.raises(ValueError, match="would not train the smaller model as the masked one"):
+    with pytest.raises(ValueError, match=r"of '.*' in scale_by_trust_ratio returns another number"):
         shrink(graph, params, state.masks, state, tx)
 
 

@@ -322,7 +322,6 @@ def test_the_optimizer_continues_as_on_the_masked_model(pruned, packed):
     params = masked_by(params, masks)
     params, state = step(fn, params, tx.init(params))
     small = shrink(graph, params, masks, state, tx)
-    assert small.update_error < 1e-12
     small_params, small_state = small.params, small.opt_state
     for _ in range(5):
         params, state = step(fn, params, state)
@@ -339,10 +338,10 @@ def test_the_optimizer_continues_as_on_the_masked_model(pruned, packed):
 def test_norms_of_weights_that_dead_channels_still_have_are_refused(pruned):
     fn, params, masks, x = pruned
     graph = trace(fn, params, x)
-    with pytest.raises(ValueError, match=r"kernel0' has .* in place of .*new state"):
+    with pytest.raises(ValueError, match=r"of '.*0' in scale_by_trust_ratio returns another"):
         shrink(graph, params, masks, optax.lars(1e-3).init(params), optax.lars(1e-3))
     tx = optax.adam(1e-3)
-    assert shrink(graph, params, masks, tx.init(params), tx).update_error < 1e-12
+    assert shrink(graph, params, masks, tx.init(params), tx).update_error == 0
 
 
 # What is shown, and what is refused.

@@ -100,3 +100,11 @@ def test_a_module_with_functions_among_its_leaves_is_measured():
 
     small = shrink(trace(fn, mlp, x := jnp.ones((5, 3))), mlp, jax.tree.map(lambda _: None, mlp))
     assert len(small.measure(mlp, x, rounds=1)) == 2
+
+
+def test_measure_says_that_it_takes_the_parameters_before_the_cut(model):
+    *_, x, small = model
+    with pytest.raises(
+        ValueError, match=r"takes the parameters before the cut.*'\w+' must have sh"
+    ):
+        small.measure(small.params, x)

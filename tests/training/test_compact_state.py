@@ -283,7 +283,7 @@ def test_a_ramp_is_refused_with_the_field_the_schedule_and_the_remedy():
         ({"algorithm": "set", "is_sparse_updates": False}, "is_sparse_updates = False"),
         ({"algorithm": "global_rigl", "scheduler": sparsity.PeriodicSchedule(5)}, "Layerwise"),
         ({"algorithm": "static_sparse", "scope": "global"}, r"Global.*masks=masks"),
-        ({"algorithm": "set", "sparsity_type": "block_5,5"}, r"Block.*'kernel'"),
+        ({"algorithm": "set", "sparsity_type": "block_5,5", "update_freq": 5}, r"Block.*'kernel'"),
         ({"algorithm": "rigl", "use_compact_state": 1}, "use_compact_state"),
     ],
 )

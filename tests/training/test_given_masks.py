@@ -1,6 +1,7 @@
 """Masks that a user hands to `wrap_optax`: kept, started from, or refused with the leaf's name."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -148,28 +149,112 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     np.testing.assert_array_equal(_in_use(_start(fixed, _masks(w=entries))), entries)
 
 
+def test_states_with_parts_of_units_are_refused_where_their_masks_have_values():
+    updater = sparsity.SET(
+        sparsity_distribution_fn=_HALF,
+        sparsity_type=sparsity.Block((2, 2)),
+        scheduler=sparsity.PeriodicSchedule(2),
+    )
+    tx, params = updater.wrap_optax(optax.sgd(0.1)), _params()
+    state = tx.init(params)
+    tx.update(params, state, params)
+    restored = state._replace(masks=_masks())
+    with pytest.raises(ValueError, match=r"'w' among the masks of the state keeps parts of the un"):
+        tx.update(params, restored, params)
+
+
+def _hidden(params, x):
+    return jax.nn.relu(x @ params["w"] + params["b"]) @ params["v"]
+
+
+def _start_channels(cls, masks, **options):
+    params = _params() | {"v": jnp.ones((8, 3))}
+    graph = sparsity.trace(_hidden, params, jnp.ones((2, 4)))
+    options = {"scheduler": sparsity.PeriodicSchedule(2)} | options
+    updater = cls(scope=sparsity.Coupled(graph), sparsity_distribution_fn=_HALF, **options)
+    tx = updater.wrap_optax(optax.sgd(0.1), masks=masks)
+    return tx, params, tx.init(params)
+
+
+def _channels(**other):
+    stays = np.arange(8) % 2
+    mask = {"w": stays * np.ones((4, 1)), "b": stays, "v": stays[:, None] * np.ones((1, 3))}
+    return jax.tree.map(lambda x: x.astype(np.uint8), mask) | other
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        sparsity.RigL,
+        sparsity.SET,
+        sparsity.MagnitudePruning,
+        functools.partial(sparsity.SteMagnitudePruning, store_masks=True),
+    ],
+)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": _mask()},  # each channel in part
+        {"v": (np.arange(24).reshape(8, 3) % 2).astype(np.uint8)},
+        {"b": None},  # goes with the others
+        {"b": np.ones(8, np.uint8)},
+    ],
+)
+def test_masks_with_parts_of_coupled_channels_are_refused_where_they_would_change(cls, other):
+    with pytest.raises(ValueError, match=r"'[bvw]' among the masks of wrap_optax keeps parts of c"):
+        _start_channels(cls, _channels(**other))
+
+
+def test_masks_of_coupled_channels_move_and_stay_as_many():
+    tx, params, state = _start_channels(sparsity.RigL, _channels())
+    _, moved = jax.jit(tx.update)(params, state, params)
+    for masks in (state.masks, moved.masks):
+        assert [int(masks[name].sum()) for name in "wbv"] == [16, 4, 12]
+    packed = jax.tree.map(lambda x: np.packbits(x, -1), _channels(w=_mask()))
+    with pytest.raises(ValueError, match="'w' among the masks of wrap_optax keeps parts of chann"):
+        _start_channels(sparsity.SET, packed, use_packed_masks=True)
+    partial = state._replace(masks=_channels(w=jnp.asarray(_mask())))
+    with pytest.raises(ValueError, match="'w' among the masks of the state keeps parts of channe"):
+        tx.update(params, partial, params)
+
+
+def test_parts_of_coupled_channels_stay_where_no_update_changes_masks():
+    partial = _channels(w=_mask())
+    for cls in (sparsity.StaticRandomSparse, sparsity.MagnitudePruning):
+        options = {"scheduler": sparsity.NoUpdateSchedule()}
+        _, _, state = _start_channels(cls, partial, **options)
+        jax.tree.map(np.testing.assert_array_equal, state.masks, partial)
+
+
 def test_complex_masks_keep_entries_that_are_not_zero():
     state = _start(sparsity.StaticRandomSparse(), _masks(w=_mask() * np.complex64(1j)))
     np.testing.assert_array_equal(_in_use(state), _mask())
 
 
-@pytest.mark.slow
-def test_a_pruner_starts_from_the_masks_and_then_makes_its_own():
-    pruner = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_HALF, scheduler=sparsity.OneShotSchedule(1)
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+@pytest.mark.parametrize("name", ["magnitude", "lamp"])
+def test_a_ramp_starts_from_the_masks_which_only_shrink(name, packed):
+    schedule = sparsity.PolynomialSchedule(
+        update_freq=1, update_start_step=0, update_end_step=8, power=1
     )
-    tx = pruner.wrap_optax(optax.sgd(0.0), masks=_masks())
-    params = _params()
-    state = tx.init(params)
-    kept = []
-    for _ in range(2):
-        updates, state = tx.update(params, state, params)
+    pruner = sparsity.ALGORITHM_REGISTRY[name](
+        sparsity_distribution_fn=sparsity.Uniform(0.8, filter_fn=lambda *_: True),
+        scheduler=schedule,
+        use_packed_masks=packed,
+    )
+    mask = np.random.default_rng(0).permutation(np.repeat([1, 0], [16, 16])).reshape(4, 8)
+    params = {"w": jnp.linspace(1.0, 2.0, 32).reshape(4, 8)}
+    tx = pruner.wrap_optax(optax.sgd(0.01), masks={"w": mask})
+    params, state = pruner.init(tx, params)
+    before, counts = mask, []
+    for _ in range(9):
+        updates, state = jax.jit(tx.update)(params, state, params)
         params = optax.apply_updates(params, updates)
-        kept.append(_in_use(state))
-    np.testing.assert_array_equal(kept[0], _mask())
-    # Pruned weights are zeros: only the eight survivors score, the rest are ties from the front.
-    assert kept[1].sum() == 16
-    assert np.all(kept[1][_mask() == 1])
+        kept = np.asarray(params["w"]) != 0
+        assert np.all(before[kept])
+        before = kept
+        counts.append(kept.sum())
+    assert counts == [16, 16, 16, 16, 16, 16, 13, 10, 6]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])

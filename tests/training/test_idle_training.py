@@ -14,6 +14,7 @@ _NAMES = sparsity.all_algorithm_names()
 _STE = ("magnitude_ste", "random_ste", "sr_ste")
 # Others make their masks before they train, or in the first step.
 _WAITS = [name for name in helpers.list_names(helpers.starts_dense) if name not in (*_STE, "snip")]
+_MOVES = ["set", "rigl", "srigl", "global_rigl", "top_kast"]
 _WITH_MASKS = [name for name in _NAMES if name not in (*_WAITS, *_STE)]
 
 
@@ -79,9 +80,20 @@ def test_straight_through_with_stored_masks_is_warned_of_and_without_is_not():
         _init(_make(name))
 
 
-@pytest.mark.parametrize("name", _WITH_MASKS)
+@pytest.mark.parametrize("name", [x for x in _WITH_MASKS if x not in _MOVES])
 def test_algorithms_with_masks_from_the_start_are_not_warned_of(name):
     _init(_make(name))
+
+
+@pytest.mark.parametrize("name", _MOVES)
+def test_an_algorithm_that_moves_masks_is_warned_of_without_a_schedule(name):
+    updater = _make(name)
+    with pytest.warns(UserWarning, match="moves masks") as caught:
+        _init(updater)
+    assert len(caught) == 1
+    assert "PeriodicSchedule(update_freq=100)" in str(caught[0].message)
+    _init(_make(name, update_freq=100))
+    _init(_make(name, sparsity=0.0))
 
 
 @pytest.mark.parametrize("name", [*_WAITS, *_STE])
@@ -135,7 +147,6 @@ def test_updates_in_every_step_that_skip_all_gradients_are_warned_of(cls, schedu
         {"scheduler": sparsity.PeriodicSchedule(1), "skip_gradients": False},
         {"scheduler": sparsity.PeriodicSchedule(1, 3, 3)},
         {"scheduler": sparsity.OneShotSchedule(3)},
-        {},
     ],
     ids=repr,
 )

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import sparsity
-from sparsity import masks
 from sparsity.training import hooks, masked_step, regrow
 from sparsity.training.state import SparseState
 from tests import helpers
@@ -62,10 +61,10 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
 @pytest.mark.parametrize(
     ("updater", "answers"),
     [
-        # sets zeros, keeps zeros, may regrow
-        (sparsity.MagnitudePruning(), (True, True, False)),
+        # sets zeros, keeps zeros, restarts
+        (sparsity.MagnitudePruning(), (True, True, True)),
         (sparsity.SaliencyPruning(), (True, True, True)),
-        (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True, False)),
+        (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True, True)),
         (sparsity.RigL(), (True, True, True)),
         (sparsity.SteMagnitudePruning(), (False, False, False)),
         (
@@ -76,7 +75,7 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
 )
 def test_a_step_answers_once_how_pruned_weights_are_kept(updater, answers):
     step = masked_step.MaskedStep.wrap(updater, optax.sgd(0.1), None)
-    assert (step.zeroes_updates, step.pruned_are_zero, step.may_regrow) == answers
+    assert (step.zeroes_updates, step.pruned_are_zero, step.restarts) == answers
 
 
 def test_the_phases_of_a_step_can_be_called_alone():
@@ -151,30 +150,33 @@ def test_a_mask_whose_update_is_missing_is_named():
         )
 
 
-# restart_regrown and start_from_zero
+# MaskedStep.restart and start_from_zero
 
 
-def test_grown_weights_take_the_fresh_state_and_others_keep_theirs():
-    old = SparseState(
-        masks={"w": jnp.array([1, 1, 0, 0], jnp.uint8)},
-        inner_state={"trace": {"w": jnp.array([1.0, 2.0, 3.0, 4.0])}, "count": jnp.int32(7)},
-    )
-    new = old._replace(masks={"w": jnp.array([1, 0, 0, 1], jnp.uint8)})
-    fresh = {"trace": {"w": jnp.full(4, 0.5)}, "count": jnp.int32(0)}
-    params = {"w": jnp.array([5.0, 6.0, 7.0, 8.0])}
-    old_bits = masks.pack_masks(old.masks, params)
-    result, grown = regrow.restart_regrown(old_bits, new, params, fresh)
-    # Only the last weight is new: old mask 0, new mask 1.
-    np.testing.assert_array_equal(result.inner_state["trace"]["w"], [1.0, 2.0, 3.0, 0.5])
-    assert int(result.inner_state["count"]) == 7
-    np.testing.assert_array_equal(np.unpackbits(np.asarray(grown["w"]))[:4], [0, 0, 0, 1])
-    np.testing.assert_array_equal(result.masks["w"], [1, 0, 0, 1])
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+def test_grown_weights_take_the_fresh_state_and_others_keep_theirs(packed):
+    params = {"w": jnp.array([5.0, 6.0, 0.0, 8.0, 0.0])}
+    old = {"w": jnp.array([1, 1, 0, 0, 0], jnp.uint8)}
+    updater = sparsity.RigL(use_packed_masks=packed)
+    tx = optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(0)), optax.trace(0.9))
+    step = masked_step.MaskedStep.wrap(updater, tx, old)
+    moments = optax.TraceState({"w": jnp.array([1.0, 2.0, 3.0, 4.0, 5.0])})
+    new_masks = {"w": jnp.array([1, 0, 0, 1, 1], jnp.uint8)}
+    new = SparseState(new_masks, (tx.init(params)[0]._replace(count=jnp.int32(7)), moments))
+    result, grown = step.restart(new, old, updater.make_inputs(params))
+    # The last two weights are new: old mask 0, new mask 1. One of them is not 0, and marked.
+    np.testing.assert_array_equal(result.inner_state[1].trace["w"], [1.0, 2.0, 3.0, 0.0, 0.0])
+    assert int(result.inner_state[0].count) == 7
+    if packed:
+        np.testing.assert_array_equal(np.unpackbits(np.asarray(grown["w"]))[:5], [0, 0, 0, 1, 0])
+    else:
+        np.testing.assert_array_equal(result.masks["w"], [1, 0, 0, 2, 1])
 
 
 def test_updates_of_grown_weights_cancel_the_present_value():
     steps = {"w": jnp.array([0.5, 0.5]), "b": jnp.array([1.0])}
     params = {"w": jnp.array([2.0, 4.0]), "b": jnp.array([3.0])}
-    grown = {"w": jnp.array([0b01000000], jnp.uint8), "b": None}
+    grown = {"w": jnp.array([False, True]), "b": None}
     result = regrow.start_from_zero(steps, params, grown)
     np.testing.assert_array_equal(result["w"], [0.5, -3.5])
     assert result["b"] is steps["b"]
@@ -209,15 +211,16 @@ def test_moments_in_a_list_of_their_own_are_refused_where_weights_regrow():
 
 def test_only_updaters_that_never_regrow_take_an_optimizer_of_chosen_entries():
     params, mask = {"w": jnp.array([4.0, 3.0, 2.0])}, {"w": jnp.array([1, 0, 1], jnp.uint8)}
+    rigl = sparsity.RigL(scheduler=sparsity.PeriodicSchedule(2))
     chosen = sparsity.train_only(optax.sgd(0.5), {"w": jnp.array([1, 1, 0])})
     for tx in (chosen, optax.chain(chosen)):
         with pytest.raises(ValueError, match=r"cannot wrap sparsity\.train_only"):
-            sparsity.RigL().wrap_optax(tx, masks=mask).init(params)
+            rigl.wrap_optax(tx, masks=mask).init(params)
         tx = sparsity.StaticRandomSparse().wrap_optax(tx, masks=mask)
         updates, _ = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
         np.testing.assert_array_equal(updates["w"], [-0.5, -3.0, 0.0])
     every = sparsity.train_only(optax.sgd(0.5), {"w": jnp.ones(3)})  # has the state of parameters
-    sparsity.RigL().wrap_optax(every, masks=mask).init(params)
+    rigl.wrap_optax(every, masks=mask).init(params)
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def _instructions(cls):
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
     body = text[text.index("\n%") if "\n%" in text else text.index("ENTRY") :]
     lines = [line for line in body.splitlines() if " = " in line or line.startswith(("%", "ENTRY"))]
-    assert any(" conditional(" in line for line in lines)
+    assert any(" while(" in line for line in lines)
     return lines
 
 

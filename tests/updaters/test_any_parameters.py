@@ -134,3 +134,26 @@ def test_no_pruning_returns_everything_as_it_is():
         updates, state = jax.jit(tx.update)(helpers.grads(step), state, params)
         params = optax.apply_updates(params, updates)
     jax.tree.map(np.testing.assert_array_equal, with_it, params)
+
+
+@pytest.mark.parametrize("option", ["use_packed_masks", "use_compact_state"])
+def test_regrowth_trains_a_complete_equinox_model_as_its_arrays(option):
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(6, 3, 12, 1, key=jax.random.key(0))  # holds functions and numbers
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    updater = sparsity.RigL(
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.PeriodicSchedule(2),
+        **{option: True},
+    )
+    tx = updater.wrap_optax(optax.adamw(0.01))
+    grads = jax.tree.map(jnp.sin, arrays)
+    results = []
+    for params in (model, arrays):
+        state = tx.init(arrays)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, params)
+            params = eqx.apply_updates(params, updates)
+        results.append((eqx.filter(params, eqx.is_inexact_array), state))
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    jax.tree.map(np.testing.assert_array_equal, *results)

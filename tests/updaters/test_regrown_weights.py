@@ -135,7 +135,7 @@ KERNEL = jnp.ones((4, 3))
     ],
 )
 def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name, params):
-    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
+    updater = helpers.make_updater("rigl")
     inner = optax.adam(0.1)
     inner = optax.flatten(inner) if name == "flatten" else optax.lookahead(inner, 5, 0.5)
     with pytest.raises(ValueError, match=f"optax.{name}"):
@@ -144,7 +144,7 @@ def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name, params)
 
 @pytest.mark.parametrize("params", [{"kernel": KERNEL}, KERNEL, {"kernel": KERNEL, "bias": None}])
 def test_an_optimizer_of_one_parameter_hides_nothing(params):
-    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
+    updater = helpers.make_updater("rigl")
     state = updater.wrap_optax(optax.adam(0.1)).init(params)
     assert jax.tree.structure(state.inner_state[0].mu) == jax.tree.structure(params)
 
@@ -163,3 +163,25 @@ def test_a_state_without_arrays_of_the_parameters_needs_no_reset():
         params, state = helpers.train(updater, helpers.params(), 4, inner, jit=False)
         assert np.count_nonzero(params["kernel"]) <= 18
         assert int(np.sum(state.masks["kernel"])) == 18
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+def test_weights_that_a_falling_sparsity_brings_back_restart(packed):
+    class Falling(sparsity.PeriodicSchedule):
+        def get_sparsity_at_step(self, target_sparsities, step):
+            return jax.tree.map(lambda _: jnp.where(step < 2, 0.75, 0.25), target_sparsities)
+
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=lambda *_: True),
+        scheduler=Falling(2),
+        use_packed_masks=packed,
+    )
+    tx = updater.wrap_optax(optax.sgd(0.5, momentum=0.5))
+    params = jnp.array([8.0, 4.0, 2.0, 1.0])
+    state = tx.init(params)
+    for _ in range(3):  # the first and the third move the masks
+        updates, state = jax.jit(tx.update)(jnp.ones(4), state, params)
+        params = optax.apply_updates(params, updates)
+    # The first weight is kept throughout: steps of 0.5, 0.75 and 0.875.
+    np.testing.assert_allclose(params, [8 - 2.125, -0.5, -0.5, 0.0])
+    np.testing.assert_allclose(state.inner_state[0].trace, [1.75, 1.0, 1.0, 1.75])

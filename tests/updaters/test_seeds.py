@@ -46,7 +46,7 @@ def test_an_integer_of_numpy_is_the_same_seed_as_one_of_python(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", helpers.list_names(helpers.draws_masks))
-def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_conditional(name):
+def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_condition(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]
     ste = helpers.is_straight_through(name)
 
@@ -73,8 +73,8 @@ def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_cond
     if name != "static_sparse":
         # A select would compute new masks in every step.
         body = _body_of_scan(jax.make_jaxpr(jax.vmap(train))(keys).jaxpr)
-        conditionals = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
-        assert [eqn.invars[0].aval.shape for eqn in conditionals] == [()]
+        conditions = [x.params["cond_jaxpr"] for x in body.eqns if x.primitive.name == "while"]
+        assert [condition.out_avals[0].shape for condition in conditions] == [()]
     masks = np.asarray(jax.jit(jax.vmap(train))(keys))
     assert len({mask.tobytes() for mask in masks}) == 3
     np.testing.assert_array_equal(masks.sum(axis=(1, 2)), [30, 30, 30])

@@ -73,17 +73,21 @@ def test_no_state_and_two_states_are_value_errors():
     twice = optax.chain(wrapped, optax.clip(1.0), wrapped).init(params)
     with pytest.raises(ValueError, match=r"holds 2, at '\[0\]', '\[2\]'"):
         sparsity.get_sparse_state(twice)
-    inside = sparsity.RigL().wrap_optax(wrapped).init(params)
-    with pytest.raises(ValueError, match=r"holds 2, at 'the root', '\.inner_state'"):
-        sparsity.get_sparse_state(inside)
+
+
+def test_an_optimizer_is_wrapped_once():
+    params, wrapped = helpers.params(), helpers.make_updater("rigl").wrap_optax(optax.adam(0.1))
+    for inner in (wrapped, optax.chain(optax.clip(1.0), wrapped)):
+        for updater in (sparsity.MagnitudePruning(), sparsity.NoPruning()):
+            with pytest.raises(ValueError, match=r"^Wrap an optimizer once.* optax\.adam\(1e-3\)"):
+                updater.wrap_optax(inner).init(params)
 
 
 # The state itself.
 
 
 def test_the_state_holds_arrays_only_and_init_works_under_eval_shape():
-    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
-    tx = updater.wrap_optax(optax.adam(0.1))
+    tx = helpers.make_updater("rigl").wrap_optax(optax.adam(0.1))
     state = tx.init(helpers.params())
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
     shapes = jax.eval_shape(tx.init, helpers.params())
@@ -160,7 +164,7 @@ def test_a_bad_field_is_a_value_error_when_the_updater_is_made(options, message)
 
 
 def test_shapes_have_no_first_state_and_the_error_says_how_to_get_its_shapes():
-    tx = sparsity.RigL(sparsity_distribution_fn=sparsity.Uniform(0.5)).wrap_optax(optax.sgd(0.1))
+    tx = helpers.make_updater("rigl").wrap_optax(optax.sgd(0.1))
     shapes = jax.eval_shape(helpers.params)
     with pytest.raises(
         ValueError, match=r"params\['kernel'\] has no values yet.*eval_shape.tx.init"

@@ -155,7 +155,7 @@ def test_scores_that_need_no_other_weights_are_never_stored():
         for hook in hooks
         if is_marked_elementwise(getattr(sparsity.api.ALGORITHM_REGISTRY[name], hook, None))
     }
-    by_entry = "acdc admm global_magnitude global_saliency magnitude magnitude_ste saliency snip"
+    by_entry = "acdc admm global_magnitude magnitude magnitude_ste"
     expected = {f"{name}.calculate_scores" for name in (*by_entry.split(), "sr_ste", "top_kast")}
     expected |= {f"{name}.get_drop_scores" for name in ("global_rigl", "rigl", "set", "srigl")}
     expected |= {f"{name}.get_grow_scores" for name in ("global_rigl", "rigl", "srigl")}

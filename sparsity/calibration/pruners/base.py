@@ -26,7 +26,7 @@ from sparsity.calibration.statistics.validation import (
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_iterable
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities, Tree
-from sparsity.masks import Site, apply_masks, is_layerwise, pack_masks
+from sparsity.masks import Site, adapt_scope, apply_masks, is_layerwise, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, call_hook
@@ -196,7 +196,8 @@ class StatisticsPruning(BaseUpdater):
         label = f"{name}.{'solve_tree' if solves_tree else 'solve'}"
         extra = {**extra_args, "grads": grads}
         solved = call_hook(self.solve_tree, params, targets, problems, extra=extra)
-        weights, masks = read_pruned(solved, label, params, sparsities, self.use_packed_masks)
+        required = adapt_scope(self.scope, sites).masked_paths(params, targets)
+        weights, masks = read_pruned(solved, label, params, required, self.use_packed_masks)
         # `solve` changes the parameters of problems alone; others, such as embeddings, are large.
         check_finite(weights, label, params, leaves if solves_tree else problems)
         pruned = apply_masks(weights, masks)

@@ -85,8 +85,8 @@ class ChannelPruning(StatisticsPruning):
     @property
     def readers(self) -> ReaderChannels:
         """Coupled channels, scored by the products that read them."""
-        fields = dataclasses.fields(ReaderChannels)
-        return ReaderChannels(**{field.name: getattr(self.scope, field.name) for field in fields})
+        names = [field.name for field in dataclasses.fields(ReaderChannels) if field.init]
+        return ReaderChannels(**{name: getattr(self.scope, name) for name in names})
 
     def calibrated_paths(self, params: Params, targets: Sparsities) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity.
@@ -94,8 +94,9 @@ class ChannelPruning(StatisticsPruning):
         Raises:
           ValueError: a parameter with a sparsity has no channels.
         """
-        groups = self.readers.place_groups(params, targets)
-        self.readers.check_grouped(groups, targets)
+        readers = self.readers.bind(self.sites(params), None)
+        groups = readers.place_groups(params, targets)
+        readers.check_grouped(readers.list_groups(params, targets), targets)
         scored = {key_path for group in groups for key_path, _, _ in group.scored}
         # The order of a set differs by process.
         return [key_path for key_path in trees.leaves_by_path(params) if key_path in scored]

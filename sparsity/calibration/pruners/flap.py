@@ -98,7 +98,8 @@ class FLAPPruning(ChannelPruning):
         *,
         sites: Sites | None = None,
     ) -> PyTree:
-        return self.readers.select_tree(scores, sparsities)
+        readers = self.readers.bind(sites or self.sites(scores), target_sparsities)
+        return readers.select_tree(scores, sparsities)
 
     def solve_tree(
         self,

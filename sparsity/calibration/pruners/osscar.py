@@ -89,7 +89,7 @@ class OSSCARPruning(ChannelPruning):
     ) -> tuple[Params, Masks]:
         for problem in problems.values():
             self._check_reader(problem)
-        readers = self.readers
+        readers = self.readers.bind(self.sites(params), None)
         groups = readers.place_groups(params, targets)
 
         def choose(leaves: Mapping[KeyPath, jax.Array], extra: PyTree) -> list[jax.Array]:
@@ -98,7 +98,7 @@ class OSSCARPruning(ChannelPruning):
             pairs = zip(groups, counts, strict=True)
             return [self._choose_group(group, count, leaves, by_key) for group, count in pairs]
 
-        counts = [*map(readers.count_by_sparsity, groups)]
+        counts = readers.count_by_sparsity(groups)
         statistics = [problem.statistic for problem in problems.values()]
         masks = readers.make_masks(groups, choose, [params], (counts, statistics))
 

@@ -279,7 +279,7 @@ class _Run:
             return calibrate(fn, params, batches, kind, lambda path, _: path in paths)
 
         def prune(path: Path) -> PrunedLayer:
-            return task.prune_layer(self.weights, path, (), calibrate_all().get(path))
+            return task.prune_layer(self.weights, path, (), calibrate_all()[path])
 
         @functools.cache
         def prune_all() -> dict[Path, PrunedLayer]:

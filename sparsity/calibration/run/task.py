@@ -18,6 +18,7 @@ from sparsity.calibration.run.needs import Needs, combine_needs, method_name
 from sparsity.calibration.run.prune import prune_and_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
+from sparsity.calibration.statistics.alignment import meets_data
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
@@ -108,16 +109,13 @@ class PruningTask:
         return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
 
     def prune_layer(
-        self, weights: ModelWeights, path: Path, index: LayerIndex, statistic: Statistic | None
+        self, weights: ModelWeights, path: Path, index: LayerIndex, statistic: Statistic
     ) -> PrunedLayer:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
 
         Raises:
-          ValueError: there is no statistic, or one of no rows; or the pattern does not fit the
-            layer.
+          ValueError: the statistic has no rows, or the pattern does not fit the layer.
         """
-        if statistic is None:
-            raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
         if not find_max_rows(statistic):
             raise ValueError(
                 f"No row of the batches reaches {self.name_layer(path, index)!r}: they are empty, "
@@ -196,11 +194,15 @@ def make_task(
     params: Params,
     batch: PyTree,
 ) -> PruningTask:
-    """Traces a model, and finds the parameters to prune."""
+    """Traces a model, and finds the parameters to prune.
+
+    Raises:
+      ValueError: a parameter to prune can have no statistic.
+    """
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
-    return PruningTask(
+    task = PruningTask(
         pruner,
         refit,
         graph,
@@ -209,6 +211,11 @@ def make_task(
         needs=combine_needs(pruner, refit),
         biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
     )
+    summed = {use.path for use in task.make_calibration().uses.values()}
+    for path, site in sites.items():
+        if path not in summed:
+            raise ValueError(_explain_unread(graph, path, site.name))
+    return task
 
 
 def _find_biases(refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
@@ -240,11 +247,17 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
             f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
             f"the groups as a batch axis of einsum, {advice}"
         )
+    if others := [use for use in uses if not meets_data(use, graph)]:
+        return (
+            f"The {others[0].primitive} at {others[0].source} reads {name!r}, which has a "
+            "sparsity, behind a function, or without data. Store the array that multiplies the "
+            f"data as the parameter (casts and products with a number may stay), {advice}"
+        )
     reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
     return (
         f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
-        "parts, joined with others, in another shape, or not at all. Store it as its products "
-        f"read it, {advice}"
+        "parts, joined with others, in another shape, behind a function, or not at all. Store it "
+        f"as its products read it, {advice}"
     )
 
 

@@ -90,7 +90,7 @@ class Alignment:
 def align(use: Use, graph: Graph) -> Alignment | None:
     """Returns the alignment of a use, or `None` if its inputs are no entries of the parameter."""
     stacked, shape = use.view.stacked, graph.parameters.find_shape(use.path)
-    if not _reads_all_entries(use, shape):
+    if not meets_data(use, graph) or not _reads_all_entries(use, shape):
         return None
     contracted, slices, outputs = _read_factors(use)
     group_axes, groups, outputs = _split_groups(use.groups, outputs, shape)
@@ -131,12 +131,19 @@ def align(use: Use, graph: Graph) -> Alignment | None:
     )
 
 
+def meets_data(use: Use, graph: Graph) -> bool:
+    """Returns whether a product multiplies data with a parameter, or with a number times it."""
+    return use.view.scale is not None and graph.tracker.is_data(
+        use.equation.inputs[1 - use.operand]
+    )
+
+
 def _reads_all_entries(use: Use, shape: tuple[int, ...]) -> bool:
     """Returns whether a use multiplies all entries of the parameter, or of a layer in each step."""
     view = use.view
     if use.kind not in ("dot", "convolution") or not use.contracting or use.trips is None:
         return False
-    if view.has_other_entries or view.is_conjugate or len(view.stacked) != len(view.scans):
+    if view.has_other_entries or len(view.stacked) != len(view.scans):
         return False
     layers = zip(view.stacked, view.scans, strict=True)
     if any(shape[axis] != scan.length for axis, scan in layers):

@@ -63,8 +63,10 @@ def calibrate(
     Returns:
       A dictionary from paths to `Statistic`, which holds sums in promote_types(dtype, float32) over
       all rows of all batches, with leading axes for scanned layers and experts. Sums run over all
-      steps of a loop. Weights that are read in a `while`, by slices, by `ragged_dot`, stacked with
-      others, or within `shard_map` have no entry; a pruner that needs one names the weight.
+      steps of a loop. The inputs of a product with 0.25 * w count as 0.25 times these inputs.
+      Weights that a product reads in a `while`, by slices, by `ragged_dot`, stacked with others,
+      within `shard_map`, without data, or behind a function other than casts and products with a
+      number have no entry; a pruner that needs one names the weight.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
@@ -97,7 +99,7 @@ class Calibration:
       filter_fn: selects parameters; `None` for all whose inputs match entries of the parameter.
 
     Attributes:
-      uses: the uses whose inputs match entries of their parameter, by index.
+      uses: the uses by index, of parameters whose entries match the inputs of all their products.
       alignments: of these uses, by index.
     """
 
@@ -110,11 +112,17 @@ class Calibration:
         leaves = {param.path: param for param in graph.parameters}
         self.graph: Graph = graph
         self.kind: StatisticsKind = kind
-        self.alignments: dict[int, Alignment] = {}
-        for use_index, use in enumerate(graph.uses):
-            is_selected = filter_fn is None or filter_fn(use.path, leaves[use.path])
-            if is_selected and (alignment := align(use, graph)) is not None:
-                self.alignments[use_index] = alignment
+        alignments = {
+            use_index: align(use, graph)
+            for use_index, use in enumerate(graph.uses)
+            if use.contracting and (filter_fn is None or filter_fn(use.path, leaves[use.path]))
+        }
+        refused = {graph.uses[use_index].path for use_index, x in alignments.items() if x is None}
+        self.alignments: dict[int, Alignment] = {
+            use_index: x
+            for use_index, x in alignments.items()
+            if x is not None and x.use.path not in refused
+        }
         self.uses: Uses = Uses({use_index: x.use for use_index, x in self.alignments.items()})
 
     def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:

@@ -47,7 +47,7 @@ def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Stat
     Returns:
       The statistic in the order of the parameter, of one layer where scans run over several.
     """
-    use, x = alignment.use, _widen(x)
+    use, x = alignment.use, _scale_inputs(alignment.use, x)
     is_dot = use.kind == "dot"
     count = Count.from_number(_count_rows(use, x) * alignment.repeats)
     statistic = dataclasses.replace(alignment.axes, count=count)
@@ -71,7 +71,7 @@ def sum_outputs(alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax
       x: the other operand of the product.
       *matrices: [*batch, outputs, inputs] in the order of the parameter.
     """
-    use, x = alignment.use, _widen(x)
+    use, x = alignment.use, _scale_inputs(alignment.use, x)
 
     def sum_squares(matrices: jax.Array) -> jax.Array:
         weights = alignment.to_operand_order(matrices.astype(promote(matrices.dtype, x.dtype)))
@@ -91,10 +91,12 @@ def _square_magnitudes(x: jax.Array) -> jax.Array:
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
-def _widen(x: jax.Array) -> jax.Array:
-    """Returns the operand in the dtype of the sums, at least float32."""
-    x = jnp.asarray(x)  # a batch may be of numpy
-    return x.astype(promote(x.dtype, jnp.float32))
+def _scale_inputs(use: Use, x: jax.Array) -> jax.Array:
+    """Returns the operand in the dtype of the sums, at least float32, times the weight's scale."""
+    x, scale = jnp.asarray(x), use.view.scale  # a batch may be of numpy
+    assert scale is not None  # other functions of the weight have no alignment
+    wide = x.astype(promote(x.dtype, jnp.float32))
+    return wide if scale == 1 else wide * scale
 
 
 def _count_rows(use: Use, x: jax.Array) -> int:

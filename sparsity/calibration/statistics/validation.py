@@ -58,8 +58,8 @@ def look_up_statistic(
     if path not in statistics:
         raise ValueError(
             f"{label}: statistics has no entry {path} for {name!r}, which has a sparsity. No "
-            "product of the model reads it, one reads parts of it or is a ragged_dot, or the "
-            "calibration saw another model. Keep it dense with filter_fn or "
+            "product of the model reads it, one reads parts of it, or a function of it, or is a "
+            "ragged_dot, or the calibration saw another model. Keep it dense with filter_fn or "
             "custom_sparsity_map={path: None}."
         )
     statistic = statistics[path]

@@ -17,11 +17,11 @@ from sparsity.compacting.moving.gradients import differentiate_directly, find_po
 from sparsity.compacting.moving.make_mask_updates import make_mask_updates
 from sparsity.compacting.moving.mask_update import find_all_positions
 from sparsity.compacting.stored_model import StoredModel, run_stored
-from sparsity.comparisons.updates import read_state
 from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
+from sparsity.training.step_checks import read_state
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 

@@ -44,7 +44,8 @@ class Coupling(Flow[list[Axis]]):
                 self._unify_axes(value, program.inputs[carried[index]], reason)
             else:
                 self.pin(value, Reason(None, "an output of the model", "output"))
-        for value in model.parameter_inputs.keys() - find_read_values(program):
+        replaced = {program.inputs[i] for i in carried.values()}
+        for value in model.parameter_inputs.keys() - find_read_values(program) - replaced:
             self.pin(value, Reason(None, "no operation reads it", "unread"))
 
     def axes(self, value: Value) -> list[Axis]:
@@ -154,8 +155,10 @@ class Coupling(Flow[list[Axis]]):
 
         for relation in rule.relate(equation):
             reason = Reason(equation, relation.text, "space" if rule.moves_window else "")
+            # Entries of a constant may go, repetitions may not.
+            number_pin = reason if relation.kind == "product" else None
             sources = [
-                Axis(x, pin=reason) if isinstance(x, int) else inputs[x.array][x.axis]
+                Axis(x, pin=number_pin) if isinstance(x, int) else inputs[x.array][x.axis]
                 for x in relation.sources
             ]
             if relation.pair and relation.pair[1] not in outputs:
@@ -204,15 +207,17 @@ def _relate(
         for axis in (*sources, *targets):
             pin(axis, reason)
         return
-    if relation.kind == "sum" and len(sources) == 1:
-        pins = [variable.pin for variable in list_variables(sources[0])]
-        if pins[0] and all(pins):  # parts of a pinned axis would be pinned, too
-            for axis in targets:
-                pin(axis, pins[0])
-            return
+    if relation.kind == "sum":
+        sources = [_drop_pinned_parts(axis) for axis in sources]
     join: Join = "product" if relation.kind == "product" else "sum"
     one, other = (x[0] if len(x) == 1 else join_axes(join, x) for x in (targets, sources))
     unify(one, other, reason)
+
+
+def _drop_pinned_parts(axis: Axis) -> Axis:
+    """Returns an axis, or one without parts in its place if no entry of the axis can go."""
+    pins = [variable.pin for variable in list_variables(axis)]
+    return Axis(axis.size, pin=pins[0]) if pins and all(pins) else axis
 
 
 ANALYSED_PRIMITIVES: tuple[Collection[str], ...] = (

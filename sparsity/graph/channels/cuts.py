@@ -157,8 +157,8 @@ def solve_sizes(
         names = [f"{parameter.name}:{axis_index}" for parameter, axis_index, _, _ in ambiguous]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
-            f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "
-            "Coupled(graph, plan=plan); give the inner optimizer as tx of shrink."
+            f"{trees.listed(names)} are left. Train on with small.tx, or make the optimizer again "
+            "by small.updater(pruner) or Coupled(graph, plan=plan), which know the cut."
         )
     return {variable: size for variable, size in sizes.items() if size < variable.size}
 

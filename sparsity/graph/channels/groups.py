@@ -40,6 +40,11 @@ class ChannelGroup:
     variable: Variable = dataclasses.field(repr=False)
     layers: int = 0
 
+    @property
+    def paths(self) -> list[Path]:
+        """The parameters of the members, each once."""
+        return list(dict.fromkeys(path for path, _ in self.members))
+
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:

@@ -23,10 +23,10 @@ from sparsity.graph.readers.views import (
     resize_axis,
 )
 from sparsity.graph.traced_model import Model
-from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, fold_constant
+from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, fold_constant, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
 
 
@@ -191,7 +191,7 @@ class Tracker(Flow[ArrayFacts]):
             return
         pairs = zip(equation.inputs, inputs, strict=True)
         counts = [
-            Counter(dataclasses.replace(view, keeps_zeros=True) for view in fact.views)
+            Counter(map(_identify, fact.views))
             for value, fact in pairs
             if value.shape == output.shape
         ]
@@ -203,7 +203,7 @@ class Tracker(Flow[ArrayFacts]):
             dataclasses.replace(
                 view,
                 keeps_zeros=_keeps_zeros(equation, inputs, view),
-                is_conjugate=view.is_conjugate ^ (name == "conj"),
+                scale=_find_scale(equation, inputs, view),
             )
             for view in full
             if view.num_covered == largest
@@ -279,7 +279,35 @@ class Tracker(Flow[ArrayFacts]):
         )
 
 
+def _identify(view: View) -> View:
+    """Returns the view of the same entries that all functions of these entries share."""
+    return dataclasses.replace(view, keeps_zeros=True, scale=1.0)
+
+
 def _keeps_zeros(equation: Equation, inputs: Sequence[ArrayFacts], view: View) -> bool:
     """Returns whether an entrywise operation is 0 where the parameter of a view is 0."""
-    numbers = [0.0 if view in fact.views else fact.constant for fact in inputs]
+    numbers = [
+        0.0 if any(x.keeps_zeros and _identify(x) == view for x in fact.views) else fact.constant
+        for fact in inputs
+    ]
     return fold_constant(equation, numbers) == 0
+
+
+def _find_scale(equation: Equation, inputs: Sequence[ArrayFacts], view: View) -> float | None:
+    """Returns the scale of a view behind an entrywise operation, `None` for other functions."""
+    scales = [[x.scale for x in fact.views if _identify(x) == view] for fact in inputs]
+    match equation.name, scales, [fact.constant for fact in inputs]:
+        case "mul", ([float(scale)], []) | ([], [float(scale)]), (None, float(n)) | (
+            float(n),
+            None,
+        ):
+            return scale * n
+        case "div", ([float(scale)], []), (_, float(n)) if n:
+            return scale / n
+        case "neg", ([float(scale)],), _:
+            return -scale
+        case _, ([float(scale)],), _ if is_copy(equation) and is_differentiable(
+            equation.outputs[0]
+        ):
+            return scale
+    return None

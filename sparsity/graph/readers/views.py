@@ -41,7 +41,8 @@ class View:
       changed_at: earlier arrays that miss entries of the parameter, join other entries, or have
         another order. Views changed at the same arrays hold the same entries at the same places.
       keeps_zeros: whether the array is 0 where the parameter is 0.
-      is_conjugate: whether the array holds the complex conjugates of the entries.
+      scale: the number that the entries are multiplied by, `None` if they went through another
+        function than a cast or a product with a number.
     """
 
     path: Path
@@ -52,7 +53,7 @@ class View:
     share: Fraction = Fraction(1)
     changed_at: tuple[Value, ...] = ()
     keeps_zeros: bool = True
-    is_conjugate: bool = False
+    scale: float | None = 1.0
 
     @property
     def has_other_entries(self) -> bool:
@@ -149,8 +150,8 @@ def follow_layout(
                 size, new_size = value.shape[sources[0]], output.shape[targets[0]]
                 by_axis[targets[0]] = resize_axis(factors, size, new_size)
                 if len(relation.sources) > 1:
-                    # Several sources: the view is one part of a concatenation.
-                    share *= Fraction(size, new_size)
+                    # Several sources: the view is one part of a concatenation, or is padded.
+                    share *= min(Fraction(size, new_size), Fraction(1))
                 elif new_size == 1 < size:
                     # A slice of one entry reads a layer by its index.
                     layers += factors

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, Self
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsity.core import exact, host, sharding, trees
-from sparsity.core.checks import DataclassBase, check_bool, check_int, check_number, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
 from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels.cuts import PlanLike, solve_sizes
 from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
+from sparsity.graph.scope.counts import ChannelCounts, ChannelLimits
 from sparsity.graph.scope.placed import (
     Leaves,
     Member,
@@ -31,14 +32,14 @@ from sparsity.graph.scope.placed import (
     spread_masks,
     sum_importance,
 )
-from sparsity.masks import BatchAxes, PatternChoice, TopkFn, TreeScope
+from sparsity.graph.scope.widths import find_largest, list_widths
+from sparsity.graph.traced_model import Parameter
+from sparsity.masks import BatchAxes, PatternChoice, Site, Sites, TopkFn, TreeScope
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Variable
-from sparsity.selection import compute_array, num_kept
-
-ChannelCounts: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
+from sparsity.selection import compute_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +48,16 @@ class Coupled(DataclassBase):
 
     A channel's importance is the sum of its entries' scores over all members: kernels in and out,
     biases, scales and shifts. A group of n channels at sparsity s keeps `num_kept(n, s)` channels,
-    where s is the largest sparsity among its members; all members get masks. Each layer of a scan
-    chooses channels for itself, where channels live within a layer. `sparsity.shrink` cuts masked
-    channels; in the smaller model, n remains the size in `graph`, so that a ramp continues.
+    where s is the largest sparsity among its members; all members get masks. Groups that are
+    factors of one axis, such as heads and their channels, share its sparsity. A parameter that the
+    user leaves out, by `None` in a `custom_sparsity_map` or by a filter, keeps its groups whole;
+    the page on shrinking states both rules. Each layer of a scan chooses channels for itself, where
+    channels live within a layer. `sparsity.shrink` cuts masked channels; in the smaller model, n
+    remains the size in `graph`, so that a ramp continues.
 
     SET and RigL keep the number of channels. A channel that grows starts at 0 on both sides; where
     its activation maps 0 to 0, as ReLU does, no gradient reaches the channel. Choose a pruner.
+    Masks of parts of channels are refused where updates would complete the channels.
 
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
@@ -94,6 +99,15 @@ class Coupled(DataclassBase):
     min_channels: int | None = None
     plan: PlanLike | None = None
 
+    # Set by `bind`.
+    sites: Sites | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    paths: Mapping[KeyPath, Path] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    targets: Sparsities | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
+
     takes_signed_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -126,6 +140,16 @@ class Coupled(DataclassBase):
                 f"got batch_axes = {batch_axes!r}, topk_fn = {topk_fn!r}."
             )
 
+    def bind(self, sites: Mapping[KeyPath, Site], targets: Sparsities | None) -> Self:
+        """Returns a copy that knows the sites of an updater, and the ends of its ramp if any."""
+        bound = copy.copy(self)
+        if isinstance(sites, Sites):
+            matches = self.graph.parameters.match(sites.params).items()
+            paths = {key_path: x.path for key_path, x in matches if _is_inexact(x)}
+            vars(bound).update(sites=sites, paths=paths)
+        vars(bound).update(targets=targets)
+        return bound
+
     def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns the key paths of parameters that get masks: members of groups with a sparsity."""
         groups = self.place_groups(params, sparsities)
@@ -137,14 +161,12 @@ class Coupled(DataclassBase):
         With `across`, counts are fractions that cost as much as the channels that may stay.
         """
         groups = self.place_groups(params, sparsities)
-        counts = zip(groups, self._count_kept(groups), strict=True)
+        counts = zip(groups, self.count_by_sparsity(groups), strict=True)
         return {group.full.variable: Fraction(float(n)) for group, n in counts}
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self.place_groups(scores, sparsities)
-        if not groups:
-            self.check_grouped(groups, sparsities)
         cost = self._count_cost(groups, scores) if self.across else None
 
         def select(leaves: Leaves, limits: tuple[ChannelCounts, ChannelCounts]) -> list[jax.Array]:
@@ -153,7 +175,7 @@ class Coupled(DataclassBase):
                 counts = self._count_across(groups, importance, cost, counts, least)
             return mask_best(groups, importance, counts)
 
-        limits = self._count_kept(groups), [*map(self._count_least, groups)]
+        limits = self._limits.count_kept(groups)
         return self.make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
 
     def move_tree(
@@ -206,20 +228,45 @@ class Coupled(DataclassBase):
     # Groups as they lie in a tree.
 
     def place_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
-        """Returns the groups that have a sparsity, at their sizes in a tree."""
+        """Returns the groups of which channels may go, at their sizes in a tree.
+
+        Raises:
+          ValueError: the user leaves parameters of all groups out, or no group is left for a
+            sparsity above 0.
+        """
+        groups = self.list_groups(tree, sparsities)
+        cut = [group for group in groups if not group.excluded]
+        rates = trees.leaves_by_path(sparsities).values()
+        if not cut:
+            self._check_excluded(groups)
+            if any(is_traced(rate) or jax.device_get(rate) > 0 for rate in rates):
+                self.check_grouped(groups, sparsities)
+        return cut
+
+    def list_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
+        """Returns the groups that have a sparsity, also those that excluded members keep whole."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.parameters.match(tree)
         shapes = {parameter.path: arrays[key_path].shape for key_path, parameter in leaves.items()}
-        axes = graph.removal.list_parameter_axes()
-        sizes = solve_sizes(axes, shapes, self.plan)
+        all_axes = graph.removal.list_parameter_axes()
+        sizes = solve_sizes(all_axes, shapes, self.plan)
         key_paths = {
             parameter.path: key_path
             for key_path, parameter in leaves.items()
-            if jnp.issubdtype(parameter.dtype, jnp.inexact)  # others can have no mask
+            if _is_inexact(parameter)
         }
-        targets = trees.leaves_by_path(sparsities)
+        rates = trees.leaves_by_path(sparsities)
+        targets = rates | trees.leaves_by_path(self.targets)
+        widths = list_widths(
+            (axes, targets[key_path])
+            for parameter, axes in all_axes
+            if (key_path := key_paths.get(parameter.path)) in rates
+            and parameter.path in graph.matrices
+        )
+        excluded = self._find_excluded(rates)
         groups = []
-        for full, group in zip(graph.groups, resize_groups(graph.groups, axes, sizes), strict=True):
+        resized = resize_groups(graph.groups, all_axes, sizes)
+        for full, group in zip(graph.groups, resized, strict=True):
             members, scored, num_entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
                 if path in key_paths:
@@ -227,11 +274,48 @@ class Coupled(DataclassBase):
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
                         num_entries.append(self._count_member_entries(full, i))
-            rates = [targets[x.key_path] for x in members if targets.get(x.key_path) is not None]
-            if rates:
-                largest = rates[0] if len(rates) == 1 else _find_largest_sparsity(rates)
-                groups.append(PlacedGroup(group, full, members, scored, num_entries, largest))
+            asking = [x.key_path for x in members if rates.get(x.key_path) is not None]
+            if asking:
+                rate = find_largest([rates[x] for x in asking])
+                has_ramp = self.targets is not None
+                placed = PlacedGroup(
+                    group,
+                    full,
+                    members,
+                    scored,
+                    num_entries,
+                    sparsity=rate,
+                    target=find_largest([targets[x] for x in asking]) if has_ramp else rate,
+                    widths=widths.get(full.variable, []),
+                    excluded=[excluded[x] for x in full.paths if x in excluded],
+                )
+                groups.append(placed)
         return groups
+
+    def _find_excluded(self, rates: Collection[KeyPath]) -> dict[Path, KeyPath]:
+        """Returns {path: key path} of the parameters that a user leaves out.
+
+        Hooks may score some parameters only: the sites have them all.
+        """
+        if self.sites is None:
+            return {}
+        matrices = self.graph.matrices if self.sites.has_user_filter else frozenset[Path]()
+        return {
+            path: key_path
+            for key_path, path in self.paths.items()
+            if key_path not in rates and (path in matrices or self.sites.is_named(key_path))
+        }
+
+    def _check_excluded(self, groups: Sequence[PlacedGroup]) -> None:
+        """Raises a ValueError if parameters that the user leaves out keep groups whole."""
+        names = dict.fromkeys(trees.path_string(x) for group in groups for x in group.excluded)
+        if names:
+            raise ValueError(
+                f"No channels can go: {trees.listed(list(names))} are left out by filter_fn, "
+                "custom_sparsity_map or sparsity_type, which keeps all channels of "
+                f"{trees.listed([group.full.name for group in groups])}. Give parameters 0.0 in "
+                "custom_sparsity_map to cut their channels with those of others."
+            )
 
     def check_grouped(self, groups: Sequence[PlacedGroup], sparsities: Sparsities) -> None:
         """Raises a ValueError for a parameter with a sparsity that is in no group."""
@@ -283,13 +367,13 @@ class Coupled(DataclassBase):
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
         device = host.find_host_device(leaves, extra) if is_on_host else None
-        if device is not None:
-            masks = device.put(spread_chosen(*host.to_numpy((leaves, extra))))
-        elif key_paths:
-            masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
-            masks = map(sharding.place_like, leaves[0], masks)
-        else:
+        if not key_paths:
             masks = []
+        elif device is not None:
+            masks = device.put(spread_chosen(*host.to_numpy((leaves, extra))))
+        else:
+            masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
+            masks = [*map(sharding.place_like, leaves[0], masks)]
         masks_by_path = dict(zip(key_paths, masks, strict=True))
         return trees.map_matched(lambda key_path, _: masks_by_path.get(key_path), member_trees[0])
 
@@ -309,66 +393,13 @@ class Coupled(DataclassBase):
 
     # Numbers of channels.
 
-    def _count_kept(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
-        """Counts the channels that stay of each group, or may stay under `across`."""
-        count = self._count_allowed if self.across else self.count_by_sparsity
-        return [count(group) for group in groups]
+    def count_by_sparsity(self, groups: Sequence[PlacedGroup]) -> ChannelCounts:
+        """Counts the channels of each group that stay, or may stay under `across`."""
+        return self._limits.count_kept(groups)[0]
 
-    def count_by_sparsity(self, group: PlacedGroup) -> chex.Numeric:
-        """Counts the channels of a group that stay by its sparsity."""
-        count_before_limits = num_kept(group.full.size, group.sparsity)
-        return self._limit_count(group, count_before_limits, self._count_least(group))
-
-    def _count_allowed(self, group: PlacedGroup) -> chex.Numeric:
-        """Counts the channels that may stay under `across`, as float32 with fractions."""
-        sparsity, n = group.sparsity, np.float32(group.full.size)
-        if not is_traced(sparsity):
-            num_kept(group.full.size, sparsity)  # an error for a sparsity outside [0, 1]
-        least = self._limit_count(group, 0, self._count_least(group))
-        if not is_traced(sparsity):
-            return max(n * (1 - np.float32(sparsity)), np.float32(least))
-        return jnp.maximum(n * (1 - _clip(sparsity)), jnp.float32(least))
-
-    def _count_least(self, group: PlacedGroup) -> chex.Numeric:
-        """Returns the smallest number of channels of a group that stay."""
-        n, sparsity = group.full.size, group.sparsity
-        if self.min_channels is not None or not self.across:
-            return min(self.min_channels or 1, n)
-        # With `across` a tenth stays at least, or fewer if the group's own sparsity asks for fewer.
-        tenth = -(-n // 10)
-        if is_traced(sparsity):
-            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clip(sparsity)))
-            return jnp.clip(fewer, 1, tenth)
-        return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
-
-    def _limit_count(self, group: PlacedGroup, count: PyTree, least: PyTree) -> PyTree:
-        """Applies `round_to` and the smallest number that may stay to a number of channels."""
-        n = group.full.size
-        if is_traced(count) or is_traced(least):
-            return jnp.clip(self._round_count(group, jnp.maximum(count, least)), least, n)
-        # `round_to` may compute with jax: under jit its result would be traced.
-        with sharding.evaluate_now():
-            rounded = int(self._round_count(group, max(int(count), least)))
-            return min(max(rounded, least), n)
-
-    def _round_count(self, group: PlacedGroup, count: PyTree) -> PyTree:
-        """Applies `round_to` to a number of channels.
-
-        Raises:
-          ValueError: the group has fewer channels than `round_to`, or a function returns no number.
-        """
-        if callable(self.round_to):
-            rounded = self.round_to(count)
-            if not is_traced(rounded):
-                check_number(f"round_to({count})", np.asarray(rounded)[()])
-            return rounded
-        if self.round_to > group.full.size:
-            raise ValueError(
-                f"round_to = {self.round_to} cannot be met by the group {group.full.name!r} of "
-                f"{group.full.size} channels. Give a smaller number, a function of the number that "
-                "would stay, or leave its parameters out with filter_fn."
-            )
-        return -(-count // self.round_to) * self.round_to
+    @property
+    def _limits(self) -> ChannelLimits:
+        return ChannelLimits(bool(self.across), self.round_to, self.min_channels)
 
     def _count_across(
         self,
@@ -383,7 +414,7 @@ class Coupled(DataclassBase):
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def limit_counts(counts: Sequence[jax.Array]) -> jax.Array:
-            limited = map(self._limit_count, groups, counts, least)
+            limited = map(self._limits.limit, groups, counts, least)
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in limited])
 
         return list(
@@ -396,19 +427,12 @@ class Coupled(DataclassBase):
 _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
 
 
+def _is_inexact(parameter: Parameter) -> bool:
+    """Returns whether a parameter can have a mask."""
+    return jnp.issubdtype(parameter.dtype, jnp.inexact)
+
+
 def _explain_refusals(graph: Graph, path: Path) -> str:
     """Returns why the axes of a parameter are in no group."""
     texts = (f"axis {x.axis}: {x.explain()}" for x in graph.refused if x.path == path)
     return "; ".join(texts) or "its axes belong to several groups, or to a part of one"
-
-
-def _find_largest_sparsity(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
-    if any(map(is_traced, sparsities)):
-        return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
-    return max(float(x) for x in jax.device_get(list(sparsities)))
-
-
-def _clip(sparsity: chex.Numeric) -> jax.Array:
-    """Returns a traced sparsity within [0, 1], NaN as 0."""
-    sparsity = jnp.asarray(sparsity)
-    return jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)

@@ -14,9 +14,10 @@ import numpy as np
 
 from sparsity.core import host
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import ordered_sum, scale_together
+from sparsity.core.exact_sums import ordered_sum, scale_for_sums, scale_together
 from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
+from sparsity.graph.scope.widths import Width
 from sparsity.selection import Ranked, topk_masks
 
 Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by key path
@@ -46,7 +47,10 @@ class PlacedGroup:
       members: all entries that are removed with a channel.
       scored: the members that add to the importance of a channel.
       num_entries: for each scored member the number of entries of a channel of `full`, in a layer.
-      sparsity: the sparsity of the group.
+      sparsity: the sparsity of the group, the largest among its members.
+      target: the same at the end of a ramp.
+      widths: axes of weights of which the group is all or a factor.
+      excluded: members that the user leaves out, which keep all channels.
     """
 
     channels: ChannelGroup
@@ -55,6 +59,9 @@ class PlacedGroup:
     scored: list[Member]
     num_entries: list[int]
     sparsity: chex.Numeric
+    target: chex.Numeric
+    widths: list[Width]
+    excluded: list[KeyPath]
 
 
 def sum_importance(
@@ -72,6 +79,8 @@ def sum_importance(
     powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
     if order == 2:
         powers = [jnp.square(x) for x in scale_together(powers)]
+    else:
+        powers = scale_for_sums(powers, sum(x.size for x in powers))
     by_path = dict(zip(scores, powers, strict=True))
     return [_sum_members(group, by_path, order, normalize) for group in groups]
 

@@ -1,0 +1,81 @@
+"""Masks of small and of large weights: a power of two changes no mask."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from sparsity.graph import Coupled, trace
+
+_RNG = np.random.default_rng(0)
+_SHAPES = {"up": (16, 32), "down": (32, 8)}
+_WEIGHTS, _GRADS = (
+    {name: _RNG.standard_normal(shape).astype(np.float32) for name, shape in _SHAPES.items()}
+    for _ in range(2)
+)
+_HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
+_UPDATERS = {
+    "saliency": sparsity.SaliencyPruning(**_HALF),
+    "global": sparsity.GlobalSaliencyPruning(sparsity=0.5),
+    "blocks": sparsity.SaliencyPruning(**_HALF, sparsity_type=sparsity.Block((4, 4))),
+    "channels": sparsity.MagnitudePruning(**_HALF, sparsity_type=sparsity.Channel()),
+    "rows of blocks": sparsity.MagnitudePruning(**_HALF, sparsity_type=sparsity.FanIn(4)),
+    "blocks of weights": sparsity.MagnitudePruning(**_HALF, sparsity_type=sparsity.Block((3, 5))),
+    "weights of all layers": sparsity.GlobalMagnitudePruning(sparsity=0.5),
+}
+
+
+def _scale(tree, exponent):
+    return {name: jnp.asarray(np.ldexp(x, exponent)) for name, x in tree.items()}
+
+
+def _prune(updater, weight_exponent, grad_exponent, jit):
+    params, grads = _scale(_WEIGHTS, weight_exponent), _scale(_GRADS, grad_exponent)
+    if not jit:
+        return updater.instant_sparsify(params, grads)[1]
+    once = sparsity.OneShotSchedule(0)
+    tx = dataclasses.replace(updater, scheduler=once).wrap_optax(optax.sgd(0.1))
+    return jax.jit(tx.update)(grads, tx.init(params), params)[1].masks
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["at once", "in a step"])
+@pytest.mark.parametrize("name", _UPDATERS)
+def test_a_power_of_two_changes_no_mask(name, jit):
+    updater = _UPDATERS[name]
+    # Normalization adds 1e-8 to norms: scales where the number is nothing beside them.
+    first = 40 if isinstance(updater.scope, sparsity.Global) else 0
+    expected = _prune(updater, first, 0, jit)
+    exponents = [(62, 62), (124, 0)]
+    if not first:
+        exponents += [(-73, -73), (-100, -20)]
+    for pair in exponents:
+        masks = _prune(updater, *pair, jit)
+        jax.tree.map(np.testing.assert_array_equal, masks, expected)
+    assert 0 < sum(int(mask.sum()) for mask in expected.values()) < 16 * 32 + 32 * 8
+
+
+@pytest.mark.parametrize("exponent", [-100, 124])
+def test_small_products_do_not_tie_without_normalization(exponent):
+    scope = sparsity.Global(use_normalization=False)
+    updater = sparsity.SaliencyPruning(**_HALF, scope=scope)
+    masks = _prune(updater, exponent, -20, False)
+    products = {name: np.abs(_WEIGHTS[name] * _GRADS[name]) for name in _WEIGHTS}
+    threshold = np.sort(np.concatenate([x.ravel() for x in products.values()]))[-384]
+    for name, product in products.items():
+        np.testing.assert_array_equal(masks[name], product >= threshold)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_sums_of_channels_do_not_overflow(order):
+    def model(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    graph = trace(model, _scale(_WEIGHTS, 0), jnp.ones((2, 16)))
+    updater = sparsity.MagnitudePruning(**_HALF, scope=Coupled(graph, order=order))
+    expected = _prune(updater, 0, 0, False)
+    jax.tree.map(np.testing.assert_array_equal, _prune(updater, 125, 0, False), expected)
+    assert int(expected["up"].sum()) == 16 * 16
