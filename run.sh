@@ -16,6 +16,7 @@ bash run.sh package          build wheel and sdist; test the installed wheel awa
 bash run.sh lowest           run the tests with the oldest versions that pyproject.toml allows
 bash run.sh docs             make the environment, build the site; a warning is an error
 bash run.sh baselines        make the environment, measure every algorithm; --help lists the flags
+bash run.sh accelerators     compile training steps for TPUs and GPUs that are not there; --help lists the flags
 bash run.sh help             this text
 
 The environment is the folder .venv beside this script, that of an example lies in examples/NAME;
@@ -181,6 +182,14 @@ case ${1-check} in
     shift
     set_up
     PYTHONPATH=$root exec "$venv/bin/python" -P -m baselines.run "$@"
+    ;;
+  accelerators)
+    shift
+    set_up "$root/benchmarks/accelerators"
+    # Nothing asks for the devices of this machine, and no kernel is timed on one.
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost \
+      TPU_ACCELERATOR_TYPE=v5litepod-4 XLA_FLAGS=--xla_gpu_autotune_level=0 \
+      PYTHONPATH=$root exec "$venv/bin/python" -P -m benchmarks.accelerators "$@"
     ;;
   docs)
     [[ $# -le 1 ]] || fail "docs takes no arguments; see 'bash run.sh help'."

@@ -5,10 +5,10 @@ run. A step is adam (`update` and `apply_updates`, params and state donated) wit
 arguments; the figures of each algorithm at 90 % are what it adds to adam alone.
 
     bash run.sh accelerators [--devices D ...] [--trees T ...] [--layouts L ...]
-                             [--algorithms A ...] [--write | --check]
+                             [--algorithms A ...] [--write]
 
 Rows appear as they are measured. --write puts them into benchmarks/RESULTS.md, where they replace
-rows of the same program; --check compares the programs of `LIMITS` with these limits.
+rows of the same program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import sparsity
-from benchmarks import compiled, results
+from benchmarks import results
+from benchmarks.accelerators import compiled
 from benchmarks.compile import shapes
 from sparsity.training.updater_hooks import is_overridden
 
@@ -79,9 +80,6 @@ class Figures(NamedTuple):
     compile: float
 
 
-# What algorithms may add to adam, in the programs that --check compiles.
-LIMITS: dict[Place, dict[str, Figures]] = {}
-
 DEVICES = {
     "v5e": ("tpu", 1),
     "8 v5e": ("tpu", 8),
@@ -124,10 +122,7 @@ def main() -> None:
         parser.add_argument(f"--{flag}", nargs="+", default=[*choices], choices=choices)
     parser.add_argument("--algorithms", nargs="+", default=names, choices=names)
     parser.add_argument("--write", action="store_true", help="put the rows into RESULTS.md")
-    parser.add_argument("--check", action="store_true", help="fail if a program exceeds LIMITS")
     options = parser.parse_args()
-    if options.check:
-        sys.exit("\n".join(check()) or None)
     for place in itertools.product(options.devices, options.trees, options.layouts):
         if DEVICES[place[0]][1] == 1 and place[2] != LAYOUTS[0]:
             continue
@@ -136,22 +131,6 @@ def main() -> None:
             print(*row, sep="\t", flush=True)
             if options.write:
                 write(row)
-
-
-def check() -> Iterator[str]:
-    """Yields what exceeds the limits, and prints the figures of each program."""
-    for place, limits in LIMITS.items():
-        for case, figures in compare(place, limits):
-            print(*cells(case, figures), sep="\t", flush=True)
-            if case.algorithm != INNER:
-                yield from exceeding(case, figures, limits[case.algorithm])
-
-
-def exceeding(case: Case, figures: Figures, limits: Figures) -> Iterator[str]:
-    """Yields a line for each figure above its limit."""
-    for name, figure, limit in zip(Figures._fields, figures, limits, strict=True):
-        if not figure <= limit:
-            yield f"{', '.join(case)}: {name} is {figure:.1f}, the limit {limit:g}"
 
 
 def compare(place: Place, algorithms: Iterable[str]) -> Iterator[tuple[Case, Figures]]:
@@ -283,17 +262,17 @@ def report(rows: Sequence[Sequence[str]]) -> str:
         head += [f"{step}: kernels", "moved, B/w", "collectives, kB"]
     return (
         f"{HEADING}\n\n{datetime.date.today()}, jax {jax.__version__}, libtpu "
-        f"{metadata.version('libtpu')}. Read from compiled programs: no device ran. A step of adam, "
-        "float32, params and state donated, with gradients as arguments: `adam` is this step alone, "
-        "the figures of an algorithm at 90 % are what it adds. B/w: bytes for each weight that a "
-        "device holds. Temporaries are those of the program, for both kinds of steps. Kernels "
-        "include copies. Moved: what kernels read and write in the memory of a device. Collectives: "
-        "results on a device. A loop that ends by its data counts as "
-        f"{compiled.UNCOUNTED_TRIPS} passes. CPU-seconds are those to trace, lower and compile the "
-        "program, adam included. `two` are two matrices of 8192 x 8192; `ResNet-50` has 54 kernels "
-        "and 54 vectors; `blocks` are 32 blocks of a transformer with 8 leaves each, `stack` the "
-        "same in 8 leaves with a batch axis. `first` and `last` shard the first or the last axis of "
-        "a leaf that the devices divide, batch axes apart.\n\n"
+        f"{metadata.version('libtpu')}. Read from compiled programs: no device ran. A step of "
+        "adam, float32, params and state donated, with gradients as arguments: `adam` is this step "
+        "alone, the figures of an algorithm at 90 % are what it adds. B/w: bytes for each weight "
+        "that a device holds. Temporaries are those of the program, for both kinds of steps. "
+        "Kernels include copies. Moved: what kernels read and write in the memory of a device. "
+        "Collectives: results on a device. A loop that ends by its data counts as "
+        f"{compiled.UNCOUNTED_TRIPS} passes. CPU-seconds are those to trace, lower and compile "
+        "the program, adam included. `two` are two matrices of 8192 x 8192; `ResNet-50` has 54 "
+        "kernels and 54 vectors; `blocks` are 32 blocks of a transformer with 8 leaves each, "
+        "`stack` the same in 8 leaves with a batch axis. `first` and `last` shard the first or the "
+        "last axis of a leaf that the devices divide, batch axes apart.\n\n"
         f"{results.table([*head, 'compile, CPU s'], rows)}"
     )
 

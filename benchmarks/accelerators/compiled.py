@@ -1,10 +1,10 @@
 """Reads kernels, bytes moved and bytes of collectives from the text of a compiled program.
 
-The text is the scheduled program of one device. An instruction of the entry computation, or of a loop
-or branch that runs, launches one kernel or copy, which reads its operands from the memory of the
-device and writes its result there. Of arrays that a kernel slices or changes in place, the slices
-count. Arrays in the memory of a TPU's core do not count: copies of them to and from the memory of the
-device do.
+The text is the scheduled program of one device. An instruction of the entry computation, or of a
+loop or branch that runs, launches one kernel or copy, which reads its operands from the memory of
+the device and writes its result there. Of arrays that a kernel slices or changes in place, the
+slices count. Arrays in the memory of a TPU's core do not count: copies of them to and from the
+memory of the device do.
 """
 
 from __future__ import annotations
