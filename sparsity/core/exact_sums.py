@@ -161,6 +161,15 @@ def _find_exponent(arrays: Sequence[jax.Array]) -> jax.Array:
     return first + second
 
 
+def _scale_for_sums_on_host(arrays: Sequence[np.ndarray], summands: int) -> list[np.ndarray]:
+    largest = max((np.abs(x[np.isfinite(x)]).max(initial=0) for x in arrays), default=0.0)
+    info = np.finfo(np.result_type(*arrays))
+    most = info.maxexp - 1 - max(summands - 1, 0).bit_length()
+    shift = min(most - int(np.frexp(largest)[1]), 0)
+    return [x * np.ldexp(x.dtype.type(1), shift) for x in arrays]
+
+
+@host.instead(_scale_for_sums_on_host)
 @functools.partial(jax.jit, static_argnums=1)
 def scale_for_sums(arrays: Sequence[jax.Array], summands: int) -> list[jax.Array]:
     """Scales floats by one power of two, 1 if possible, so that no sum overflows.
