@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import re
 import sys
 
 import jax
@@ -96,14 +97,13 @@ def test_masks_may_be_found_for_the_initial_weights(method):
 
 
 @pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
-def test_a_mask_update_of_seeds_side_by_side_stays_a_conditional(algorithm):
+def test_a_mask_update_of_seeds_side_by_side_stays_a_loop_of_its_own(algorithm):
     def seed_result(seed):
         key = jax.random.key(seed)
         return train(key, training.make_updater(algorithm, 0.75, 20, key))["metric"]
 
     text = str(jax.make_jaxpr(jax.vmap(seed_result))(jnp.arange(3)))
-    assert "cond[" in text
-    assert "branches" in text
+    assert re.search(r"cond_jaxpr=\{ lambda ; \w+:bool\[\] ", text)  # one flag for all seeds
 
 
 @pytest.mark.parametrize("name", run.TASKS)

@@ -84,7 +84,7 @@ def test_optax_sees_masks_and_targets_as_no_parameters(name, packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 def test_optax_finds_the_state_by_its_name(packed):
-    trainer = sparsity.RigL(sparsity_distribution_fn=_HALF, use_packed_masks=packed)
+    trainer = sparsity.StaticRandomSparse(sparsity_distribution_fn=_HALF, use_packed_masks=packed)
     tx = optax.chain(optax.clip(1.0), trainer.wrap_optax(optax.adam(0.1)))
     state = tx.init(_params())
     assert optax.tree.get(state, "SparseState") is state[1]

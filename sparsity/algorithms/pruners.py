@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.dtypes import multiply, promote
-from sparsity.core.exact_sums import scale_together
+from sparsity.core.dtypes import promote
+from sparsity.core.exact_sums import multiply_in_range
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Draw, elementwise, takes_signed_scores
@@ -74,20 +74,21 @@ class SaliencyPruning(BaseUpdater):
                 "them: instant_sparsify(params, grads)."
             )
 
-        is_signed = takes_signed_scores(self.scope)
+        factors: list[tuple[jax.Array, jax.Array]] = []
 
-        def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
+        def read(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> int:
             if grad is None:
                 name = trees.path_string(path)
                 raise ValueError(f"grads has no leaf for {name!r}. Give all gradients of params.")
-            saliency = multiply(param, grad)
-            # A scope that adds up the scores of channels takes the absolute value of the sum.
-            return saliency if is_signed else jnp.abs(saliency)
+            dtype = promote(param.dtype, grad.dtype, jnp.float32)
+            factors.append((param.astype(dtype), grad.astype(dtype)))
+            return len(factors) - 1
 
-        arrays, rebuild = trees.split_arrays(grads)
-        wide = [x.astype(promote(x.dtype, jnp.float32)) for x in arrays]
-        # Products of small weights and small gradients would be 0, and tie.
-        return trees.map_matched(score, params, rebuild(scale_together(wide)))
+        places = trees.map_matched(read, params, grads)
+        products = multiply_in_range(*zip(*factors, strict=True)) if factors else []
+        # A scope that adds up the scores of channels takes the absolute value of the sum.
+        scores = products if takes_signed_scores(self.scope) else list(map(jnp.abs, products))
+        return jax.tree.map(scores.__getitem__, places)
 
 
 @dataclasses.dataclass(kw_only=True)

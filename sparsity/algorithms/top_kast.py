@@ -49,7 +49,11 @@ class TopKast(StraightThrough, MagnitudePruning):
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])
-      >>> pruner = TopKast(sparsity_distribution_fn=sparsity.Uniform(0.75), backward_sparsity=0.5)
+      >>> pruner = TopKast(
+      ...     sparsity_distribution_fn=sparsity.Uniform(0.75),
+      ...     backward_sparsity=0.5,
+      ...     scheduler=sparsity.PeriodicSchedule(100),
+      ... )
       >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
       >>> pruner.pre_forward_update(weights, state)  # A
       Array([[ 0., -3.],

@@ -30,6 +30,7 @@ from sparsity.compacting.optimizer_state import (
     densify_kept_states,
     densify_state,
     gather_state,
+    unwrap,
 )
 from sparsity.compacting.stored_model import (
     StoredModel,
@@ -44,7 +45,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
-from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
+from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.overrides import read_attribute
 from sparsity.training.step_checks import check_masks_and_state, check_optimizer
 
@@ -451,14 +452,9 @@ def compact(
     opt_state = densify_kept_states(opt_state, params)
     kept_state = gather_state(stored_tree, opt_state)
     if tx is not None:
-        tx = _unwrap(tx)
         check_entries(tx, params, stored.start["params"], opt_state, kept_state, by_path)
+        tx = unwrap(tx)
     return _start_with(stored, {**stored.start, "opt_state": kept_state, "tx": tx})
-
-
-def _unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the inner optimizer of a wrapped one."""
-    return tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner is not None else tx
 
 
 def _start_with(stored: StoredModel, start: Mapping[str, PyTree]) -> Compact[PyTree]:

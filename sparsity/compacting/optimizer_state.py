@@ -16,6 +16,7 @@ from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.programs.optimizers import Removed, States, check_entrywise
+from sparsity.training.base_updater import WrappedOptimizer
 from sparsity.training.kept_state import KeptParameter, KeptState, read_kept
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import read_state
@@ -184,6 +185,11 @@ def _has_moments(stored: StoredParameter, leaf: jax.Array) -> bool:
     )
 
 
+def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the inner optimizer of a wrapped one."""
+    return tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner is not None else tx
+
+
 def check_entries(
     tx: optax.GradientTransformation,
     params: Params,
@@ -195,13 +201,16 @@ def check_entries(
     """Raises a ValueError unless an optimizer trains kept values as the masked parameters.
 
     Args:
-      tx: the optimizer.
+      tx: the optimizer, or one that an updater wrapped, which may give gradients of other entries.
       params: tree of parameters.
       kept: the same tree of kept values.
       state: the optimizer's state of the parameters, or a SparseState around that state.
       kept_state: the optimizer's state of the kept values.
       masks: masks by path.
     """
+    updater = tx.updater if isinstance(tx, WrappedOptimizer) else None
+    have_gradients = updater is not None and not updater.is_sparse_gradients
+    tx = unwrap(tx)
     params, kept, state, kept_state = trees.strip_variables((params, kept, state, kept_state))
     params, kept = map(trees.only_arrays, (params, kept))
     if isinstance(jax.eval_shape(tx.init, params), SparseState):
@@ -217,7 +226,7 @@ def check_entries(
         tx,
         params,
         kept,
-        [Removed(are_zero=True, have_gradients=False, read=read)],
+        [Removed(are_zero=True, have_gradients=have_gradients, read=read)],
         remedy="Leave out tx to take over the state without a proof",
         claim="tx might train kept values otherwise than the masked parameters.",
         states=States(read_state(tx, params, state), kept_state),

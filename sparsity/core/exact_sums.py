@@ -126,17 +126,8 @@ def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 @jax.jit
 def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Scales all numbers by one power of two that takes the largest finite one to [1/2, 1].
-
-    Their sums and products with others then neither overflow nor vanish.
-
-    Args:
-      arrays: arrays of at least float32.
-    """
-    sizes = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in arrays]
-    maxima = [max_abs(x, tuple(range(x.ndim))) for x in sizes if x.size]
-    if not maxima:
-        return list(arrays)
+    """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
+    maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
     largest = functools.reduce(jnp.maximum, maxima)
     factor, other_factor = (
         _power_of_two(-exponent, largest.dtype) for exponent in _halve_exponent(largest)
@@ -144,6 +135,41 @@ def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [x * factor.astype(x.dtype) * other_factor.astype(x.dtype) for x in arrays]
 
 
+@jax.jit
+def multiply_in_range(ones: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the products of pairs, times one power of two if all would vanish or one overflow.
+
+    The largest factors decide: their product is then 2**-60 or 2**120, and is not scaled between.
+
+    Args:
+      ones: arrays of at least float32.
+      others: arrays of the same shapes, of at least float32.
+    """
+    exponent = _find_exponent(ones) + _find_exponent(others)
+    shift = jnp.clip(jnp.clip(exponent, -60, 120) - exponent, -250, 250)
+    # In two steps: a single factor may be out of range.
+    first, second = (_power_of_two(x, np.dtype(np.float32)) for x in (shift >> 1, (shift + 1) >> 1))
+    pairs = zip(ones, others, strict=True)
+    return [x * (y * first.astype(y.dtype) * second.astype(y.dtype)) for x, y in pairs]
+
+
+def _find_exponent(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns an integer e, where all finite numbers are below 2**e."""
+    sizes = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in arrays if x.size]
+    maxima = [max_abs(x, tuple(range(x.ndim))) for x in sizes] or [jnp.ones(())]
+    first, second = _halve_exponent(functools.reduce(jnp.maximum, maxima))
+    return first + second
+
+
+def _scale_for_sums_on_host(arrays: Sequence[np.ndarray], summands: int) -> list[np.ndarray]:
+    largest = max((np.abs(x[np.isfinite(x)]).max(initial=0) for x in arrays), default=0.0)
+    info = np.finfo(np.result_type(*arrays))
+    most = info.maxexp - 1 - max(summands - 1, 0).bit_length()
+    shift = min(most - int(np.frexp(largest)[1]), 0)
+    return [x * np.ldexp(x.dtype.type(1), shift) for x in arrays]
+
+
+@host.instead(_scale_for_sums_on_host)
 @functools.partial(jax.jit, static_argnums=1)
 def scale_for_sums(arrays: Sequence[jax.Array], summands: int) -> list[jax.Array]:
     """Scales floats by one power of two, 1 if possible, so that no sum overflows.

@@ -126,7 +126,8 @@ class EpochStrategy(BaseUpdater):
     """Follows a strategy within the train step: the masks live in the optimizer state.
 
     After `epoch * steps_per_epoch` updates the masks become those that `pruning` returns for the
-    current parameters; the same update applies the masks. All layers that the strategy names, at
+    current parameters; the same update applies the masks. A weight that another pattern brings back
+    starts at 0 with the optimizer state of `init`. All layers that the strategy names, at
     any epoch, have a mask from the start. Summaries show the last target and type of each layer.
     The strategy determines scheduler, sparsity type, distribution and scope, which are no
     arguments. With `batch_axes` each slice has a separate mask, and kernels are layers with more
@@ -151,7 +152,7 @@ class EpochStrategy(BaseUpdater):
     scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
     topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
     unused_hooks: ClassVar[Mapping[str, str]] = {"create_masks": "calculate_scores or new_masks"}
-    regrows: ClassVar[bool | None] = False  # optimizer states stay, as with `pruning_apply`
+    regrows: ClassVar[bool | None] = False
 
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)

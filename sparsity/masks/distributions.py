@@ -217,8 +217,9 @@ class Uniform:
         selected: Candidates = {}
         custom: dict[trees.KeyPath, float | None] = {}
         dense: list[str] = []  # selected by the filter, without a pattern
+        excluded = [x for x in prunable if sites is not None and sites.is_excluded(x)]
         for key_path, param in prunable.items():
-            if sites is not None and sites.is_excluded(key_path):
+            if key_path in excluded:
                 custom[key_path] = None
                 continue
             override = names.best_key(overrides, labels[key_path])
@@ -236,6 +237,7 @@ class Uniform:
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         removes |= self.entries is not None
         has_target = bool(selected) or any(target is not None for target in custom.values())
+        removes &= not excluded  # a warning says why these stay dense
         if removes and not has_target and any(map(trees.is_array, jax.tree.leaves(params))):
             others = [labels[key_path] for key_path in prunable if key_path not in custom]
             raise ValueError(self._nothing_selected(list(labels.values()), others, dense))

@@ -229,9 +229,8 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
 
         Example:
           >>> import jax.numpy as jnp
-          >>> from sparsity.algorithms import RigL
-          >>> from sparsity import Uniform
-          >>> updater = RigL(sparsity_distribution_fn=Uniform(0.75))
+          >>> from sparsity import StaticRandomSparse, Uniform
+          >>> updater = StaticRandomSparse(sparsity_distribution_fn=Uniform(0.75))
           >>> tx = updater.wrap_optax(optax.sgd(0.5))
           >>> params, opt_state = updater.init(tx, {"w": jnp.ones((4, 8))})
           >>> int(jnp.sum(params["w"]))

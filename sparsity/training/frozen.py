@@ -49,6 +49,10 @@ def exclude_frozen(
     targets = updater.compute_targets(params, sites)
     find_masked, excluded, kept_dense = adapt_scope(updater.scope).masked_paths, set(), set()
     for path in trees.leaves_by_path(targets):
+        if path in frozen:
+            excluded.add(path)
+            kept_dense.add(path)
+            continue
         alone = trees.map_matched(
             lambda each, target, path=path: target if each == path else None, targets
         )

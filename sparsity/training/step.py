@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.core import trees
+from sparsity.core import exact, trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.derivatives import hold_constant, replace_values
+from sparsity.core.exact_sums import sums
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Sites, check_masks, pack_masks, unpack_masks
+from sparsity.masks import Sites, check_masks, is_layerwise, pack_masks, unpack_masks
 from sparsity.training.frozen import exclude_frozen
 from sparsity.training.hook_results import (
     check_movable,
@@ -219,6 +220,8 @@ class Step(abc.ABC):
         only_shrinks = self.user_masks is not None or not restarts
         if only_shrinks and self.regrows is False and self.pruned_are_zero:
             masks = trees.map_matched(lambda _, mask, before: mask & before, masks, old.masks)
+        elif self.user_masks is not None and not is_overridden(updater, "new_masks"):
+            masks = keep_sparser(masks, old.masks, is_layerwise(updater.scope))
         new, grown = new._replace(masks=masks), None
         if restarts:
             new, grown = self.restart(new, old.masks, inputs)
@@ -329,6 +332,27 @@ class Step(abc.ABC):
         Returns:
           Updates that start grown weights from 0 and take pruned weights to 0, and the next state.
         """
+
+
+def keep_sparser(masks: Masks, old_masks: Masks, each_alone: bool) -> Masks:
+    """Returns new masks, and old ones where the new masks would keep more entries.
+
+    Args:
+      masks: tree of new masks.
+      old_masks: tree of the masks before.
+      each_alone: compare each parameter for itself, and not all together.
+    """
+    pairs = list(zip(jax.tree.leaves(masks), jax.tree.leaves(old_masks), strict=True))
+    if not pairs:
+        return masks
+    counts = [sums(pair, range(pair[0].ndim)) for pair in pairs]
+    if each_alone:
+        may_replace = [new <= old for new, old in counts]
+    else:
+        new, old = (exact.total(jnp.stack(x).astype(jnp.uint32)) for x in zip(*counts, strict=True))
+        may_replace = [exact.at_least(old, new)] * len(pairs)
+    chosen = [jnp.where(x, *pair) for x, pair in zip(may_replace, pairs, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(masks), chosen)
 
 
 def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> SparseState:

@@ -256,7 +256,11 @@ class UpdaterHooks(DataclassBase):
         """Returns a tree of one sparsity for all leaves that have a target; overrides stay."""
         targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
         if not jax.tree.leaves(targets):
-            return sparsity  # the scope refuses it
+            raise ValueError(
+                "Set sparsity_distribution_fn, for example Uniform(0.8), or give a tree of "
+                "sparsities: one number is the sparsity of all leaves that the distribution "
+                f"selects, which are none, got sparsities = {sparsity!r}."
+            )
         return trees.map_matched(
             lambda path, target: target if sites[path].has_override else sparsity, targets
         )

@@ -210,7 +210,7 @@ def test_one_scalar_is_for_the_leaves_of_the_distribution_without_a_sparsity_of_
     assert masks["bias"] is None
     layerwise = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.9))
     assert layerwise.create_masks(scores, 0.25)["c"].tolist() == [[0, 1, 1, 1]]
-    with pytest.raises(ValueError, match="no leaf at 'params'"):
+    with pytest.raises(ValueError, match="Set sparsity_distribution_fn"):
         sparsity.MagnitudePruning().create_masks(scores, 0.5)  # all leaves stay dense
 
 

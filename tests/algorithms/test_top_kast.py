@@ -10,6 +10,8 @@ import sparsity
 from tests import helpers
 from tests.algorithms import oracles
 
+pytestmark = pytest.mark.filterwarnings("ignore:TopKast moves masks")  # without a schedule
+
 
 def _make(**options):
     options = {"scheduler": sparsity.PeriodicSchedule(3)} | options

@@ -359,7 +359,10 @@ def test_the_state_of_other_parameters_is_refused():
 
 def test_a_compact_state_of_other_batch_axes_is_refused_by_name():
     trainer = sparsity.SET(
-        use_compact_state=True, batch_axes=2, sparsity_distribution_fn=sparsity.Uniform(0.5)
+        use_compact_state=True,
+        batch_axes=2,
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.PeriodicSchedule(2),
     )
     state = trainer.wrap_optax(optax.sgd(0.1, 0.9)).init({"a": jnp.ones((2, 2, 4, 4))})
     params = {"a": jnp.ones(7)}

@@ -324,3 +324,22 @@ def test_moments_of_other_parameters_or_of_rows_have_no_dense_state(holds_rows):
         state = optax.adam(0.1).init(params)
     with pytest.raises(ValueError, match=r"leaf of shape .* for 'w', .* of model\.params that"):
         model.dense_state(state)
+
+
+@pytest.mark.parametrize("is_sparse_gradients", [False, True])
+def test_norms_of_gradients_need_masked_gradients_in_the_wrapped_run(is_sparse_gradients):
+    params = {"w": jnp.arange(1.0, 13.0).reshape(3, 4)}
+    graph = trace(lambda params, x: x @ params["w"], params, jnp.ones((2, 3)))
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.OneShotSchedule(0),
+        is_sparse_gradients=is_sparse_gradients,
+    )
+    tx = updater.wrap_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    _, state = tx.update(params, tx.init(params), params)
+    masks = state.masks
+    if is_sparse_gradients:
+        assert compact(graph, params, masks, state, tx).tx is tx.inner
+    else:
+        with pytest.raises(ValueError, match=r"of 'w' in clip_by_global_norm returns another"):
+            compact(graph, params, masks, state, tx)

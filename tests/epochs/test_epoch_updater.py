@@ -36,14 +36,33 @@ def gradients(params, seed):
     )
 
 
+def restarted(opt_state, old, new):
+    """The optimizer state with the momentum of returning weights at 0."""
+
+    def restart(layer, leaf, trace):
+        before, mask = ((tree or {}).get(layer, {}).get(leaf) for tree in (old, new))
+        if before is None:
+            return trace
+        mask = np.ones_like(before) if mask is None else mask
+        return jnp.where((np.asarray(mask) > 0) & (np.asarray(before) == 0), 0, trace)
+
+    trace = {
+        layer: {leaf: restart(layer, leaf, x) for leaf, x in leaves.items()}
+        for layer, leaves in opt_state[0].trace.items()
+    }
+    return (opt_state[0]._replace(trace=trace), *opt_state[1:])
+
+
 def trained_by_functions(params, tx, epochs):
     """Masks and parameters after each step of a loop that calls the two functions."""
     opt_state, mask_key, steps = tx.init(params), None, []
     for count in range(epochs * STEPS_PER_EPOCH):
         grads = gradients(params, count)
         if count % STEPS_PER_EPOCH == 0:
+            old = mask_key
             _, mask_key = pruning(params, count // STEPS_PER_EPOCH, mask_key, MIXED)
             params, mask_key = pruning_apply(params, mask_key)
+            opt_state = restarted(opt_state, old, mask_key)
         updates, opt_state = tx.update(grads, opt_state, params)
         params, mask_key = pruning_apply(optax.apply_updates(params, updates), mask_key)
         steps.append((params, mask_key))

@@ -26,6 +26,7 @@ CONFIG = {"data_dir": None, "config": {"seed": 0, "sparsity": {"algorithm": "rig
 def state(seed):
     """A tree with masks, `None`, an optimizer state, scalars and a NaN."""
     config = {"algorithm": "rigl", "sparsity": 0.5, "use_packed_masks": True, "rng_seed": seed}
+    config["update_freq"] = 9
     params = {"w": jax.random.normal(jax.random.key(seed), (20, 30)), "b": jnp.full(3, jnp.nan)}
     tx = sparsity.create_updater_from_config(config).wrap_optax(optax.adam(0.1))
     return {"params": params, "opt_state": tx.init(params)}

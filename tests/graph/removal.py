@@ -6,6 +6,7 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.shrinking.interpreter import CutInterpreter
+from tests import helpers
 
 
 def choose(groups, seed=0):
@@ -64,3 +65,23 @@ def difference(expected, actual):
         scale = max(np.abs(one).max(initial=0), 1e-30)
         errors.append(np.abs(one - other).max(initial=0) / scale)
     return max(errors)
+
+
+def names(graph):
+    """Names and sizes of the groups."""
+    return [(group.name, group.size) for group in graph.groups]
+
+
+def check(graph, fn, params, args, tolerance):
+    """Cuts each group alone, and all of them together."""
+    cuts = [[group] for group in graph.groups if len(graph.groups) > 1] + [graph.groups]
+
+    def run(params):
+        return [
+            outputs(graph, fn, params, args, cut, choose(cut, seed))
+            for seed, cut in enumerate(cuts)
+        ]
+
+    compiled = jax.jit(run, compiler_options=helpers.WITHOUT_EMITTERS)
+    for cut, pair in zip(cuts, compiled(params), strict=True):
+        assert difference(*pair) <= tolerance, [group.name for group in cut]

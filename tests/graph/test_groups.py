@@ -10,27 +10,7 @@ from jax import lax
 import sparsity
 from sparsity.graph import trace
 from sparsity.programs.program import Program
-from tests import helpers
 from tests.graph import models, removal
-
-
-def names(graph):
-    return [(group.name, group.size) for group in graph.groups]
-
-
-def check(graph, fn, params, args, tolerance):
-    """Cuts each group alone, and all of them together."""
-    cuts = [[group] for group in graph.groups if len(graph.groups) > 1] + [graph.groups]
-
-    def run(params):
-        return [
-            removal.outputs(graph, fn, params, args, cut, removal.choose(cut, seed))
-            for seed, cut in enumerate(cuts)
-        ]
-
-    compiled = jax.jit(run, compiler_options=helpers.WITHOUT_EMITTERS)
-    for cut, pair in zip(cuts, compiled(params), strict=True):
-        assert removal.difference(*pair) <= tolerance, [group.name for group in cut]
 
 
 @pytest.mark.slow
@@ -46,7 +26,7 @@ def test_removing_any_group_and_all_together_leaves_what_masking_gives(name):
         ]
         graph = trace(model.fn, params, *args)
         assert len(graph.groups) == model.num_groups
-        check(graph, model.fn, params, args, 1e-10)
+        removal.check(graph, model.fn, params, args, 1e-10)
 
 
 @pytest.mark.parametrize("make", [models.resnet18, models.resnet50])
@@ -92,7 +72,7 @@ def test_channels_that_are_rounded_to_fewer_bits_are_removed():
     params, x = models.draw({"up": (3, 6), "down": (6, 2)}), jnp.ones((2, 3))
     graph = trace(fn, params, x)
     assert [group.members for group in graph.groups] == [((("down",), 0), (("up",), 1))]
-    check(graph, fn, params, (x,), 1e-6)
+    removal.check(graph, fn, params, (x,), 1e-6)
 
 
 def test_a_gate_goes_with_what_it_gates():
@@ -122,7 +102,7 @@ def test_parts_that_are_unstacked_have_the_channels_of_the_whole():
     (inner,) = graph.groups
     assert inner.members == ((("out",), 0), (("qkv",), 1))
     assert inner.positions[1].tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
-    check(graph, fn, params, (x,), 1e-6)
+    removal.check(graph, fn, params, (x,), 1e-6)
 
 
 def test_what_is_concatenated_keeps_its_places_in_what_reads_it():
@@ -145,7 +125,7 @@ def test_equal_channels_of_a_grouped_convolution_are_removed_in_all_groups():
         )
         graph = trace(fn, params, x)
         assert sorted(group.size for group in graph.groups) == [2, 2, 3]
-        check(graph, fn, params, (x,), 1e-10)
+        removal.check(graph, fn, params, (x,), 1e-10)
 
 
 # State.
@@ -181,8 +161,8 @@ def test_statistics_for_the_next_step_shrink_with_their_channels(state):
         variables, x = batch_norm()
         graph = trace(in_training, variables, x, state=state)
         assert graph.state == STATISTICS
-        assert names(graph) == [("params/Dense_0/kernel:1", 6)]
-        check(graph, in_training, variables, (x,), 1e-10)
+        assert removal.names(graph) == [("params/Dense_0/kernel:1", 6)]
+        removal.check(graph, in_training, variables, (x,), 1e-10)
 
 
 def test_statistics_that_are_not_a_state_are_outputs_and_keep_their_channels():
@@ -202,8 +182,8 @@ def test_parameters_that_are_returned_as_they_came_are_masked_like_others():
         params, x = models.draw(shapes, jnp.float64), np.ones((2, 3))
         graph = trace(fn, params, x)
         assert graph.state == {("1", "down"): ("down",), ("1", "up"): ("up",)}
-        assert names(graph) == [("up:1", 4)]
-        check(graph, fn, params, (x,), 1e-10)
+        assert removal.names(graph) == [("up:1", 4)]
+        removal.check(graph, fn, params, (x,), 1e-10)
 
 
 # Refusals.
@@ -453,8 +433,8 @@ def test_channels_that_change_nothing_can_be_removed(between):
         params = models.draw({"up": (3, 6), "down": (6, 2)}, jnp.float64)
         x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
         graph = trace(fn, params, x)
-        assert names(graph) == [("up:1", 6)]
-        check(graph, fn, params, (x,), 1e-10)
+        assert removal.names(graph) == [("up:1", 6)]
+        removal.check(graph, fn, params, (x,), 1e-10)
 
 
 @pytest.mark.parametrize("number", [2, 6])

@@ -7,8 +7,7 @@ import pytest
 from jax import lax
 
 from sparsity.graph import trace
-from tests.graph import models
-from tests.graph.test_groups import check, names
+from tests.graph import models, removal
 
 WIDTH, HIDDEN = 6, 5
 TOKENS = np.array([[1, 0, 3], [2, 2, 1]])
@@ -100,8 +99,8 @@ def test_a_smaller_program_computes_what_masks_give(name):
         if isinstance(expected, int):  # channels of the shortcut, and two or more beside it
             assert sum(group.size for group in graph.groups) == expected
         else:
-            assert sorted(names(graph)) == sorted(expected)
-        check(graph, fn, params, (x,), 1e-10)
+            assert sorted(removal.names(graph)) == sorted(expected)
+        removal.check(graph, fn, params, (x,), 1e-10)
 
 
 def test_negative_pads_drop_channels_exactly():
@@ -114,7 +113,7 @@ def test_negative_pads_drop_channels_exactly():
         x = np.random.default_rng(1).normal(size=(3, 4))
         graph = trace(fn, params, x)
         assert sum(group.size for group in graph.groups) >= 4
-        check(graph, fn, params, (x,), 1e-10)
+        removal.check(graph, fn, params, (x,), 1e-10)
 
 
 def test_a_pad_between_channels_is_refused_by_name():

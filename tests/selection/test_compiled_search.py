@@ -59,9 +59,7 @@ def test_rows_of_bfloat16_are_widened_as_they_are_read():
 
 @pytest.mark.parametrize(
     "name",
-    helpers.slow_but(
-        ["magnitude"], ["magnitude", "saliency", "random", "global_magnitude", "rigl", "set"]
-    ),
+    helpers.slow_but(["magnitude"], ["magnitude", "random", "global_magnitude", "rigl", "set"]),
 )
 def test_an_update_stores_no_scores(name):
     options = {"update_freq": 10, "update_start_step": 0, "update_end_step": 100}

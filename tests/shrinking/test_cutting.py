@@ -295,8 +295,8 @@ def test_packed_and_unpacked_masks_of_several_states_are_cut(pruned):
             )
             for pack in (True, False)
         )
-        inner = packed(packed(optax.adam(1e-3)))
-        return optax.chain(inner, unpacked(optax.sgd(1.0)), packed(optax.sgd(1.0)))
+        adam, sgd = optax.adam(1e-3), optax.sgd(1.0)
+        return optax.chain(packed(adam), unpacked(sgd), packed(sgd))
 
     small = shrink(graph, params, masks, chained(masks).init(params))
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, jnp.uint8), small.params)

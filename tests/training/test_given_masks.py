@@ -37,6 +37,9 @@ def _in_use(state):
     return np.asarray(sparsity.active_masks(_params(), state)["w"])
 
 
+_DENSITIES = (("a", 0.7), ("b", 0.35))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 @pytest.mark.parametrize("distribution", [None, _HALF, sparsity.sparsity_distributions.uniform])
@@ -255,6 +258,37 @@ def test_a_ramp_starts_from_the_masks_which_only_shrink(name, packed):
         before = kept
         counts.append(kept.sum())
     assert counts == [16, 16, 16, 16, 16, 16, 13, 10, 6]
+
+
+@pytest.mark.parametrize("scope", [sparsity.Layerwise(), sparsity.Global()], ids=repr)
+@pytest.mark.parametrize("name", ["saliency", "movement"])
+def test_a_ramp_is_never_denser_than_the_masks_that_weights_may_return_to(name, scope):
+    rng = np.random.default_rng(0)
+    masks = {key: (rng.random((8, 12)) < density).astype(np.uint8) for key, density in _DENSITIES}
+    params = {key: jnp.asarray(rng.normal(size=(8, 12)), jnp.float32) for key, _ in _DENSITIES}
+    pruner = sparsity.ALGORITHM_REGISTRY[name](
+        sparsity_distribution_fn=sparsity.Uniform(0.75),
+        scheduler=sparsity.PolynomialSchedule(2, 0, 6),
+        scope=scope,
+    )
+    tx = pruner.wrap_optax(optax.adam(0.05), masks=masks)
+    params, state = pruner.init(tx, params)
+    update, history = jax.jit(tx.update), [masks]
+    for _ in range(8):
+        grads = {key: jnp.asarray(rng.normal(size=(8, 12)), jnp.float32) for key in params}
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(jax.device_get(state.masks))
+    kept = [[int(tree[key].sum()) for key, _ in _DENSITIES] for tree in history]
+    if scope == sparsity.Layerwise():
+        assert all(
+            now <= before
+            for pair in zip(kept[1:], kept, strict=False)
+            for now, before in zip(*pair, strict=True)
+        )
+    else:
+        assert all(sum(now) <= sum(before) for now, before in zip(kept[1:], kept, strict=False))
+    assert sum(kept[-1]) <= 48 < sum(kept[1])
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])

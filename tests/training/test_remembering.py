@@ -180,6 +180,7 @@ def test_a_step_accumulates_then_refreshes_then_modifies_under_the_new_masks(pac
     tx = updater.wrap_optax(optax.GradientTransformation(lambda params: (), update))
     params = _params()
     state = tx.init(params)
+    seen.clear()  # `init` traces the optimizer
     for index in range(3):
         updates, state = tx.update(_grads(index), state, params)
         params = optax.apply_updates(params, updates)

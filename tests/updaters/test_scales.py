@@ -20,12 +20,10 @@ _WEIGHTS, _GRADS = (
 _HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 _UPDATERS = {
     "saliency": sparsity.SaliencyPruning(**_HALF),
-    "global": sparsity.GlobalSaliencyPruning(sparsity=0.5),
     "blocks": sparsity.SaliencyPruning(**_HALF, sparsity_type=sparsity.Block((4, 4))),
     "channels": sparsity.MagnitudePruning(**_HALF, sparsity_type=sparsity.Channel()),
     "rows of blocks": sparsity.MagnitudePruning(**_HALF, sparsity_type=sparsity.FanIn(4)),
     "blocks of weights": sparsity.MagnitudePruning(**_HALF, sparsity_type=sparsity.Block((3, 5))),
-    "weights of all layers": sparsity.GlobalMagnitudePruning(sparsity=0.5),
 }
 
 
@@ -46,27 +44,31 @@ def _prune(updater, weight_exponent, grad_exponent, jit):
 @pytest.mark.parametrize("name", _UPDATERS)
 def test_a_power_of_two_changes_no_mask(name, jit):
     updater = _UPDATERS[name]
-    # Normalization adds 1e-8 to norms: scales where the number is nothing beside them.
-    first = 40 if isinstance(updater.scope, sparsity.Global) else 0
-    expected = _prune(updater, first, 0, jit)
-    exponents = [(62, 62), (124, 0)]
-    if not first:
-        exponents += [(-73, -73), (-100, -20)]
-    for pair in exponents:
+    expected = _prune(updater, 0, 0, jit)
+    for pair in [(62, 62), (124, 0), (-73, -73), (-100, -20)]:
         masks = _prune(updater, *pair, jit)
         jax.tree.map(np.testing.assert_array_equal, masks, expected)
     assert 0 < sum(int(mask.sum()) for mask in expected.values()) < 16 * 32 + 32 * 8
 
 
-@pytest.mark.parametrize("exponent", [-100, 124])
-def test_small_products_do_not_tie_without_normalization(exponent):
-    scope = sparsity.Global(use_normalization=False)
-    updater = sparsity.SaliencyPruning(**_HALF, scope=scope)
-    masks = _prune(updater, exponent, -20, False)
-    products = {name: np.abs(_WEIGHTS[name] * _GRADS[name]) for name in _WEIGHTS}
-    threshold = np.sort(np.concatenate([x.ravel() for x in products.values()]))[-384]
-    for name, product in products.items():
-        np.testing.assert_array_equal(masks[name], product >= threshold)
+@pytest.mark.parametrize("jit", [False, True], ids=["at once", "in a step"])
+@pytest.mark.parametrize("use_normalization", [False, True])
+@pytest.mark.parametrize(
+    "exponents", [(0, 0), (-36, -36), (-73, -73), (62, 62), (-90, 90)], ids=str
+)
+@pytest.mark.parametrize("name", ["saliency", "magnitude"])
+def test_scores_of_all_layers_are_those_of_numpy(name, exponents, use_normalization, jit):
+    scope = sparsity.Global(use_normalization)
+    updater = sparsity.ALGORITHM_REGISTRY[name](**_HALF, scope=scope)
+    masks = _prune(updater, *exponents, jit)
+    scores = {key: np.abs(np.ldexp(np.float64(x), exponents[0])) for key, x in _WEIGHTS.items()}
+    if name == "saliency":
+        scores = {key: x * np.abs(np.ldexp(_GRADS[key], exponents[1])) for key, x in scores.items()}
+    if use_normalization:
+        scores = {key: x / (np.linalg.norm(x) + 1e-8) for key, x in scores.items()}
+    threshold = np.sort(np.concatenate([x.ravel() for x in scores.values()]))[-384]
+    for key, score in scores.items():
+        np.testing.assert_array_equal(masks[key], score >= threshold)
 
 
 @pytest.mark.parametrize("order", [1, 2])

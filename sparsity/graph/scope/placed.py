@@ -80,7 +80,9 @@ def sum_importance(
     if order == 2:
         powers = [jnp.square(x) for x in scale_together(powers)]
     else:
-        powers = scale_for_sums(powers, sum(x.size for x in powers))
+        is_host = host.namespace(powers) is np
+        scale = functools.partial(host.call, scale_for_sums) if is_host else scale_for_sums
+        powers = scale(powers, sum(x.size for x in powers))
     by_path = dict(zip(scores, powers, strict=True))
     return [_sum_members(group, by_path, order, normalize) for group in groups]
 
