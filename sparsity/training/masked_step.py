@@ -95,32 +95,39 @@ class MaskedStep(Step):
     def transform(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
     ) -> tuple[PyTree, SparseState]:
-        state, grown = self._read_marks(state, inputs, change)
+        state, grown, kept = self._read_marks(state, inputs, change)
         plain, inputs = self.unpack_for_hooks(state, inputs)
+        kept = plain.masks if kept is None else kept
         params, grads = inputs.params, self.modify_gradients(inputs, plain)
         if self.updater.is_sparse_gradients:
-            grads = mask_updates(grads, plain.masks, "gradients")
+            grads = mask_updates(grads, kept, "gradients")
         seen = without_grown(params, grown)
         updates, inner_state = self.run_inner(grads, state.inner_state, seen, inputs, change)
         count = optax.safe_increment(state.count)
         updates = start_from_zero(updates, params, grown)
         if self.zeroes_updates:
-            updates = make_updates_set_zeros(updates, params, plain.masks)
+            updates = make_updates_set_zeros(updates, params, kept)
         return updates, state._replace(inner_state=inner_state, count=count)
 
     def _read_marks(
         self, state: SparseState, inputs: StepInputs, change: MaskChange
-    ) -> tuple[SparseState, PyTree]:
-        """Returns the state without marks, and the tree of bools of marked weights, or `None`."""
+    ) -> tuple[SparseState, PyTree, Masks]:
+        """Returns the state without marks, and two trees of bools, or `None`: marked and kept.
+
+        A TPU would write masks of the state before it reads them: the step reads other bools.
+        """
         if change.is_update is False or not (
             self.pruned_are_zero and self.can_restart(state, inputs)
         ):
-            return state, None
+            return state, None, None
         if self.updater.use_packed_masks:
             marks = unpack_masks(change.grown, inputs.params)
-            return state, jax.tree.map(lambda mark: mark > 0, marks)
+            return state, jax.tree.map(lambda mark: mark > 0, marks), None
         masks = jax.tree.map(lambda mask: jnp.minimum(mask, 1), state.masks)
-        return state._replace(masks=masks), jax.tree.map(lambda mask: mask > 1, state.masks)
+        grown, kept = (
+            jax.tree.map(lambda mask, least=x: mask > least, state.masks) for x in (1, 0)
+        )
+        return state._replace(masks=masks), grown, kept
 
 
 def _find_grown(masks: Masks, old_masks: Masks) -> PyTree:
@@ -150,6 +157,6 @@ def make_updates_set_zeros(updates: PyTree, params: Params, masks: Masks) -> PyT
             return update
         param = likes[path]
         dtype = promote(update.dtype, param.dtype)
-        return jnp.where(mask > 0, update.astype(dtype), -param.astype(dtype))
+        return jnp.where(mask.astype(bool), update.astype(dtype), -param.astype(dtype))
 
     return trees.map_matched(set_zero, updates, masks, role="updates")
