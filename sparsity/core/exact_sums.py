@@ -158,7 +158,7 @@ def _find_exponent(arrays: Sequence[jax.Array]) -> jax.Array:
     sizes = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in arrays if x.size]
     maxima = [max_abs(x, tuple(range(x.ndim))) for x in sizes] or [jnp.ones(())]
     first, second = _halve_exponent(functools.reduce(jnp.maximum, maxima))
-    return first + second
+    return (first + second).astype(jnp.int32)
 
 
 def _scale_for_sums_on_host(arrays: Sequence[np.ndarray], summands: int) -> list[np.ndarray]:

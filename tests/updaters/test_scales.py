@@ -81,3 +81,14 @@ def test_sums_of_channels_do_not_overflow(order):
     expected = _prune(updater, 0, 0, False)
     jax.tree.map(np.testing.assert_array_equal, _prune(updater, 125, 0, False), expected)
     assert int(expected["up"].sum()) == 16 * 16
+
+
+@pytest.mark.parametrize("exponent", [0, -600, 500])
+def test_float64_is_scaled_in_float64(exponent):
+    with jax.enable_x64(True):
+        weights, grads = (
+            {name: jnp.ldexp(jnp.asarray(x, jnp.float64), exponent) for name, x in tree.items()}
+            for tree in (_WEIGHTS, _GRADS)
+        )
+        masks = _UPDATERS["saliency"].instant_sparsify(weights, grads)[1]
+    jax.tree.map(np.testing.assert_array_equal, masks, _prune(_UPDATERS["saliency"], 0, 0, False))
