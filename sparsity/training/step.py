@@ -42,6 +42,7 @@ from sparsity.training.hook_results import (
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
 from sparsity.training.overrides import read_attribute
+from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 from sparsity.training.step_checks import (
     check_algorithm_state,
@@ -254,13 +255,8 @@ class Step(abc.ABC):
     ) -> tuple[PyTree, optax.OptState]:
         """Runs the inner optimizer on what it sees, unless `skip_gradients` skips the step."""
         skips = change.is_update if self.updater.skip_gradients else False
-        if skips is True:
-            return jax.tree.map(jnp.zeros_like, grads), inner_state
-        updates, new_state = self.inner.update(grads, inner_state, params, **inputs.extra)
-        if skips is False:
-            return updates, new_state
-        updates = jax.tree.map(lambda x: jnp.where(skips, jnp.zeros_like(x), x), updates)
-        return updates, jax.tree.map(functools.partial(jnp.where, skips), inner_state, new_state)
+        update = functools.partial(self.inner.update, **inputs.extra)
+        return update_unless(skips, update, grads, inner_state, params)
 
     def unpack_for_hooks(
         self, state: SparseState, inputs: StepInputs
