@@ -14,6 +14,7 @@ W, X, _ = (jnp.asarray(x, jnp.float32) for x in layer(12, 12, rows=64))
 PARAMS = {"w": W.T}
 WANDA = sparsity.WandaPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
 FUNCTIONS = {
+    "nothing": lambda w: 0.0 * w,
     "a scale of each input": lambda w: jnp.linspace(0.1, 9, 12)[:, None] * w,
     "a scale of each output": lambda w: w * jnp.linspace(0.1, 9, 12),
     "a constant mask": lambda w: jnp.tril(w),

@@ -301,7 +301,7 @@ def _find_scale(equation: Equation, inputs: Sequence[ArrayFacts], view: View) ->
             float(n),
             None,
         ):
-            return scale * n
+            return scale * n or None  # 0 times a weight reads nothing of it
         case "div", ([float(scale)], []), (_, float(n)) if n:
             return scale / n
         case "neg", ([float(scale)],), _:
