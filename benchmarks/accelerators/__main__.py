@@ -1,4 +1,4 @@
-"""What a training step launches, moves and holds on accelerators, read from compiled programs.
+"""Reads what a training step launches, moves and holds on accelerators from compiled programs.
 
 XLA compiles for TPUs and GPUs on a machine that has neither: what it schedules is the same in every
 run. A step is adam (`update` and `apply_updates`, params and state donated) with gradients as
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What a step costs a device, or adds to that of adam.
+    """Costs of a step on a device, or what an algorithm adds to those of adam.
 
     Bytes are those for each weight that the device holds, collectives are in kB.
 

@@ -32,7 +32,7 @@ _NAME = re.compile(r"(?:ROOT )?%?([\w.\-]+) = ")
 
 
 class Cost(NamedTuple):
-    """What one run launches and moves on a device.
+    """Kernels and bytes of one run on a device.
 
     Attributes:
       kernels: number of kernels and copies.

@@ -127,8 +127,7 @@ def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
 @jax.jit
 def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
-    maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
-    largest = functools.reduce(jnp.maximum, maxima)
+    largest = _find_largest(arrays)
     factor, other_factor = (
         _power_of_two(-exponent, largest.dtype) for exponent in _halve_exponent(largest)
     )
@@ -145,7 +144,8 @@ def multiply_in_range(ones: Sequence[jax.Array], others: Sequence[jax.Array]) ->
       ones: arrays of at least float32.
       others: arrays of the same shapes, of at least float32.
     """
-    exponent = _find_exponent(ones) + _find_exponent(others)
+    exponents = [x for y in (ones, others) for x in _halve_exponent(_find_largest(y))]
+    exponent = sum(x.astype(jnp.int32) for x in exponents)
     shift = jnp.clip(jnp.clip(exponent, -60, 120) - exponent, -250, 250)
     # In two steps: a single factor may be out of range.
     first, second = (_power_of_two(x, np.dtype(np.float32)) for x in (shift >> 1, (shift + 1) >> 1))
@@ -153,12 +153,11 @@ def multiply_in_range(ones: Sequence[jax.Array], others: Sequence[jax.Array]) ->
     return [x * (y * first.astype(y.dtype) * second.astype(y.dtype)) for x, y in pairs]
 
 
-def _find_exponent(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns an integer e, where all finite numbers are below 2**e."""
+def _find_largest(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the largest finite absolute value of all arrays, 1 if all are empty."""
     sizes = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in arrays if x.size]
     maxima = [max_abs(x, tuple(range(x.ndim))) for x in sizes] or [jnp.ones(())]
-    first, second = _halve_exponent(functools.reduce(jnp.maximum, maxima))
-    return (first + second).astype(jnp.int32)
+    return functools.reduce(jnp.maximum, maxima)
 
 
 def _scale_for_sums_on_host(arrays: Sequence[np.ndarray], summands: int) -> list[np.ndarray]:
@@ -178,10 +177,7 @@ def scale_for_sums(arrays: Sequence[jax.Array], summands: int) -> list[jax.Array
       arrays: arrays of at least float32.
       summands: the most summands of a sum.
     """
-    maxima = [max_abs(x, tuple(range(x.ndim))) for x in arrays if x.size]
-    if not maxima:
-        return list(arrays)
-    largest = functools.reduce(jnp.maximum, maxima)
+    largest = _find_largest(arrays)
     most = jnp.finfo(largest.dtype).maxexp - 1 - max(summands - 1, 0).bit_length()
     factor = _power_of_two(jnp.minimum(most - sum(_halve_exponent(largest)), 0), largest.dtype)
     return [x * factor.astype(x.dtype) for x in arrays]

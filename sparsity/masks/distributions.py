@@ -239,16 +239,16 @@ class Uniform:
         has_target = bool(selected) or any(target is not None for target in custom.values())
         removes &= not excluded  # a warning says why these stay dense
         if removes and not has_target and any(map(trees.is_array, jax.tree.leaves(params))):
-            others = [labels[key_path] for key_path in prunable if key_path not in custom]
-            raise ValueError(self._nothing_selected(list(labels.values()), others, dense))
+            unnamed = [labels[key_path] for key_path in prunable if key_path not in custom]
+            raise ValueError(self._nothing_selected(list(labels.values()), unnamed, dense))
         return selected, custom
 
-    def _nothing_selected(self, labels: list[str], others: list[str], dense: list[str]) -> str:
+    def _nothing_selected(self, labels: list[str], unnamed: list[str], dense: list[str]) -> str:
         """Returns the error of a distribution without a target.
 
         Args:
           labels: the parameters that can have a sparsity.
-          others: those without an override.
+          unnamed: those without an override.
           dense: those that the filter selects, without a pattern.
         """
         amount = f"sparsity = {self.sparsity}"
@@ -265,12 +265,12 @@ class Uniform:
             )
         reason = (
             "custom_sparsity_map keeps all parameters dense"
-            if not others
+            if not unnamed
             else "filter_fn selects no parameter"
             if self.filter_fn
             else "No parameter has more than one axis beyond its batch axes"
         )
-        if 0 < len(others) < len(labels):
+        if 0 < len(unnamed) < len(labels):
             reason += ", except those that custom_sparsity_map keeps dense"
         return (
             f"{reason}, so {amount} has nothing to remove. Select some with filter_fn(path, "

@@ -52,13 +52,19 @@ def check(params: Params, opt_state: optax.OptState) -> list[str]:
             f"All masks are ones after {int(state.count)} steps: training is dense until the "
             "scheduler updates them."
         )
-    return faults + explain_dense_weights(params, state)
+    return faults + _explain_dense_weights(params, masks, state)
 
 
 def explain_dense_weights(params: Params, state: SparseState) -> list[str]:
     """Returns what to do about masked weights that are not 0, [] if all are."""
+    return _explain_dense_weights(params, _read_masks(params, state), state)
+
+
+def _explain_dense_weights(
+    params: Params, masks: dict[trees.KeyPath, np.ndarray], state: SparseState
+) -> list[str]:
     weights, shares = trees.leaves_by_path(params), []
-    for path, mask in _read_masks(params, state).items():
+    for path, mask in masks.items():
         weight, name = np.asarray(weights[path]), trees.path_string(path)
         if np.any(weight[mask == 0]):
             masked, zeros = np.mean(mask == 0), np.mean(weight == 0)

@@ -61,13 +61,13 @@ def exclude_frozen(
             excluded.add(path)
             kept_dense |= affected
     if excluded:
-        others = excluded - kept_dense
-        coupled = f" So do {_list_names(others)}, whose channels go with theirs." if others else ""
+        coupled = excluded - kept_dense
+        reason = f" So do {_list_names(coupled)}, whose channels go with theirs." if coupled else ""
         warn(
             f"Prune {_list_names(kept_dense)} outside of training, by instant_sparsify, or leave "
             "out what is frozen with filter_fn or custom_sparsity_map={path: None}, which silences "
             f"this warning: the inner optimizer never moves these parameters, so that they stay "
-            f"dense.{coupled}"
+            f"dense.{reason}"
         )
     return sites.without(excluded) if excluded else sites
 

@@ -71,7 +71,7 @@ def test_what_may_move_is_pruned_without_a_warning(name):
     }
 
 
-def test_a_parameter_that_the_distribution_leaves_out_is_not_warned_of():
+def test_init_does_not_warn_of_a_parameter_that_the_distribution_leaves_out():
     uniform = sparsity.Uniform(0.5, custom_sparsity_map={"base": None})
     _, state = train(
         sparsity.StaticRandomSparse(sparsity_distribution_fn=uniform), partition(IS_FROZEN)
