@@ -92,7 +92,7 @@ from sparsity.finetuning.delta import Delta
 from sparsity.finetuning.train_only import train_only
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
-from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
+from sparsity.masks import Global, Layerwise, Scope, unpack_masks
 from sparsity.masks.distributions import ERK, Distribution, Uniform
 from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
 from sparsity.reports import active_masks, check, sparsity_table, summarize_sparsity
@@ -105,6 +105,7 @@ from sparsity.sparsity_schedules import (
     Schedule,
 )
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
+from sparsity.training.hooks import elementwise
 from sparsity.training.state import SparseState, get_sparse_state, set_sparse_state, sharding_like
 from sparsity.version import __version__ as __version__
 

@@ -21,7 +21,7 @@ LONGEST = (
     "test_meshes", "test_colabs", "test_kills", "test_matrix", "test_docs", "test_baselines",
     "test_move", "test_compact_state", "test_fuzz", "test_mnist_compact", "test_examples",
     "test_trees", "test_checkpoints", "test_compacting_on_meshes", "test_selection_sharded",
-    "test_shrinking_on_meshes", "test_mnist_shrinking", "test_selection", "test_threshold",
+    "test_shrinking_on_meshes", "test_mnist_shrinking", "test_selection",
     "test_benchmarks", "test_optimizers", "test_competition", "test_typing", "test_prune",
     "test_processes", "test_random_networks",
 )  # fmt: skip

@@ -38,7 +38,6 @@ Channel.expand(batch_axes=0)
 Channel.pool(batch_axes=0)
 Compact.measure(rounds=10)
 Compact.tune(rounds=10)
-Coupled.make_masks(is_on_host=False)
 Coupled(order=1, normalize=False, across=False, round_to=1)
 ERK(power_scale=1.0)
 FLAPPruning(compensate=True)
@@ -93,10 +92,10 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Axis ChangedEntries ChannelGroup Compact CutParameter Deferred Delta EntryScores Equation
-Frame KeptArray KeptParameter LampScores Lockstep MaskUpdate Model ModelInTraining Observer
-PositionChange Program Ranked Rows SharedEntry SlotMap Small StoredModel Use
-Value Visits Width _Run _Trainer
+Alignment Axis Candidates ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
+Frame KeptArray KeptParameter Lockstep MaskUpdate Model ModelInTraining Observer
+PositionChange Program SharedEntry SlotMap Small StoredModel Use
+Value Width _Run _Trainer
 """
 
 

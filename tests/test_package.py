@@ -214,17 +214,6 @@ def test_the_test_files_that_start_first_exist():
     assert set(LONGEST) <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-def test_the_search_of_hosts_is_imported_in_one_place():
-    importing = {
-        str(path.relative_to(PACKAGE))
-        for path in SOURCES
-        if re.search(r"selection\.cpu|selection import cpu", path.read_text(encoding="utf-8"))
-    }
-    assert {name for name in importing if not name.startswith("selection/cpu/")} == {
-        "selection/topk.py"
-    }
-
-
 def modules_imported_by(path, names):
     """Modules of the package that a source file imports anywhere, also for types alone."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

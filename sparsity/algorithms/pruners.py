@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from sparsity.core import trees
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import multiply_in_range
-from sparsity.core.hashing import generate_random_scores
+from sparsity.core.hashing import Draw, generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
-from sparsity.masks import Draw, elementwise, takes_signed_scores
+from sparsity.masks import takes_signed_scores
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
@@ -41,7 +41,6 @@ class MagnitudePruning(BaseUpdater):
 
     regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
 
-    @elementwise
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:

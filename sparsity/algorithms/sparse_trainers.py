@@ -18,25 +18,21 @@ import optax
 from jax.typing import ArrayLike
 
 from sparsity.core.checks import check_fraction
-from sparsity.core.hashing import generate_random_scores
+from sparsity.core.hashing import Draw, generate_random_scores
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
-    Draw,
     Global,
     Scope,
     Sites,
     adapt_scope,
-    elementwise,
     is_layerwise,
-    is_marked_elementwise,
-    make_draw,
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.overrides import KeepsCount
 from sparsity.training.state import SparseState
-from sparsity.training.updater_hooks import choose_draw, is_overridden
+from sparsity.training.updater_hooks import is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +68,7 @@ class SparseTraining(BaseUpdater):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        scores = choose_draw(self, params)(params, self.rng_seed)
+        scores = generate_random_scores(params, self.rng_seed)
         inputs, targets = self.make_inputs(params, sites=sites), target_sparsities
         return inputs.create_masks(self.create_masks, scores, targets, targets)
 
@@ -131,7 +127,6 @@ class DropAndGrow(SparseTraining):
                 f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
             )
 
-    @elementwise
     def get_drop_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         """Returns drop scores; the active weights with the lowest scores are dropped."""
         return jax.tree.map(jnp.abs, params)
@@ -144,9 +139,6 @@ class DropAndGrow(SparseTraining):
         for step, fraction in boundary_values(self.drop_fraction_fn, self.scheduler).items():
             check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params, sites=sites)
-
-    def slice_rule(self) -> SliceRule | None:
-        return make_slice_rule(self, DropAndGrow)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         scores_and_fraction = self.score_move(sparse_state, inputs)
@@ -164,16 +156,12 @@ class DropAndGrow(SparseTraining):
 
         Returns:
           Drop scores, by which active weights are kept; grow scores, by which others grow, both
-          trees of arrays or lazy scores; and the fraction of the active weights, in [0, 1].
+          trees of arrays; and the fraction of the active weights, in [0, 1].
         """
-        draw = make_draw(inputs.weights)
 
         def score(hook: Callable[..., PyTree]) -> ScoreTree:
-            lazy = inputs.defer_scores(hook)
-            if lazy is not None:
-                return lazy
             args = sparse_state, inputs.masked_weights, inputs.grads
-            return inputs.call(hook, *args, named={"draw": draw})
+            return inputs.call(hook, *args, named={"draw": generate_random_scores})
 
         fraction = self.compute_drop_fraction(sparse_state.count)
         check_fraction("drop_fraction", fraction)
@@ -227,8 +215,7 @@ class SET(DropAndGrow):
     """
 
     def slice_rule(self) -> SliceRule | None:
-        is_random = not is_overridden(self, "get_grow_scores", SET)
-        return make_slice_rule(self, DropAndGrow, draws_slices=is_random)
+        return make_slice_rule(self, SET)
 
     def get_grow_scores(
         self,
@@ -265,7 +252,9 @@ class RigL(DropAndGrow):
       Array([[0, 1, 0, 1]], dtype=uint8)
     """
 
-    @elementwise
+    def slice_rule(self) -> SliceRule | None:
+        return make_slice_rule(self, RigL)
+
     def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         if grads is None:
             raise ValueError(
@@ -292,24 +281,15 @@ class GlobalRigL(RigL):
     scope: Scope = Global()
 
 
-def make_slice_rule(
-    updater: DropAndGrow, base: type[DropAndGrow], draws_slices: bool = False
-) -> SliceRule | None:
+def make_slice_rule(updater: DropAndGrow, base: type[DropAndGrow]) -> SliceRule | None:
     """Returns the rule by which slices move; `None` if a hook takes complete trees.
 
     Args:
       updater: the updater.
-      base: class whose `new_masks` the rule follows; an override takes complete trees.
-      draws_slices: whether `get_grow_scores` returns scores of its argument `draw` alone.
+      base: class whose rule it is; hooks that a subclass overrides take complete trees.
     """
-    takes_trees = (
-        is_overridden(updater, "new_masks", base)
-        or is_overridden(updater, "update_state")
-        or is_overridden(updater, "score_move", DropAndGrow)
-        or is_overridden(updater, "get_drop_scores", DropAndGrow)
-    )
+    hooks = "new_masks", "update_state", "score_move", "get_drop_scores", "get_grow_scores"
+    takes_trees = any(is_overridden(updater, hook, base) for hook in hooks)
     if takes_trees or not is_layerwise(updater.scope):
         return None
-    grow = updater.get_grow_scores
-    scores_slices = draws_slices or is_marked_elementwise(grow)
-    return SliceRule(grow, updater.compute_drop_fraction) if scores_slices else None
+    return SliceRule(updater.get_grow_scores, updater.compute_drop_fraction)

@@ -37,17 +37,12 @@ from sparsity.core.hashing import generate_random_scores
 from sparsity.core.kernels import use_flat
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
-from sparsity.masks.positions import scatter
 from sparsity.patterns import SparsityType
-from sparsity.selection import EntryScores, compute_array, num_kept, topk_mask
+from sparsity.selection import num_kept, topk_mask
 from sparsity.selection.kept_counts import count_kept_int
-from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.overrides import KeepsCount
 from sparsity.training.state import SparseState
-
-_PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
-_TILE = 16  # inputs that are counted together
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -76,6 +71,7 @@ class SRigL(RigL):
     """
 
     keeps_count: ClassVar[KeepsCount] = "at most"  # the fan-in is rounded down
+    searches_columns: ClassVar[bool] = True
 
     min_salient: float | None = 0.3
 
@@ -152,15 +148,16 @@ class SRigL(RigL):
         if self.min_salient is not None:
             return None
         rule = make_slice_rule(self, SRigL)
-        return None if rule is None else rule._replace(move_matrix=move_fan_in)
+        move = functools.partial(constant_fan_in, min_salient=None)
+        return None if rule is None else rule._replace(move=move)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         drop_scores, grow_scores, fraction = self.score_move(sparse_state, inputs)
 
         def move(
             path: trees.KeyPath,
-            drop_score: jax.Array | EntryScores,
-            grow_score: jax.Array | EntryScores,
+            drop_score: jax.Array,
+            grow_score: jax.Array,
             mask: jax.Array | None,
             target: chex.Numeric,
         ) -> jax.Array | None:
@@ -171,7 +168,7 @@ class SRigL(RigL):
                 min_salient=self.min_salient,
                 batch_axes=inputs.sites[path].batch_axes,
             )
-            scores = map(compute_array, (drop_score, grow_score))
+            scores = drop_score, grow_score
             moved = sharding.shard_like(mask, update, mask, *scores, fraction, target)
             return sharding.place_like(mask, moved)
 
@@ -241,101 +238,16 @@ def constant_fan_in(
 def _count_by_neuron(mask: jax.Array, batch_axes: int) -> jax.Array:
     """Counts the weights of each neuron, int32[*batch, neurons].
 
-    By tiles of inputs: XLA:CPU counts one column after the other, and a cache holds the lines of a
-    tile for the next columns. Complete columns of a (1024, 4096) mask take 28 times as long. Tiles
-    of a mask on several devices would gather the mask.
+    By tiles of inputs: for sums down complete columns a TPU transposes all that the step carries.
+    Tiles of a mask on several devices would gather the mask.
     """
     if not use_flat(mask):
         return count(mask != 0, range(batch_axes, mask.ndim - 1))
     batch, neurons = mask.shape[:batch_axes], mask.shape[-1]
     rows = (mask != 0).reshape(*batch, -1, neurons)
-    padding = [(0, 0)] * batch_axes + [(0, -rows.shape[-2] % _TILE), (0, 0)]
-    tiles = jnp.pad(rows, padding).reshape(*batch, -1, _TILE, neurons)
+    padding = [(0, 0)] * batch_axes + [(0, -rows.shape[-2] % 16), (0, 0)]
+    tiles = jnp.pad(rows, padding).reshape(*batch, -1, 16, neurons)
     return jnp.sum(count(tiles, [batch_axes + 1]), batch_axes, jnp.int32)
-
-
-def move_fan_in(
-    positions: jax.Array,
-    drop_scores: jax.Array,
-    grow_scores: jax.Array | EntryScores,
-    drop_fraction: chex.Numeric,
-    sparsity: float,
-) -> jax.Array:
-    """Moves the mask of a layer as `constant_fan_in` does without removing neurons.
-
-    No array but the grow scores has an entry of more than a byte for each weight.
-
-    Args:
-      positions: int32[k] places of the active weights in the flat layer, ascending; those beyond
-        the layer are padding.
-      drop_scores: [k] scores of the active weights.
-      grow_scores: [inputs, neurons] scores of all weights, stored or lazy.
-      drop_fraction: scalar in [0, 1].
-      sparsity: target sparsity of the layer, not traced.
-
-    Returns:
-      uint8[inputs, neurons].
-    """
-    inputs, neurons = grow_scores.shape
-    fan_in = min(inputs, count_kept_int(inputs * neurons, sparsity) // neurons)
-    is_active = positions < inputs * neurons
-    k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
-    kept = topk_mask(drop_scores, k, where=is_active)
-    # One neuron too many collects the weights to leave out; `mode="drop"` ignores their counts.
-    neuron = jnp.where(kept > 0, positions % neurons, neurons)
-    counts = jnp.zeros(neurons, jnp.int32).at[neuron].add(kept.astype(jnp.int32), mode="drop")
-    kept = lax.cond(
-        jnp.any(counts > fan_in),
-        lambda: _mask_best_of_each(neuron, drop_scores, counts, fan_in),
-        lambda: kept,
-    )
-    mask = scatter(inputs * neurons, positions, kept).reshape(inputs, neurons)
-    return _grow_in_turn(mask, EntryScores.wrap(grow_scores), fan_in)
-
-
-def _grow_in_turn(mask: jax.Array, scores: EntryScores, fan_in: int) -> jax.Array:
-    """Returns the mask [inputs, neurons] with the best other weights of each neuron up to `fan_in`.
-
-    Some neurons at a time, as a search among columns holds several arrays like the scores.
-    """
-    neurons = mask.shape[1]
-    size = -(-neurons // _PARTS)
-
-    def grow(part_index: jax.Array, mask: jax.Array) -> jax.Array:
-        # The last part overlaps the one before: its neurons that are complete grow nothing.
-        start = jnp.minimum(part_index * size, neurons - size)
-
-        def read(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, start, size, axis=1)
-
-        part = read(mask)
-        missing = jnp.maximum(fan_in - jnp.sum(part, axis=0, dtype=jnp.int32), 0)
-        part_scores = dataclasses.replace(scores, arrays=tuple(map(read, scores.arrays)))
-        grown = topk_mask(part_scores, missing, where=part == 0, last_axes=1)
-        return lax.dynamic_update_slice_in_dim(mask, part | grown, start, axis=1)
-
-    return lax.fori_loop(0, -(-neurons // size), grow, mask)
-
-
-def _mask_best_of_each(
-    neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int
-) -> jax.Array:
-    """Returns the mask of the weights with the highest scores of each neuron, uint8[k].
-
-    Args:
-      neuron: int32[k] neuron of each weight; the number of neurons for weights to leave out.
-      scores: [k] scores.
-      counts: int32[neurons] number of weights of each neuron.
-      fan_in: number of weights to keep of each neuron, at most.
-    """
-    slots = jnp.arange(len(neuron), dtype=jnp.int32)
-    # Complements reverse the order: the sort puts the highest scores first.
-    keys = ~to_keys(readable(scores))
-    neuron, _, order = lax.sort((neuron, keys, slots), num_keys=2, is_stable=True)
-    ends = jnp.append(jnp.cumsum(counts), 0)  # of weights to leave out: no slot lies before
-    # Sorted slots of neuron j end at ends[j]; the last counts[j] - fan_in of them go.
-    limits = ends - jnp.append(jnp.maximum(counts - fan_in, 0), 0)
-    return jnp.zeros(len(slots), jnp.uint8).at[order].set(slots < limits[neuron])
 
 
 def _fill_neurons(

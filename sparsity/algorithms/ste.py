@@ -19,9 +19,9 @@ import optax
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
-from sparsity.core.hashing import generate_random_scores
+from sparsity.core.hashing import Draw, generate_random_scores
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Tree
-from sparsity.masks import Draw, Sites, apply_mask_straight_through, check_masks, unpack_masks
+from sparsity.masks import Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import StepInputs

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration import host
 from sparsity.calibration.statistics.errors import dot
-from sparsity.core import host, sharding
+from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 
 _BLOCK = 128  # fewer rows make slow products, and for more LAPACK starts threads

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 Words: TypeAlias = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
@@ -69,14 +68,6 @@ def total_words(a: Words) -> Words:
     return (top << 16) | high, (middle << 16) | low
 
 
-def running_totals(a: Words) -> Words:
-    """Sums up to each integer along the last axis, of at most 2**16 integers."""
-    words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
-    digits = [lax.cumsum(x, x.ndim - 1) for x in words]
-    high = digits[2] + (digits[3] << 16)
-    return plus((high, zero_like(high)), _carry(*digits[:2]))
-
-
 def totals_before(counts: jax.Array) -> Words:
     """Returns for each count (int32[leaves]) the sum of those before it."""
     counts = counts.astype(jnp.uint32)
@@ -100,13 +91,6 @@ def times(a: Words, b: jax.Array) -> Words:
     middle = y * u + (x * u >> 16)
     other = x * v + (middle & 0xFFFF)
     return a[0] * b + y * v + (middle >> 16) + (other >> 16), a[1] * b
-
-
-def shift_left(a: Words, by: int) -> Words:
-    """Returns a * 2**by for by in [0, 63]."""
-    if by >= 32:
-        return a[1] << (by - 32), zero_like(a[1])
-    return a if by == 0 else ((a[0] << by) | (a[1] >> (32 - by)), a[1] << by)
 
 
 def at_least(a: Words, b: Words) -> jax.Array:

@@ -2,62 +2,14 @@
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import host
-from sparsity.core.trees import PyTree
 
-
-def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
-    """Computes `ordered_sum` from sums of the same integers, in parts that stay in caches."""
-    axes = {i % x.ndim for i in axis}
-    size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]
-    if size > 2**29 or not x.size or not x.ndim or x.dtype not in (np.float32, np.float64):
-        return NotImplemented
-    rows, summed = _join_axes(x, axes)
-    step = max(1, 2 * host.CHUNK * len(rows) // rows.size)
-    largest = np.maximum(rows.max(summed, keepdims=True), -rows.min(summed, keepdims=True))
-    # XLA may take numbers for 0 that numpy does not; a NaN is the largest number.
-    if not np.all((largest == 0) | ((largest > 2.0**-60) & (largest < np.inf))):
-        return NotImplemented
-    exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
-    scales, one = np.ldexp(x.dtype.type(1), bits - exponents), x.dtype.type(2.0**bits)
-    num_digits = -(-(60 if x.dtype == np.float64 else 32) // bits)
-    digit_sums: list[list[np.ndarray]] = []
-    for at in (slice(i, i + step) for i in range(0, len(rows), step)):
-        remainder, digits = rows[at] * (scales if 0 in summed else scales[at]), []
-        for i in range(num_digits):
-            digits.append(remainder.astype(np.int32).sum(summed, dtype=np.int32, keepdims=True))
-            if i + 1 < num_digits:
-                remainder -= np.trunc(remainder)
-                remainder *= one
-        digit_sums.append(digits)
-    total = np.zeros(largest.shape, x.dtype)
-    for i, parts in enumerate(zip(*digit_sums, strict=True), 1):
-        digit_sum = sum(parts) if 0 in summed else np.concatenate(parts)
-        total += digit_sum.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
-    return np.ldexp(total, exponents).reshape([x.shape[i] for i in kept])
-
-
-def _join_axes(x: np.ndarray, summed: Collection[int]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Joins adjacent axes that are summed alike; returns the array, and its axes to sum."""
-    shape: list[int] = []
-    are_summed: list[bool] = []
-    for i, size in enumerate(x.shape):
-        if are_summed and are_summed[-1] == (i in summed):
-            shape[-1] *= size
-        elif size > 1 or i == x.ndim - 1:
-            shape.append(size)
-            are_summed.append(i in summed)
-    return x.reshape(shape), tuple(i for i, is_summed in enumerate(are_summed) if is_summed)
-
-
-@host.instead(_ordered_sum_on_host)
 @functools.partial(jax.jit, static_argnums=1)
 def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     """Sums floats with the same bits in any order, so that sharding cannot change a mask.
@@ -125,13 +77,15 @@ def count(mask: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 @jax.jit
-def scale_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
+def scale_to_one(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+    """Returns floats times one power of two, and this power as two factors.
+
+    The largest finite absolute value of all arrays comes to [1/2, 1].
+    """
     largest = _find_largest(arrays)
-    factor, other_factor = (
-        _power_of_two(-exponent, largest.dtype) for exponent in _halve_exponent(largest)
-    )
-    return [x * factor.astype(x.dtype) * other_factor.astype(x.dtype) for x in arrays]
+    first, second = (_power_of_two(-x, largest.dtype) for x in _halve_exponent(largest))
+    scaled = [x * first.astype(x.dtype) * second.astype(x.dtype) for x in arrays]
+    return scaled, (first, second)
 
 
 @jax.jit
@@ -160,15 +114,6 @@ def _find_largest(arrays: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, maxima)
 
 
-def _scale_for_sums_on_host(arrays: Sequence[np.ndarray], summands: int) -> list[np.ndarray]:
-    largest = max((np.abs(x[np.isfinite(x)]).max(initial=0) for x in arrays), default=0.0)
-    info = np.finfo(np.result_type(*arrays))
-    most = info.maxexp - 1 - max(summands - 1, 0).bit_length()
-    shift = min(most - int(np.frexp(largest)[1]), 0)
-    return [x * np.ldexp(x.dtype.type(1), shift) for x in arrays]
-
-
-@host.instead(_scale_for_sums_on_host)
 @functools.partial(jax.jit, static_argnums=1)
 def scale_for_sums(arrays: Sequence[jax.Array], summands: int) -> list[jax.Array]:
     """Scales floats by one power of two, 1 if possible, so that no sum overflows.
@@ -185,15 +130,7 @@ def scale_for_sums(arrays: Sequence[jax.Array], summands: int) -> list[jax.Array
 
 def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     """Returns the largest finite absolute value along axes."""
-    zero = np.zeros((), x.dtype)
-    # XLA fuses a reduction of two operands into one loop and stores no array as large as x.
-    low, high = lax.reduce(
-        [finite(x)] * 2,
-        [zero] * 2,
-        lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
-        axis,
-    )
-    return jnp.maximum(-low, high)
+    return jnp.max(jnp.abs(finite(x)), axis=axis, initial=0)
 
 
 def _halve_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,7 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import chex
 import jax
@@ -133,6 +133,12 @@ def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 
         return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
+
+
+class Draw(Protocol):
+    """Function that draws random scores as `generate_random_scores` does."""
+
+    def __call__(self, params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree: ...
 
 
 def leaf_word(key_path: trees.KeyPath) -> np.uint32:

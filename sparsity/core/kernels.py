@@ -1,49 +1,45 @@
-"""Controls what XLA:CPU fuses into a kernel, folds into a constant, and schedules first.
+"""Controls what XLA fuses, and how arrays lie in memory.
 
 The page of the design lists these functions and the barriers elsewhere: the place, the reason, and
-the test that fails without each (section "Workarounds for XLA").
+the check that fails without each (section "Workarounds for XLA").
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from sparsity.core.trees import PyTree
 
 
 def use_flat(x: jax.Array) -> bool:
-    """Returns whether x may be reshaped freely: its type says that it lies on one device."""
+    """Returns whether x may be reshaped freely: its type names no mesh of several devices.
+
+    jit hides a mesh that `in_shardings` or `out_shardings` alone name: such arrays are gathered.
+    """
     mesh = jax.typeof(x).sharding.mesh
-    return mesh.are_all_axes_manual if not mesh.empty else jax.device_count() == 1
+    return mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual
 
 
-def at_runtime(number: int) -> jax.Array:
-    """Returns the number, int32, as a value of the running program.
+def pin_layout(tree: PyTree) -> PyTree:
+    """Returns a tree whose arrays lie in memory with the last axis innermost, on GPUs.
 
-    Slices of one array at 20 constant places compile to 20 kernels; at 20 such numbers, to one.
-    XLA folds a barrier around a scalar constant, but not the entry of an array behind a barrier.
+    XLA chooses the layouts of what a loop carries by what the loop does. Where a loop transposes,
+    all that the loop carries would be transposed before, in each step. Arrays on a mesh stay as
+    they are: XLA would gather them.
     """
-    return lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and _has_layout(x)]
+
+    def pin(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
+
+    arrays = [leaves[i] for i in places]
+    pinned = lax.platform_dependent(arrays, default=lambda x: x, cuda=pin, rocm=pin)
+    for i, x in zip(places, pinned, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def compute_once_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
-    """Computes arrays once, as results of a branch whose predicate is `count >= 0`.
-
-    Otherwise the loop that scatters updates over a parameter would compute the update of a kept
-    entry again for each of its neighbours, ten times at 90 %. XLA:CPU removes barriers before it
-    fuses loops, but stores the operands of a branch.
-    """
-    return lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
-
-
-def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
-    """Returns x[start : start + count], read by the same kernel whatever the start is."""
-    if count == len(x):
-        return x
-    return lax.dynamic_slice(x, (at_runtime(start),), (count,), allow_negative_indices=False)
-
-
-def unstack(x: jax.Array) -> list[jax.Array]:
-    """Returns the entries of x[count], each read by the same kernel."""
-    return [read_part(x, i, 1)[0] for i in range(len(x))]
+def _has_layout(x: jax.Array) -> bool:
+    return x.ndim > 1 and use_flat(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -25,13 +25,14 @@ N = TypeVar("N", bound=NamedTuple)
 PyTree: TypeAlias = Any
 # Type of a user's tree, where a tree of the same containers returns. Arrays of numpy may return as
 # arrays of jax, which the type does not say.
+AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 Tree = TypeVar("Tree")
 # Trees by their leaves; trees that go with params may have `None` in the place of a parameter.
 Params: TypeAlias = PyTree  # arrays of a model, and leaves that are no arrays
 Grads: TypeAlias = PyTree  # arrays in the shapes of the parameters
 Masks: TypeAlias = PyTree  # uint8, 1 for kept weights, or packed bits; `None` for a dense parameter
 Sparsities: TypeAlias = PyTree  # numbers, the fraction removed; `None` for a dense parameter
-ScoreTree: TypeAlias = PyTree  # arrays in the shapes of the parameters, or `LazyScores`
+ScoreTree: TypeAlias = PyTree  # arrays in the shapes of the parameters
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 

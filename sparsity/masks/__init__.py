@@ -20,15 +20,8 @@ from sparsity.masks.bits import (
     unpack as unpack,
     unpack_masks as unpack_masks,
 )
-from sparsity.masks.draws import Draw as Draw, make_draw as make_draw
 from sparsity.masks.global_scope import Global as Global
 from sparsity.masks.layerwise import Layerwise as Layerwise, is_layerwise as is_layerwise
-from sparsity.masks.lazy import (
-    defer_scores as defer_scores,
-    elementwise as elementwise,
-    host_scores as host_scores,
-    is_marked_elementwise as is_marked_elementwise,
-)
 from sparsity.masks.scopes import (
     MovingSite as MovingSite,
     Scope as Scope,

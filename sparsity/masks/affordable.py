@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from jax import lax
 
 from sparsity.core.hashing import flat_index
 from sparsity.core.polynomials import Polynomial
-from sparsity.selection import EntryScores
 from sparsity.selection.keys import to_keys
 
 
@@ -37,7 +37,7 @@ class MaskBudget(abc.ABC):
 
 
 def within_budget(
-    scores: Sequence[EntryScores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
+    scores: Sequence[jax.Array], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
     """Keeps the highest scores per cost, of all parameters under one threshold.
 
@@ -51,14 +51,13 @@ def within_budget(
       uint8 masks. Weights that tie at the threshold stay by the lowest index in their parameter, as
       far as the budget allows.
     """
-    limits = jnp.iinfo(jnp.int32)
     # A quotient by a constant is rounded otherwise in a loop than after it; a product is not.
-    with np.errstate(divide="ignore"):  # a weight that costs nothing ranks above all others
+    with np.errstate(divide="ignore"):
         factors = np.float32(1) / np.asarray(costs, np.float32)
 
     def keys() -> list[jax.Array]:
         pairs = zip(scores, factors, strict=True)
-        return [to_keys(x.compute().astype(jnp.float32) * factor) for x, factor in pairs]
+        return [to_keys(_divide_by_cost(x.astype(jnp.float32), factor)) for x, factor in pairs]
 
     def allowed(masks: Iterable[jax.Array]) -> jax.Array:
         return fits(jnp.stack([jnp.sum(mask, dtype=jnp.uint32) for mask in masks]))
@@ -66,7 +65,7 @@ def within_budget(
     def above(threshold: jax.Array) -> list[jax.Array]:
         return [key > threshold for key in keys()]
 
-    threshold = first_that_fits(lambda x: allowed(above(x)), limits.min, limits.max)
+    threshold = first_that_fits(lambda x: allowed(above(x)), np.uint32(0), np.uint32(2**32 - 1))
 
     def with_ties(end: jax.Array) -> list[jax.Array]:
         """Adds the entries at the threshold before the index `end`."""
@@ -78,6 +77,11 @@ def within_budget(
     largest = max(score.size for score in scores)
     end = most_that_fit(lambda x: allowed(with_ties(x)), largest)
     return [mask.astype(jnp.uint8) for mask in with_ties(end)]
+
+
+def _divide_by_cost(scores: jax.Array, factor: np.float32) -> jax.Array:
+    """Returns scores times the inverse of a cost; infinite, but NaN, if a weight costs nothing."""
+    return jnp.where(jnp.isnan(scores), scores, factor) if np.isinf(factor) else scores * factor
 
 
 def best_that_fit(
@@ -105,21 +109,20 @@ def best_that_fit(
 
 def most_that_fit(fits: Callable[[jax.Array], jax.Array], most: int | jax.Array) -> jax.Array:
     """Returns the highest int32 up to `most` that fits, and 0 if none does."""
-    return -first_that_fits(lambda x: fits(-x), -most, 0)
+    return -first_that_fits(lambda x: fits(-x), -jnp.int32(most), np.int32(0))
 
 
 def first_that_fits(
-    fits: Callable[[jax.Array], jax.Array], low: int | jax.Array, high: int
+    fits: Callable[[jax.Array], jax.Array], low: chex.Array, high: chex.Array
 ) -> jax.Array:
-    """Returns the lowest int32 that fits, by 32 bisections between two bounds."""
+    """Returns the lowest integer that fits, by 32 bisections between two bounds of one dtype."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
-        # The mean, rounded down, where the sum may not fit an int32
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        middle = low + ((high - low) >> 1)
         fitting = fits(middle)
         return jnp.where(fitting, low, middle + 1), jnp.where(fitting, middle, high)
 
     lowest: jax.Array
-    lowest, _ = lax.fori_loop(0, 32, halve, (jnp.int32(low), jnp.int32(high)))
+    lowest, _ = lax.fori_loop(0, 32, halve, (jnp.asarray(low), jnp.asarray(high)))
     return lowest

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import host, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import is_real
 from sparsity.core.trees import Masks, Params, PyTree, Tree
 
@@ -184,7 +184,6 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
     return trees.map_matched(read, masks)
 
 
-@host.instead(lambda mask: np.not_equal(mask, 0).view(np.uint8))
 @jax.jit
 def are_kept(mask: chex.Array) -> jax.Array:
     """Returns uint8 ones where a mask of any real dtype is not zero."""
@@ -294,21 +293,6 @@ def are_ones(masks: Masks) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(mask > 0) for mask in jax.tree.leaves(masks)] or [True]))
 
 
-def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> PyTree:
-    """Clears the bits of pruned entries: 0.0 has none."""
-    nbytes = param.dtype.itemsize
-    # complex128 has no integer of its size, and float8_e8m0fnu has no 0.
-    if param.shape != mask.shape or nbytes > 8 or np.zeros((), param.dtype) != 0:
-        return NotImplemented
-    bits = np.dtype(f"int{8 * nbytes}")
-    result = host.empty(param.shape, param.dtype)
-    flat, kept, target = param.view(bits).reshape(-1), mask.reshape(-1), result.view(bits).ravel()
-    for at in host.chunks(len(flat)):
-        ones = np.negative((kept[at] != 0).astype(bits))  # all bits of kept entries
-        np.bitwise_and(flat[at], ones, out=target[at])
-    return result
-
-
 @overload
 def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
 @overload
@@ -331,7 +315,7 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     return _apply(param, mask)
 
 
-@host.instead(_apply_on_host)
+@jax.jit
 def _apply(param: chex.Array, mask: chex.Array) -> jax.Array:
     return jnp.where(mask.astype(bool), param, jnp.zeros((), param.dtype))
 

@@ -15,16 +15,17 @@ from sparsity.core import exact
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import PyTree, path_names
+from sparsity.core.trees import path_names
 from sparsity.masks.affordable import within_budget
 from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
-from sparsity.masks.norms import divide_by_norms
+from sparsity.masks.norms import divide_by_norm
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import EntryScores, LazyScores, Ranked, num_kept, topk_masks
+from sparsity.selection import Candidates, num_kept, topk_masks
 from sparsity.selection.kept_counts import count_kept_int
+from sparsity.selection.keys import readable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +82,16 @@ class Global(DataclassBase):
         total = _find_cost([*scored_sites, *fixed])
         if total is not None and total.slope(range(len(scored_sites))) is None:
             return self._select_within(total, scored_sites, fixed)
-        scores = [scored.lazy_scores for scored in scored_sites]
+        scores = [scored.scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
+        k: exact.Words | np.ndarray
         if total is not None:
-            k = exact.total(count_units(sizes, sparsities))
+            high, low = exact.total(count_units(sizes, sparsities))
+            k = high[None], low[None]
         else:
             k = _count_in_total(sizes, sparsities)
-            masks = None if self.use_normalization else _select_by_class(scores, k)
-            if masks is not None:
-                return masks
-        all_ranked = [Ranked.wrap(x) for x in self._make_comparable(scores)]
-        return topk_masks(all_ranked, k, together=True)
+        all_candidates = [Candidates(x) for x in self._make_comparable(scores)]
+        return topk_masks(all_candidates, k, together=True)
 
     def _select_within(
         self, total: Polynomial, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
@@ -104,7 +104,7 @@ class Global(DataclassBase):
           fixed: parameters that keep their own sparsity.
         """
         everyone = [*scored_sites, *fixed]
-        sizes = [scored.lazy_scores.size for scored in everyone]
+        sizes = [scored.scores.size for scored in everyone]
         kept = count_units(sizes, [scored.sparsity for scored in everyone]).astype(jnp.uint32)
         cost = Cost(total, sizes)
         limit, added = cost.at(kept), kept[len(scored_sites) :]
@@ -112,7 +112,7 @@ class Global(DataclassBase):
         def fits(counts: jax.Array) -> jax.Array:
             return exact.at_least(limit, cost.at(jnp.concatenate([counts, added])))
 
-        scores = self._make_comparable([scored.lazy_scores for scored in scored_sites])
+        scores = self._make_comparable([scored.scores for scored in scored_sites])
         return within_budget(scores, [scored.site.cost for scored in scored_sites], fits)
 
     def move(
@@ -138,20 +138,18 @@ class Global(DataclassBase):
                 "differently, so that no budget would be kept. Use scope=Layerwise() with this "
                 "budget."
             )
-        drop = self._make_comparable([moving.lazy_drop_scores for moving in moving_sites])
-        grow = self._make_comparable([moving.lazy_grow_scores for moving in moving_sites])
-        active = [Ranked.wrap(x, moving.mask) for x, moving in zip(drop, moving_sites, strict=True)]
-        return move_units(active, [Ranked.wrap(x) for x in grow], drop_fraction, together=True)
+        drop = self._make_comparable([moving.drop_scores for moving in moving_sites])
+        grow = self._make_comparable([moving.grow_scores for moving in moving_sites])
+        active = [Candidates(x, moving.mask) for x, moving in zip(drop, moving_sites, strict=True)]
+        return move_units(active, [Candidates(x) for x in grow], drop_fraction, together=True)
 
-    def _make_comparable(self, scores: Sequence[jax.Array | LazyScores]) -> list[EntryScores]:
+    def _make_comparable(self, scores: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
-        lazy = [EntryScores.wrap(score) for score in scores]
+        read = [readable(score) for score in scores]
         if self.use_normalization:
-            lazy = divide_by_norms(lazy, self.normalization_eps)
-        dtype = promote(*(x.dtype for x in lazy))
-        return [
-            x if x.dtype == dtype else EntryScores.wrap(x.compute().astype(dtype)) for x in lazy
-        ]
+            read = [divide_by_norm(x, self.normalization_eps) for x in read]
+        dtype = promote(*(x.dtype for x in read))
+        return [x.astype(dtype) for x in read]
 
 
 def _check(
@@ -209,16 +207,9 @@ def _merge_overrides(
     return [next(parts[x.site.has_override]) for x in parameters]
 
 
-def _select_by_class(scores: Sequence[PyTree], k: exact.Words) -> list[jax.Array] | None:
-    """Returns masks by the search of the class of all scores; `None` if there is no such search."""
-    classes = {type(x) for x in scores}
-    if len(classes) != 1:
-        return None
-    [cls] = classes
-    return cls.select_together(scores, k) if issubclass(cls, LazyScores) else None
-
-
-def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
+def _count_in_total(
+    sizes: Sequence[int], sparsities: Sequence[chex.Numeric]
+) -> exact.Words | np.ndarray:
     """Returns the number of weights that all parameters keep together, in two words.
 
     Parameters of one sparsity count as one; otherwise the kept weights of each add up.
@@ -228,11 +219,12 @@ def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) ->
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
         k = sum(count_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
-        return jax.device_put(exact.split(k))
+        return np.array(exact.split(k))[:, None]
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
     together = exact.as_words(num_kept(sum(sizes), stacked[0]))
-    return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
+    high, low = exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
+    return high[None], low[None]
 
 
 def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
@@ -240,6 +232,6 @@ def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | N
     budget = competitors[0].site.budget
     if budget is None:
         return None
-    arrays: Any = [x.mask if isinstance(x, MovingSite) else x.lazy_scores for x in competitors]
+    arrays: Any = [x.mask if isinstance(x, MovingSite) else x.scores for x in competitors]
     paths = [path_names(x.site.key_path) for x in competitors]
     return budget.total(list(zip(paths, arrays, strict=True)))  # reads shapes only

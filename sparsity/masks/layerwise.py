@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from sparsity.core import sharding
 from sparsity.core.checks import DataclassBase, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.exact import Words
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, is_ranking_units, pool_units
-from sparsity.selection import LazyScores, Ranked, compute_array, num_kept, topk_masks
+from sparsity.selection import Candidates, num_kept, topk_masks
+from sparsity.selection.keys import readable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Layerwise(DataclassBase):
         if topk_fn is not None:
             return [select_alone(scored) for scored in scored_sites]
         check_slice_sizes(scored_sites)
-        return _search_alike(scored_sites, _select_ranked, select_alone)
+        return _search_alike(scored_sites, _select_units, select_alone)
 
     def move(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
@@ -78,7 +79,7 @@ class Layerwise(DataclassBase):
 
         check_slice_sizes(moving_sites)
         return _search_alike(
-            moving_sites, functools.partial(_move_ranked, drop_fraction), move_alone
+            moving_sites, functools.partial(_move_units, drop_fraction), move_alone
         )
 
 
@@ -97,99 +98,76 @@ def _search_alike(
 ) -> list[jax.Array]:
     """Returns masks: by one search for patterns that rank units, one by one for all others.
 
-    Patterns of single entries are searched apart from those of blocks and channels, because scores
-    of single entries need not be stored. No program reads arrays of several meshes.
+    No program reads arrays of several meshes.
     """
     masks: dict[int, jax.Array] = {}
-    members_by_program: dict[tuple[bool, Mesh | None], list[int]] = {}
+    members_by_mesh: dict[Mesh | None, list[int]] = {}
     for i, competitor in enumerate(competitors):
-        pattern = competitor.site.pattern
-        if is_ranking_units(pattern):
-            program = pattern.is_elementwise, find_site_mesh(competitor)
-            members_by_program.setdefault(program, []).append(i)
+        if is_ranking_units(competitor.site.pattern):
+            members_by_mesh.setdefault(find_site_mesh(competitor), []).append(i)
         else:
             masks[i] = mask_alone(competitor)
-    for members in members_by_program.values():
+    for members in members_by_mesh.values():
         masks.update(zip(members, search([competitors[i] for i in members]), strict=True))
     return [masks[i] for i in range(len(competitors))]
 
 
-def _select_ranked(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
+def _select_units(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
     """Returns the masks of the highest units of each parameter, or of each slice of a parameter."""
     sites = [scored.site for scored in scored_sites]
 
-    def select(
-        scores: Sequence[jax.Array | LazyScores], sparsities: Sequence[chex.Numeric]
-    ) -> list[jax.Array]:
+    def select(scores: Sequence[jax.Array], sparsities: Sequence[chex.Numeric]) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        sizes = [ranked.slice_size for ranked in units]
+        sizes = [candidates.slice_size for candidates in units]
         leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
+        k: Words | np.ndarray
         if any(map(is_traced, sparsities)):
-            kept = count_units(sizes, sparsities)
-            low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
+            low = count_units(sizes, sparsities)[leaf_index].astype(jnp.uint32)
             k = low & 0, low
         else:
             pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
-            counts = np.array([num_kept(n, float(x)) for n, x in pairs], np.uint32)
-            counts = counts[leaf_index]
-            k = jax.device_put((counts & 0, counts))  # explicitly, as a transfer guard may demand
+            counts = np.array([num_kept(n, float(x)) for n, x in pairs], np.uint32)[leaf_index]
+            k = np.stack([counts & 0, counts])
         masks = topk_masks(units, k)
         return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
 
-    scores = [scored.lazy_scores for scored in scored_sites]
-    return _shard(sites, select, scores, [scored.sparsity for scored in scored_sites])
+    scores = [scored.scores for scored in scored_sites]
+    return sharding.shard_like(scores, select, scores, [x.sparsity for x in scored_sites])
 
 
-def _move_ranked(
-    drop_fraction: chex.Numeric, moving_sites: Sequence[MovingSite]
-) -> list[jax.Array]:
+def _move_units(drop_fraction: chex.Numeric, moving_sites: Sequence[MovingSite]) -> list[jax.Array]:
     """Returns masks with some active units of each parameter, or of each slice, replaced."""
     sites = [moving.site for moving in moving_sites]
 
     def move(
         masks: Sequence[jax.Array],
-        drop: Sequence[jax.Array | LazyScores],
-        grow: Sequence[jax.Array | LazyScores],
+        drop: Sequence[jax.Array],
+        grow: Sequence[jax.Array],
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
-        active = [
-            _pool_scores(site, scores, mask)
-            for site, scores, mask in zip(sites, drop, masks, strict=True)
-        ]
+        active = [_pool_scores(*x) for x in zip(sites, drop, masks, strict=True)]
         growing = [_pool_scores(*x) for x in zip(sites, grow, strict=True)]
         moved = move_units(active, growing, fraction)
         return [_expand_mask(*x) for x in zip(sites, moved, masks, strict=True)]
 
     masks = [moving.mask for moving in moving_sites]
-    drop = [moving.lazy_drop_scores for moving in moving_sites]
-    grow = [moving.lazy_grow_scores for moving in moving_sites]
-    return _shard(sites, move, masks, drop, grow, drop_fraction)
+    drop = [moving.drop_scores for moving in moving_sites]
+    grow = [moving.grow_scores for moving in moving_sites]
+    return sharding.shard_like(masks, move, masks, drop, grow, drop_fraction)
 
 
-def _shard(
-    sites: Sequence[Site], fn: Callable[..., list[jax.Array]], *args: PyTree
-) -> list[jax.Array]:
-    """Returns fn(*args); XLA chooses the sharding of units, entries keep their sharding."""
-    if sites[0].pattern.is_elementwise:
-        return fn(*args)
-    args = jax.tree.map(compute_array, args)
-    return sharding.shard_like(args[0], fn, *args)
-
-
-def _pool_scores(
-    site: Site, scores: jax.Array | LazyScores, mask: jax.Array | None = None
-) -> Ranked:
+def _pool_scores(site: Site, scores: jax.Array, mask: jax.Array | None = None) -> Candidates:
     """Returns the scores of the units of a parameter; with a mask, of the units that it keeps."""
     pattern, batch_axes = site.pattern, site.batch_axes
     if pattern.is_elementwise:
-        return Ranked.wrap(scores, mask, batch_axes)
-    units = pool_units(pattern, compute_array(scores), batch_axes, site.name)
+        return Candidates(readable(scores), mask, batch_axes)
+    units = readable(pool_units(pattern, scores, batch_axes, site.name))
     if mask is not None:  # all ones or all zeros within a unit
         mask = are_kept(pattern.pool(mask, batch_axes))
-    return Ranked.wrap(units, mask, batch_axes + pattern.group_axes)
+    return Candidates(units, mask, batch_axes + pattern.group_axes)
 
 
-def _expand_mask(site: Site, units: jax.Array, like: jax.Array | LazyScores) -> jax.Array:
+def _expand_mask(site: Site, units: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the mask of the entries of a parameter from the mask of its units."""
     pattern = site.pattern
     if pattern.is_elementwise:

@@ -20,7 +20,6 @@ from sparsity.core.checks import check_fraction, check_real_array, find_missing_
 from sparsity.core.statements import is_stated
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
-from sparsity.selection import LazyScores, compute_array
 
 
 class ScoredSite(NamedTuple):
@@ -28,25 +27,20 @@ class ScoredSite(NamedTuple):
 
     Attributes:
       site: path, pattern and batch axes of the parameter.
-      lazy_scores: scores, stored or computed by the search where the search reads them.
+      scores: scores of the entries.
       sparsity: sparsity at this step.
       target: sparsity at the end of a ramp.
     """
 
     site: Site
-    lazy_scores: jax.Array | LazyScores
+    scores: jax.Array
     sparsity: chex.Numeric
     target: chex.Numeric
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        return self.lazy_scores.shape
-
-    @property
-    def scores(self) -> jax.Array:
-        """Scores as an array."""
-        return compute_array(self.lazy_scores)
+        return self.scores.shape
 
 
 class MovingSite(NamedTuple):
@@ -55,29 +49,19 @@ class MovingSite(NamedTuple):
     Attributes:
       site: path, pattern and batch axes of the parameter.
       mask: the current mask.
-      lazy_drop_scores: scores to drop by, stored or computed by the search.
-      lazy_grow_scores: scores to grow by, stored or computed by the search.
+      drop_scores: scores to drop by.
+      grow_scores: scores to grow by.
     """
 
     site: Site
     mask: jax.Array
-    lazy_drop_scores: jax.Array | LazyScores
-    lazy_grow_scores: jax.Array | LazyScores
+    drop_scores: jax.Array
+    grow_scores: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
         return self.mask.shape
-
-    @property
-    def drop_scores(self) -> jax.Array:
-        """Scores to drop by as an array."""
-        return compute_array(self.lazy_drop_scores)
-
-    @property
-    def grow_scores(self) -> jax.Array:
-        """Scores to grow by as an array."""
-        return compute_array(self.lazy_grow_scores)
 
 
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
@@ -91,9 +75,7 @@ def check_slice_sizes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
 
 def find_site_mesh(competitor: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
-    # The contract of LazyScores: `vars` holds the arrays.
-    values = [vars(x) if isinstance(x, LazyScores) else x for x in competitor]
-    return sharding.find_mesh(values)
+    return sharding.find_mesh(competitor[1:])
 
 
 class Scope(Protocol):
@@ -168,10 +150,7 @@ class Scope(Protocol):
 
 @runtime_checkable
 class TreeScope(Protocol):
-    """Interface of scopes within the package: trees in, trees out; `adapt_scope` adapts a `Scope`.
-
-    Scores are stored or lazy; `compute_array` makes arrays of both.
-    """
+    """Interface of scopes within the package: trees in, trees out; see `adapt_scope`."""
 
     def bind(self, sites: Mapping[KeyPath, Site], targets: Sparsities | None) -> Self:
         """Returns the scope with the sites of an updater, and the ends of its ramp if any."""

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from sparsity.core import sharding
-from sparsity.core.host import AnyArray
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import AnyArray, PyTree
 from sparsity.masks.positions import list_positions
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
-from sparsity.core.exact_sums import ordered_sum
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -64,7 +63,7 @@ class Block(SparsityType):
         if not self.use_avg_pooling:
             # Repeated edge rows and columns change no maximum.
             return grid.reduce(scores, jnp.max, "edge")
-        total = grid.reduce(prepare_sums(scores), ordered_sum, "constant")
+        total = grid.reduce(prepare_sums(scores), jnp.sum, "constant")
         counts = np.outer(*grid.list_block_sizes()).astype(total.dtype)
         counts = counts if is_traced(total) else jax.device_put(counts)
         return total / jnp.broadcast_to(counts, total.shape)
@@ -109,7 +108,7 @@ class Channel(SparsityType):
         return dataclasses.replace(self, axis=fn(self.axis))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        return ordered_sum(prepare_sums(scores), self._list_other_axes(scores.ndim, batch_axes))
+        return jnp.sum(prepare_sums(scores), axis=self._list_other_axes(scores.ndim, batch_axes))
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         other_axes = self._list_other_axes(len(shape), batch_axes)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import check_int
-from sparsity.core.exact_sums import ordered_sum
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -94,7 +93,7 @@ class FanIn(SparsityType):
         if padding := -outputs % group:
             rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
-        return ordered_sum(groups, (batch_axes + 1,))
+        return jnp.sum(groups, axis=batch_axes + 1)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)

@@ -1,177 +1,61 @@
-"""Search by numpy, with the masks of `sparsity.selection.search`, for which nothing compiles.
-
-A sample of the keys brackets the threshold. One pass over the entries keeps those above the bracket
-and collects those within, about a hundredth; among these the threshold is selected exactly. Where
-the bracket misses the threshold, a second pass collects all entries. Short slices are sorted.
-"""
+"""Selection by numpy, for concrete arrays on one CPU: nothing compiles for a new shape."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
-from sparsity.core import host
-from sparsity.core.trees import PyTree
-from sparsity.selection.keys import mask_by_sorting, readable_dtype, to_keys
-from sparsity.selection.scores import Ranked
+from sparsity.core.checks import is_traced
+from sparsity.selection.candidates import Candidates
+from sparsity.selection.keys import to_keys
 
-_SAMPLE = 1 << 13
-_SHORT = 1 << 12  # entries of slices that are sorted, many at a time
+_MAX_SLICES = 4096  # of all parameters; more are searched by a compiled program
+
+
+def is_on_host(all_candidates: Sequence[Candidates]) -> bool:
+    """Returns whether concrete arrays of one CPU hold the scores, in few slices."""
+    arrays = jax.tree.leaves(all_candidates)
+    if any(map(is_traced, arrays)) or not jax.sharding.get_abstract_mesh().empty:
+        return False
+    devices = {device for x in arrays for device in x.devices()}
+    is_here = all(x.is_fully_addressable for x in arrays)
+    is_few = sum(x.num_slices for x in all_candidates) <= _MAX_SLICES
+    return is_few and is_here and len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
 def select_on_host(
-    all_ranked: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool
-) -> PyTree:
-    """Returns the masks of `search.select_by_counting`, for parameters in arrays of numpy.
-
-    Returns `NotImplemented` if only jax computes the scores.
-    """
-    if not all(ranked.is_on_host for ranked in all_ranked):
-        return NotImplemented
-    rows = [_Rows.read(ranked) for ranked in all_ranked]
-    slices = 1 if together else sum(len(x.mask) for x in rows)
-    high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
-    counts = (high << 32) | low
+    all_candidates: Sequence[Candidates], k: Sequence[int], *, together: bool
+) -> list[np.ndarray]:
+    """Returns the masks of `search.select` as arrays of numpy; `k` are plain numbers."""
+    keys, where = list[np.ndarray](), list[np.ndarray]()
+    for x in all_candidates:
+        shape = x.num_slices, x.slice_size
+        with np.errstate(invalid="ignore"):  # comparisons of NaN
+            keys.append(to_keys(np.asarray(x.scores)).reshape(shape))
+        where.append(np.ones(shape, bool) if x.where is None else np.asarray(x.where) != 0)
+    masks: Sequence[object]
     if together:
-        _select_best([x.entries(0) for x in rows], counts[0])
+        joined = (np.concatenate([x.reshape(-1) for x in arrays]) for arrays in (keys, where))
+        masks = np.split(_mask_best(k[0], *joined), np.cumsum([x.size for x in keys])[:-1])
     else:
-        ends = np.cumsum([len(x.mask) for x in rows])[:-1]
-        for x, row_counts in zip(rows, np.split(counts, ends), strict=True):
-            x.write_mask(row_counts)
-    return [x.ranked.from_slices(x.mask) for x in rows]
+        counts = iter(k)
+        slices = [zip(x, w.reshape(x.shape), strict=True) for x, w in zip(keys, where, strict=True)]
+        masks = [[_mask_best(next(counts), *row) for row in rows] for rows in slices]
+    pairs = zip(all_candidates, masks, strict=True)
+    return [np.asarray(mask, np.uint8).reshape(x.shape) for x, mask in pairs]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Parameter whose slices are rows.
-
-    Attributes:
-      ranked: the parameter.
-      arrays: the arrays of its scores, [slices, size] each.
-      eligible: bool[slices, size]; `None` for all entries.
-      mask: uint8[slices, size], to be written.
-    """
-
-    ranked: Ranked
-    arrays: Sequence[np.ndarray]
-    eligible: np.ndarray | None
-    mask: np.ndarray
-
-    @classmethod
-    def read(cls, ranked: Ranked) -> _Rows:
-        arrays: PyTree = [ranked.to_slices(x) for x in ranked.arrays]
-        eligible: PyTree = ranked.recipe.eligible(arrays)
-        mask = host.empty((ranked.num_slices, ranked.slice_size), np.uint8)
-        return cls(ranked, arrays[: ranked.recipe.num_arrays], eligible, mask)
-
-    def write_mask(self, counts: np.ndarray) -> None:
-        """Writes the mask of the best entries of each row."""
-        if not self.mask.size:
-            return
-        if self.mask.shape[1] > _SHORT or len(self.mask) == 1:
-            for i, count in enumerate(counts):
-                _select_best([self.entries(i)], count)
-            return
-        step = max(1, host.CHUNK // self.mask.shape[1])
-        for start in range(0, len(self.mask), step):
-            at = slice(start, start + step)
-            keys, kept = self.compute_keys(self.arrays, at), counts[at, None]
-            eligible = None if self.eligible is None else self.eligible[at]
-            if eligible is not None:
-                kept = np.minimum(kept, eligible.sum(axis=1, keepdims=True))
-                keys = np.where(eligible, keys, np.iinfo(keys.dtype).min)
-            self.mask[at] = mask_by_sorting(keys, eligible, kept)
-
-    def entries(self, row: int) -> _Entries:
-        """Returns the eligible entries of a row."""
-        arrays, mask = [x[row] for x in self.arrays], self.mask[row]
-        if self.eligible is None:
-            return _Entries(functools.partial(self.compute_keys, arrays), mask)
-        index = np.flatnonzero(self.eligible[row])
-        mask[:] = 0
-        keys = functools.partial(self.compute_keys, [x[index] for x in arrays])
-        return _Entries(keys, np.empty(len(index), np.uint8), mask, index)
-
-    def compute_keys(self, arrays: Sequence[np.ndarray], at: slice | np.ndarray) -> np.ndarray:
-        """Returns the keys of entries at some places of arrays of the scores."""
-        scores = self.ranked.compute_on_host([x[at] for x in arrays])
-        return to_keys(scores.astype(readable_dtype(scores.dtype), copy=False))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entries:
-    """Entries that compete, of one row.
-
-    Attributes:
-      keys: computes the keys of some entries.
-      mask: the mask of the entries, to be written.
-      row_mask: the mask of the row, to be written; `None` if all entries of the row compete.
-      index: places of the entries in the row.
-    """
-
-    keys: Callable[[slice | np.ndarray], np.ndarray]
-    mask: np.ndarray
-    row_mask: np.ndarray | None = None
-    index: np.ndarray | None = None
-
-    def finish(self) -> None:
-        """Writes the mask to the row."""
-        if self.row_mask is not None:
-            self.row_mask[self.index] = self.mask
-
-
-def _select_best(parts: Sequence[_Entries], count: int) -> None:
-    """Writes the masks of the `count` best entries of all parts together."""
-    total = sum(len(part.mask) for part in parts)
-    if 0 < count < total:
-        if total <= _SAMPLE or not _select_within(parts, count, *_bracket(parts, count / total)):
-            _select_within(parts, count, -math.inf, math.inf)
-    else:
-        for part in parts:
-            part.mask[:] = count > 0
-    for part in parts:
-        part.finish()
-
-
-def _bracket(parts: Sequence[_Entries], share: float) -> tuple[int, int]:
-    """Returns two keys that probably bracket the highest `share` of all entries, from a sample."""
-    draw, total = np.random.default_rng(0), sum(len(part.mask) for part in parts)
-    drawn = [-(-len(part.mask) * _SAMPLE // total) for part in parts]
-    sizes = [len(part.mask) for part in parts]
-    keys = [x.keys(draw.integers(0, n, m)) for x, n, m in zip(parts, sizes, drawn, strict=True)]
-    sample = np.sort(np.concatenate(keys))[::-1]
-    spread = 4 * math.sqrt(len(sample) * share * (1 - share)) + 8
-    first, last = (round(len(sample) * share + sign * spread) for sign in (-1, 1))
-    highest, lowest = np.iinfo(sample.dtype).max, np.iinfo(sample.dtype).min
-    low = lowest if last >= len(sample) else int(sample[last])
-    return low, highest if first < 0 else int(sample[first])
-
-
-def _select_within(parts: Sequence[_Entries], count: int, low: float, high: float) -> bool:
-    """Selects as `_select_best` if the threshold lies in [low, high]; returns whether it does."""
-    above, keys, places = 0, [], []
-    for part in parts:
-        at_part = []
-        for at in host.chunks(len(part.mask)):
-            chunk = part.keys(at)
-            kept = np.greater(chunk, high, out=part.mask[at].view(bool))
-            above += int(np.count_nonzero(kept))
-            # Keys from `low` on that are not above `high`
-            inside = np.flatnonzero((chunk >= low) ^ kept)
-            keys.append(chunk[inside])
-            at_part.append((inside + at.start).astype(np.int32))
-        places.append(np.concatenate([*at_part, np.zeros(0, np.int32)]))
-    inside_keys = np.concatenate(keys)
-    need = count - above
-    # The sample was wrong: the threshold lies outside of the bracket.
-    if not 0 <= need <= len(inside_keys):
-        return False
-    kept = mask_by_sorting(inside_keys[None], None, np.array([[need]]))[0]
-    for part, index in zip(parts, places, strict=True):
-        part.mask[index] = kept[: len(index)]
-        kept = kept[len(index) :]
-    return True
+def _mask_best(k: int, keys: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Returns uint8[n] with ones at the k highest keys[n] where[n] is True, the first of ties."""
+    places = np.flatnonzero(where)
+    keys, k = keys[places], min(k, len(places))
+    kept = np.zeros(len(keys), bool)
+    if k:
+        threshold = np.partition(keys, len(keys) - k)[len(keys) - k]
+        kept = keys > threshold
+        kept[np.flatnonzero(keys == threshold)[: k - np.count_nonzero(kept)]] = True
+    mask = np.zeros(len(where), np.uint8)
+    mask[places[kept]] = 1
+    return mask

@@ -1,6 +1,5 @@
 """The number of kept weights: exact for each number of weights and each sparsity."""
 
-import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -97,21 +96,3 @@ def count_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
     kept = exact.minus(kept, (zero_like(n[0]), down.astype(jnp.uint32)))
     one = (zero_like(n[0]), jnp.minimum(n[0] | n[1], 1))
     return exact.choose(exact.at_least(kept, one), kept, one)
-
-
-@dataclasses.dataclass(frozen=True)
-class RemovedFraction:
-    """Fraction of units to remove, in the place of a number of units to keep.
-
-    Attributes:
-      fraction: a scalar in [0, 1]; of n units `num_kept(n, fraction)` stay.
-    """
-
-    fraction: chex.Numeric
-
-
-def limit_kept(n: Words, k: Words | RemovedFraction) -> Words:
-    """Returns the number of units to keep of n: k, but at most n."""
-    if isinstance(k, RemovedFraction):
-        return count_kept_words(n, k.fraction)
-    return exact.choose(exact.at_least(k, n), n, k)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.checks import check_int, is_traced
-from sparsity.selection.keys import key_range, readable, to_keys
+from sparsity.selection.keys import readable, to_keys
 
 
 def nm_mask(
@@ -72,7 +72,7 @@ def _grouped_mask(
         x = jnp.pad(x, missing, constant_values=fill).reshape(groups)
         return jnp.expand_dims(x, axis + 2), jnp.expand_dims(x, axis + 1)
 
-    entry, other = pairs(to_keys(scores), key_range(scores.dtype).low)
+    entry, other = pairs(to_keys(scores), 0)
     # Compared iotas vectorise, where a constant table would be read entry by entry.
     row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
     earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))

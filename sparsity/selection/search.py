@@ -1,29 +1,31 @@
-"""Exact search, for any platform and sharding: no sorting, nothing stored, only counts move.
+"""Exact search for the highest scores, for any platform and sharding: only counts move.
 
-**The threshold.** Integers in the order of the scores, the keys (`keys`), stand for the scores. Let
+**The threshold.** Unsigned integers in the order of the scores, the keys, stand for the scores. Let
 c(t) be the number of eligible keys that are at least t. The k-th highest key is the largest t with
 c(t) >= k, because c(t) never rises with t. The search finds this t digit by digit, to the base 16
-and the highest digit first: with the higher digits fixed, a digit is the largest d with
-c(t) >= k. One pass over the data counts c(t) for the digits 1 to 15 at once. Integers make all
-digits exact. Once c(t) = k, the mask keeps all keys from t on, and lower digits do not matter.
+and the highest digit first: with the higher digits fixed, a digit is the largest d with c(t) >= k.
+One pass over the data counts c(t) for the digits 1 to 15 at once. CPUs, which compare more slowly
+than they read, count to the base 4.
 
 **Ties.** The mask keeps `need` of the keys equal to the threshold: k less the number of keys above.
-A second search ranks the ties by the key ~index, which falls as the index rises. These keys are
-distinct, so that exactly `need` ties stay, those of the lowest indices. Across parameters, earlier
-ones keep their ties first (`tie_shares`).
+A second search ranks the ties by keys that fall as the index rises. These keys are distinct, so
+that exactly `need` ties stay, those of the lowest indices. Across parameters, earlier ones keep
+their ties first. The second search makes no pass where no slice has to choose among its ties.
 
-**Eligibility.** An entry that may not stay has the lowest key. Counts are of keys *above* a pivot,
-and no pivot is below the lowest key, so that no ineligible entry is counted. Ties are masked.
+**Eligibility.** An entry that may not stay has key 0, and no pivot is 0. NaN and the lowest integer
+of a dtype have key 0, too: a mask tells these ties from entries that may not stay.
 
-**Overflow.** A slice has fewer than 2**31 entries, so that its counts fit int32. Counts of fewer
-than 2**16 slices are added as two words of 32 bits (`exact.total`). Pivots stay within
-[lowest, lowest + 2**bits), which the dtype of keys holds, or just above a range that is narrower.
+**Layout.** Small parameters on one device are laid out as rows of one array, which one kernel
+counts. Large ones, and those on a mesh, are counted in their shape: no entry moves.
 """
 
+from __future__ import annotations
+
+import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,199 +35,335 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.exact_sums import count, sums
-from sparsity.core.hashing import flat_index
-from sparsity.selection.kept_counts import RemovedFraction, limit_kept
-from sparsity.selection.keys import KeyRange, key_range
-from sparsity.selection.scores import Ranked
+from sparsity.core.hashing import flat_index, flat_strides
+from sparsity.core.kernels import use_flat
+from sparsity.selection.candidates import Candidates
+from sparsity.selection.keys import key_bits, to_keys
 
-DigitState: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
-Above: TypeAlias = Callable[[jax.Array], Words]
-FindThresholds: TypeAlias = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
-_BITS = 4  # of a digit: for 1e7 floats 4 take 76 ms of one CPU core, 3 take 87, and 2 take 97
-
-
-class SliceBrackets(NamedTuple):
-    """Assignment of slices to brackets: each slice has a bracket, or all share one.
-
-    Attributes:
-      slices: number of slices of each parameter.
-      together: whether all slices share one bracket.
-    """
-
-    slices: tuple[int, ...]
-    together: bool
-
-    def totals(self, counts: Sequence[jax.Array]) -> Words:
-        """Returns int32[slices, ...] of each parameter as words [brackets, ...], or their sum."""
-        joined = jnp.concatenate(counts)
-        if not self.together:
-            return exact.as_words(joined)
-        high, low = exact.total(joined)
-        return high[None], low[None]
-
-    def by_slice(self, x: jax.Array) -> list[jax.Array]:
-        """Returns x[brackets, ...] for the slices of each parameter."""
-        if self.together:
-            return [jnp.broadcast_to(x, (num_slices, *x.shape[1:])) for num_slices in self.slices]
-        return jnp.split(x, np.cumsum(self.slices)[:-1])
+CountFn: TypeAlias = Callable[[Words], Words]
+CounterFn: TypeAlias = Callable[..., jax.Array]
+State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # of a loop over digits
+_COLUMNS = 1024  # of a row of small parameters
+_MAX_JOINED = 2**22  # entries of a parameter that is laid out in rows
+_MAX_PADDED = 2**14  # entries of rows that hold more padding than scores
 
 
-def find_by_digits(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
-    """Returns a key t of each bracket with at most k keys above t, and at least k from t on.
-
-    Args:
-      above: maps pivots[brackets, n] to the numbers of keys above them.
-      k: [brackets]; t is the lowest key if there are fewer than k, and above all keys if k = 0.
-      lowest: `keys.low`, [brackets]; this key is not counted.
-      keys: the range of the keys.
-    """
-    bits, digits = keys.bits, np.arange(1, 1 << _BITS, dtype=lowest.dtype)
-    is_some = (k[0] | k[1]) > 0
-    highest = lowest + np.array((1 << bits) - 1).astype(lowest.dtype)
-    state = zero_like(k[1][0]), jnp.where(is_some, lowest, highest), is_some
-
-    def step(state: DigitState) -> DigitState:
-        i, key, is_open = state
-        # The last pass may look at bits again: of digits that reach beyond them none is enough.
-        shift = jnp.maximum(bits - _BITS * (i.astype(jnp.int32) + 1), 0).astype(key.dtype)
-        # Keys above t - 1 are the keys from t on.
-        counts, rank = above(key[:, None] + (digits << shift) - 1), (k[0][:, None], k[1][:, None])
-        digit = jnp.sum(exact.at_least(counts, rank), axis=1, dtype=key.dtype)
-        is_met = jnp.any(exact.equal(counts, rank), axis=1)  # then no lower digit changes the mask
-        return i + 1, jnp.where(is_open, key + (digit << shift), key), is_open & ~is_met
-
-    return lax.while_loop(lambda x: (x[0] * _BITS < bits) & jnp.any(x[2]), step, state)[1]
-
-
-def select_by_counting(
-    all_ranked: Sequence[Ranked],
-    k: Words | RemovedFraction,
-    *,
-    together: bool,
-    find_thresholds: FindThresholds = find_by_digits,
+def select(
+    all_candidates: Sequence[Candidates], k: Words | CountFn, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
-      all_ranked: one or more parameters whose scores have one dtype, fewer than 2**31 in a slice.
+      all_candidates: parameters with fewer than 2**31 scores in a slice; if all entries compete,
+        with scores of one dtype.
       k: number of entries to keep of each slice, [slices], in the order of the parameters; with
-        `together` of all, [1]. Clamped from above. Or the fraction of the eligible entries to
-        remove.
+        `together` of all, [1]. Or a function of the number of eligible entries.
       together: whether all entries compete, or the entries of each slice.
-      find_thresholds: `find_by_digits`, or another function with its results.
 
     Returns:
-      uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
-      as words like k.
+      uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries
+      that are removed, as words like k.
     """
-    counters = [SliceCounter(ranked) for ranked in all_ranked]
-    brackets = SliceBrackets(tuple(ranked.num_slices for ranked in all_ranked), together)
-    like = jnp.zeros((), jnp.int32) if isinstance(k, RemovedFraction) else k[1][0]
-    zero = varying_zero([x for ranked in all_ranked for x in ranked.arrays], like)
-    eligible = brackets.totals([x.count_eligible() + zero for x in counters])
-    k = limit_kept(eligible, k)
-
-    def count_above(
-        brackets: SliceBrackets, tied: Sequence[jax.Array | None], pivots: jax.Array
-    ) -> Words:
-        each = zip(counters, brackets.by_slice(pivots), tied, strict=True)
-        return brackets.totals([x.count_above(rows, key) for x, rows, key in each])
-
-    above = functools.partial(count_above, brackets, [None] * len(all_ranked))
-    score_keys = key_range(all_ranked[0].dtype)
-    lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
-    keys = brackets.by_slice(find_thresholds(above, k, lowest, score_keys))
-    counts = [x.count_above_and_ties(key) for x, key in zip(counters, keys, strict=True)]
-    ties = jnp.concatenate([x[:, 1] for x in counts])
-    need = exact.minus(k, brackets.totals([x[:, 0] for x in counts]))
-    share = tie_shares(ties, need, together)
-    each_alone = brackets._replace(together=False)
-    above_among_ties = functools.partial(count_above, each_alone, keys)
-    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(x.slice_size for x in all_ranked), -1)
-    all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
-    cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
-        jnp.any((share > 0) & (share < ties)),
-        lambda: find_thresholds(above_among_ties, exact.as_words(share), all_ties, tie_keys),
-        lambda: all_ties,
-    )
-    # Each ~index is below 0, so that a cut of 0 keeps no tie.
-    cuts = each_alone.by_slice(jnp.where(share > 0, cut, 0))
-    return [x.mask(*ends) for x, *ends in zip(counters, keys, cuts, strict=True)], eligible
+    filled = [x for x in all_candidates if x.num_slices]  # others are stacks of no layers
+    masks, removed = iter(list[jax.Array]()), (jnp.zeros(int(together), jnp.uint32),) * 2
+    if filled:
+        filled = jax.tree.map(lax.stop_gradient, filled)  # a mask has no derivatives
+        chosen, removed = _select(filled, k, together)
+        masks = iter(chosen)
+    empty = [None if x.num_slices else jnp.zeros(x.shape, jnp.uint8) for x in all_candidates]
+    return [next(masks) if mask is None else mask for mask in empty], removed
 
 
-class SliceCounter:
-    """Counts and masks the slices of one parameter, in its shape: no entry moves."""
+def _select(
+    all_candidates: Sequence[Candidates], k: Words | CountFn, together: bool
+) -> tuple[list[jax.Array], Words]:
+    """Returns the results of `select` for parameters that have slices."""
+    order, blocks = _lay_out(all_candidates)
+    slices = _order_slices(all_candidates, order)
+    arrays = jax.tree.leaves(all_candidates)
+    zero = varying_zero(arrays, jnp.uint32(0) if callable(k) else k[1][0])
+    add_up = functools.partial(_to_words, together=together)
 
-    def __init__(self, ranked: Ranked) -> None:
-        shape = ranked.shape
-        if ranked.slice_size >= 2**31:
-            raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {shape}.")
-        self._ranked, self._shape = ranked, shape
-        self._axes = axes = ranked.axes
-        strides = [math.prod(shape[axis + 1 : axes.stop]) for axis in axes]
-        # Of an index within a slice.
-        self._strides = [0] * ranked.batch_axes + strides + [0] * ranked.last_axes
+    def count_all(counter: CounterFn, *each: Sequence[jax.Array]) -> jax.Array:
+        """Counts entries of each slice in the order of blocks, int32[slices, n]."""
+        return jnp.concatenate([counter(*x) for x in zip(blocks, *each, strict=True)]) + zero
 
-    def count_eligible(self) -> jax.Array:
-        """Counts the eligible entries, int32[slices]."""
-        mask = self._ranked.eligible()
-        if mask is None:
-            return jnp.full(self._ranked.num_slices, self._ranked.slice_size, jnp.int32)
-        return count(mask, self._axes).reshape(-1)
+    eligible = add_up(count_all(lambda block: block.count_eligible()))
+    if callable(k):
+        k = k(eligible)
+    else:
+        k = k if together else (k[0][slices], k[1][slices])
+        k = exact.choose(exact.at_least(k, eligible), eligible, k)
 
-    def count_above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
-        """Counts the keys above pivots[slices, n], int32[slices, n].
+    def count_from(pivots: jax.Array) -> Words:
+        return add_up(count_all(_Block.count_from, _split(blocks, pivots)))
 
-        With tied[slices], ties of that key have ~index as their key, all others the lowest key.
-        """
-        # Without a barrier that pivots pass, too, XLA moves keys out of the loop and stores them.
-        state = self._ranked, pivots, [jnp.int32(stride) for stride in self._strides], tied
-        ranked, pivots, strides, tied = lax.optimization_barrier(state)
-        if tied is None:
-            keys = ranked.keys()
-        else:
-            ties, index = self._compare(ranked, tied)[1], flat_index(self._shape, strides)
-            keys = jnp.where(ties, ~index, np.int32(-(2**31)))
-        return self._sums([keys > self._align_slices(pivot) for pivot in pivots.T])
+    bits = max(key_bits(x.scores.dtype) for x in all_candidates)
+    thresholds = _split(blocks, _find(count_from, k, bits, k[1] >= 0))
+    each = zip(blocks, thresholds, strict=True)
+    all_ties = [block.find_ties(threshold) for block, threshold in each]
+    above, ties = count_all(_Block.count_above_and_ties, thresholds, all_ties).T
+    need = exact.minus(k, add_up(above))
+    share = _share_ties(ties, need, slices) if together else need[1].astype(jnp.int32)
 
-    def count_above_and_ties(self, key: jax.Array) -> jax.Array:
-        """Counts keys above key[slices] and eligible keys equal to it, int32[slices, 2]."""
-        return self._sums(self._compare(self._ranked, key))
+    def count_ties_from(pivots: jax.Array) -> Words:
+        return exact.as_words(count_all(_Block.count_ties_from, all_ties, _split(blocks, pivots)))
 
-    def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
-        """Returns the uint8 mask of keys above the key, and of ties with ~index >= cut[slices]."""
-        above, ties = self._compare(self._ranked, key)
-        is_early = ~flat_index(self._shape, self._strides) >= self._align_slices(cut)
-        return (above | (ties & is_early)).astype(jnp.uint8)
-
-    def _compare(self, ranked: Ranked, key: jax.Array) -> list[jax.Array]:
-        """Returns masks of keys above key[slices], and of eligible keys equal to it."""
-        keys, key, where = ranked.keys(), self._align_slices(key), ranked.eligible()
-        return [keys > key, keys == key if where is None else (keys == key) & where]
-
-    def _align_slices(self, x: jax.Array) -> jax.Array:
-        """Reshapes x[slices], to be broadcast against the entries."""
-        inner = (1,) * len(self._axes)
-        shape = self._shape[: self._axes.start] + inner + self._shape[self._axes.stop :]
-        return x.reshape(shape)
-
-    def _sums(self, masks: Sequence[jax.Array]) -> jax.Array:
-        """Sums up masks: int32[slices, masks]."""
-        return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)
+    bits = (max(x.slice_size for x in all_candidates) + 1).bit_length()
+    cut = _find(count_ties_from, exact.as_words(share), bits, (share > 0) & (share < ties))
+    cut = jnp.where(share < ties, jnp.where(share > 0, cut, np.uint32(2**32 - 1)), 0)
+    ends = zip(blocks, thresholds, all_ties, _split(blocks, cut), strict=True)
+    masks = [mask for block, *x in ends for mask in block.masks(*x)]
+    removed, place = exact.minus(eligible, k), slice(None) if together else np.argsort(slices)
+    return [masks[i] for i in np.argsort(order)], (removed[0][place], removed[1][place])
 
 
-@jax.jit  # which traces once for all parameters of a shape and a score
-def mask_entries(ranked: Ranked, key: jax.Array, cut: jax.Array) -> jax.Array:
-    """Returns `SliceCounter.mask` of a parameter."""
-    return SliceCounter(ranked).mask(key, cut)
+def _split(blocks: Sequence[_Block], x: jax.Array) -> list[jax.Array]:
+    """Returns x[slices, ...] of the slices of each block; x[1, ...] holds for all slices."""
+    counts = [block.num_slices for block in blocks]
+    return jnp.split(jnp.broadcast_to(x, (sum(counts), *x.shape[1:])), np.cumsum(counts)[:-1])
 
 
-def tie_shares(ties: jax.Array, need: Words, together: bool) -> jax.Array:
-    """Returns the number of ties that each slice keeps, so that each bracket keeps `need`."""
+def _to_words(counts: jax.Array, *, together: bool) -> Words:
+    """Returns the counts int32[slices, ...] of all slices together, or of each."""
     if not together:
-        return need[1].astype(jnp.int32)
-    before = exact.totals_before(ties)
+        return exact.as_words(counts)
+    high, low = exact.total(counts)
+    return high[None], low[None]
+
+
+def _find(
+    count_from: Callable[[jax.Array], Words], k: Words, bits: int, is_open: jax.Array
+) -> jax.Array:
+    """Returns integers t[n] with at most k[n] keys above t, and at least k from t on.
+
+    Args:
+      count_from: maps pivots[n, m], all above 0, to the numbers of keys that are at least these.
+      k: numbers of keys, [n].
+      bits: number of bits of the keys.
+      is_open: bool[n], whether to search; if no key is searched, the results are 0.
+    """
+    rank, dtype = (k[0][:, None], k[1][:, None]), jnp.uint64 if bits > 32 else jnp.uint32
+
+    def find(base_bits: int, is_open: jax.Array) -> jax.Array:
+        choices = np.arange(1, 1 << base_bits, dtype=dtype)[None]  # of a digit
+
+        def step(state: State) -> State:
+            digits, key, is_open = state
+            shift = (base_bits * (digits - 1)).astype(dtype)
+            counts = count_from(key[:, None] + (choices << shift))
+            key += jnp.sum(exact.at_least(counts, rank), axis=1, dtype=dtype) << shift
+            # Once c(t) = k, the mask keeps all keys from t on, and lower digits do not matter.
+            return digits - 1, key, is_open & ~jnp.any(exact.equal(counts, rank), axis=1)
+
+        zero = zero_like(k[1])
+        start = zero[0].astype(jnp.int32) - (-bits // base_bits), zero.astype(dtype), is_open
+        return lax.while_loop(lambda x: (x[0] > 0) & jnp.any(x[2]), step, start)[1]
+
+    # Accelerators wait for memory, CPUs for comparisons.
+    bodies = {"cpu": functools.partial(find, 2), "default": functools.partial(find, 4)}
+    return lax.platform_dependent(is_open, **bodies)
+
+
+def _order_slices(all_candidates: Sequence[Candidates], order: Sequence[int]) -> np.ndarray:
+    """Returns the indices of all slices, parameter by parameter in an order."""
+    ends = np.cumsum([x.num_slices for x in all_candidates])
+    return np.concatenate(
+        [np.arange(ends[i] - all_candidates[i].num_slices, ends[i]) for i in order]
+    )
+
+
+def _share_ties(ties: jax.Array, need: Words, slices: np.ndarray) -> jax.Array:
+    """Returns how many ties each slice keeps, so that the first ones keep `need` together."""
+    before = exact.totals_before(ties[np.argsort(slices)])
+    before = before[0][slices], before[1][slices]
     room = exact.minus(need, before)
     # With a high word above 0 there is room for 2**32 ties or more.
     fits = jnp.minimum(room[1], ties.astype(jnp.uint32)).astype(jnp.int32)
     return jnp.where(exact.at_least(need, before), jnp.where(room[0] > 0, ties, fits), 0)
+
+
+# ------------------------------------------------------------------ the layout
+def _lay_out(all_candidates: Sequence[Candidates]) -> tuple[list[int], list[_Block]]:
+    """Returns the parameters in the order of blocks, and the blocks, with keys of one dtype."""
+    for x in all_candidates:
+        if x.slice_size >= 2**31:
+            raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {x.shape}.")
+    is_wide = any(key_bits(x.scores.dtype) > 32 for x in all_candidates)
+    dtype = np.dtype(np.uint64 if is_wide else np.uint32)
+    joined = [i for i, x in enumerate(all_candidates) if _fits_rows(x)]
+    alone = [i for i in range(len(all_candidates)) if len(joined) < 2 or i not in joined]
+    blocks: list[_Block] = [_Parameter(all_candidates[i], dtype) for i in alone]
+    if len(joined) < 2:
+        return alone, blocks
+    return [*joined, *alone], [_Rows([all_candidates[i] for i in joined], dtype), *blocks]
+
+
+def _fits_rows(candidates: Candidates) -> bool:
+    """Returns whether a parameter is laid out in rows: small, on one device, and hardly padded."""
+    size = math.prod(candidates.shape)
+    padded = candidates.num_slices * -(-candidates.slice_size // _COLUMNS) * _COLUMNS
+    is_little = padded <= max(2 * size, _MAX_PADDED)
+    return 0 < size <= _MAX_JOINED and is_little and use_flat(candidates.scores)
+
+
+class _Block(abc.ABC):
+    """Slices that are counted by one kernel.
+
+    Attributes:
+      num_slices: number of slices.
+      keys: unsigned keys, 0 where an entry is not eligible.
+    """
+
+    num_slices: int
+    keys: jax.Array
+
+    @abc.abstractmethod
+    def align(self, x: jax.Array) -> jax.Array:
+        """Returns x[slices] as it broadcasts against the keys."""
+
+    @abc.abstractmethod
+    def sum(self, masks: Sequence[jax.Array]) -> jax.Array:
+        """Sums masks over each slice, int32[slices, masks]."""
+
+    @abc.abstractmethod
+    def eligible(self) -> jax.Array | None:
+        """Returns the mask of the eligible entries, bool; `None`: all are."""
+
+    @abc.abstractmethod
+    def places(self) -> jax.Array:
+        """Returns uint32 numbers above 0, which fall along the entries of each slice."""
+
+    @abc.abstractmethod
+    def count_eligible(self) -> jax.Array:
+        """Counts the eligible entries, int32[slices]."""
+
+    @abc.abstractmethod
+    def masks(self, threshold: jax.Array, is_tied: jax.Array, cut: jax.Array) -> list[jax.Array]:
+        """Returns the masks of parameters: keys above, and ties whose place is at least the cut."""
+
+    def count_from(self, pivots: jax.Array) -> jax.Array:
+        """Counts keys that are at least pivots[slices, n], int32[slices, n]."""
+        return self.sum([self.keys >= self.align(x) for x in pivots.T])
+
+    def find_ties(self, threshold: jax.Array) -> jax.Array:
+        """Returns the mask of eligible entries whose key is threshold[slices], bool."""
+        is_equal, eligible = self.keys == self.align(threshold), self.eligible()
+        # Stored: a pass then reads a byte of an entry in place of its key.
+        return lax.optimization_barrier(is_equal if eligible is None else is_equal & eligible)
+
+    def count_above_and_ties(self, threshold: jax.Array, is_tied: jax.Array) -> jax.Array:
+        """Counts keys above a threshold[slices], and ties at the threshold, int32[slices, 2]."""
+        return self.sum([self.keys > self.align(threshold), is_tied])
+
+    def count_ties_from(self, is_tied: jax.Array, pivots: jax.Array) -> jax.Array:
+        """Counts ties at places that are at least pivots[slices, n], int32[slices, n]."""
+        places = self.places()
+        return self.sum([is_tied & (places >= self.align(x)) for x in pivots.T])
+
+    def mask(self, threshold: jax.Array, is_tied: jax.Array, cut: jax.Array) -> jax.Array:
+        """Returns the mask of `masks` in the shape of the keys."""
+        is_above = self.keys > self.align(threshold)
+        return (is_above | (is_tied & (self.places() >= self.align(cut)))).astype(jnp.uint8)
+
+
+class _Parameter(_Block):
+    """A parameter in its shape."""
+
+    def __init__(self, candidates: Candidates, dtype: np.dtype) -> None:
+        self._candidates, self.num_slices = candidates, candidates.num_slices
+        self.keys = lax.optimization_barrier(_make_keys(candidates, dtype))
+
+    def align(self, x: jax.Array) -> jax.Array:
+        inner = [1] * (self.keys.ndim - self._candidates.batch_axes)
+        return x.reshape(*self._candidates.batch, *inner)
+
+    def sum(self, masks: Sequence[jax.Array]) -> jax.Array:
+        each = sums(masks, range(self._candidates.batch_axes, self.keys.ndim))
+        return jnp.stack([x.reshape(-1) for x in each], axis=-1)
+
+    def eligible(self) -> jax.Array | None:
+        where = self._candidates.where
+        return None if where is None else where.astype(bool)
+
+    def places(self) -> jax.Array:
+        shape, batch_axes = self._candidates.shape, self._candidates.batch_axes
+        strides = [0] * batch_axes + flat_strides(shape)[batch_axes:]
+        return (self._candidates.slice_size - flat_index(shape, strides)).astype(jnp.uint32)
+
+    def count_eligible(self) -> jax.Array:
+        eligible = self.eligible()
+        if eligible is None:
+            return jnp.full(self.num_slices, self._candidates.slice_size, jnp.int32)
+        axes = range(self._candidates.batch_axes, eligible.ndim)
+        return count(eligible, axes).reshape(-1)
+
+    def masks(self, threshold: jax.Array, is_tied: jax.Array, cut: jax.Array) -> list[jax.Array]:
+        return [self.mask(threshold, is_tied, cut)]
+
+
+class _Rows(_Block):
+    """Small parameters: each slice fills some rows of an array, the last one with padding."""
+
+    def __init__(self, members: Sequence[Candidates], dtype: np.dtype) -> None:
+        self._members = members
+        sizes = np.repeat([x.slice_size for x in members], [x.num_slices for x in members])
+        num_rows = -(-sizes // _COLUMNS)
+        self.num_slices = len(sizes)
+        ends = np.cumsum(num_rows)
+        self._slice = np.repeat(np.arange(self.num_slices), num_rows)  # of each row
+        row_in_slice = np.arange(ends[-1]) - (ends - num_rows)[self._slice]
+        # Number of entries of the slice from the row on
+        self._sizes_from_row = (sizes[self._slice] - row_in_slice * _COLUMNS).astype(np.int32)
+        self._sizes = sizes.astype(np.int32)
+        self.keys = lax.optimization_barrier(self._join([_make_keys(x, dtype) for x in members]))
+        self._where: jax.Array | None = None
+        if any(x.where is not None for x in members):
+            ones = [jnp.ones_like(x.scores, bool) if x.where is None else x.where for x in members]
+            self._where = lax.optimization_barrier(self._join([x.astype(bool) for x in ones]))
+
+    def _join(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Returns arrays of the shapes of the members as [rows, columns]."""
+        rows = []
+        for member, array in zip(self._members, arrays, strict=True):
+            slices = array.reshape(member.num_slices, member.slice_size)
+            padded = jnp.pad(slices, ((0, 0), (0, -member.slice_size % _COLUMNS)))
+            rows.append(padded.reshape(-1, _COLUMNS))
+        return jnp.concatenate(rows)
+
+    def align(self, x: jax.Array) -> jax.Array:
+        return x[self._slice][:, None]
+
+    def sum(self, masks: Sequence[jax.Array]) -> jax.Array:
+        by_row = jnp.stack(sums(masks, (1,)), axis=1)
+        return jax.ops.segment_sum(by_row, self._slice, self.num_slices, indices_are_sorted=True)
+
+    def eligible(self) -> jax.Array | None:
+        is_entry = self.places() > 0
+        return is_entry if self._where is None else is_entry & self._where
+
+    def places(self) -> jax.Array:
+        column = lax.broadcasted_iota(jnp.int32, self.keys.shape, 1)
+        return jnp.maximum(self._sizes_from_row[:, None] - column, 0).astype(jnp.uint32)
+
+    def count_eligible(self) -> jax.Array:
+        if self._where is None:
+            return jnp.asarray(self._sizes)
+        return self.sum([self._where, ~self._where])[:, 0]
+
+    def masks(self, threshold: jax.Array, is_tied: jax.Array, cut: jax.Array) -> list[jax.Array]:
+        # Stored: each parameter reads its rows alone.
+        mask = lax.optimization_barrier(self.mask(threshold, is_tied, cut))
+        start, masks = 0, list[jax.Array]()
+        for member in self._members:
+            num_rows = member.num_slices * -(-member.slice_size // _COLUMNS)
+            rows = mask[start : start + num_rows].reshape(member.num_slices, -1)
+            masks.append(rows[:, : member.slice_size].reshape(member.shape))
+            start += num_rows
+        return masks
+
+
+def _make_keys(candidates: Candidates, dtype: np.dtype) -> jax.Array:
+    """Returns the keys of a parameter in its shape, 0 where an entry is not eligible."""
+    keys = to_keys(candidates.scores).astype(dtype)
+    return keys if candidates.where is None else jnp.where(candidates.where.astype(bool), keys, 0)

@@ -1,45 +1,31 @@
-"""Masks of the k highest scores of a tensor, or of a whole tree: exact, large ones not sorted.
+"""Masks of the k highest scores of a tensor, or of a whole tree: exact, not sorted.
 
 A mask keeps exactly k entries. Ties go to the lowest flat index (across leaves: tree order), NaN
 ranks below every number, -0.0 equals 0.0, and subnormals keep their order. This module checks
-arguments, and chooses the search. No search can stand in for another at its speed.
-
-    where and what                           search                       compared in
-    ---------------------------------------  ---------------------------  --------------------------
-    stored arrays on hosts, outside of jit   host.select_on_host          First calls
-    accelerators                             search.select_by_counting    On a GPU
-    hosts, arrays on a mesh or too large     + pivots of find_by_guesses  Selection, natural shape
-    hosts, else                              cpu.select_by_rows:
-      2048 entries or fewer, with padding      cpu.sorting                cpu/sorting.py
-      more                                     cpu.threshold              Selection
-
-The last column names a section of benchmarks/RESULTS.md, or the file whose docstring compares. Too
-large is an array of more than `cpu.MAX_ENTRIES`, which could not be padded to rows. Padding brings
-slices to one size, unless all entries compete.
+arguments. `search` selects, compiled; `host` selects among concrete arrays of one CPU.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from sparsity.core import exact, host, sharding, trees
+from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import check_int, check_real_array, is_traced
 from sparsity.core.exact import Words
 from sparsity.core.trees import PyTree
-from sparsity.selection import cpu, search
-from sparsity.selection.host import select_on_host
-from sparsity.selection.kept_counts import RemovedFraction
-from sparsity.selection.scores import EntryScores, Ranked
+from sparsity.selection.candidates import Candidates
+from sparsity.selection.host import is_on_host, select_on_host
+from sparsity.selection.keys import readable
+from sparsity.selection.search import select
 
 
 def topk_mask(
-    scores: chex.Array | EntryScores,
+    scores: chex.Array,
     k: chex.Numeric | Words,
     *,
     where: chex.Array | None = None,
@@ -49,8 +35,7 @@ def topk_mask(
     """Returns the mask of the k highest scores of every slice along the leading axes.
 
     Args:
-      scores: real scores or booleans of any shape and dtype, fewer than 2**31 in a slice; stored or
-        lazy.
+      scores: real scores or booleans of any shape and dtype, fewer than 2**31 in a slice.
       k: number of entries to keep of each slice, in [0, slice size]; broadcasts against
         the shape of the slices' axes. A traced k is clamped. Or its two words,
         as in `global_topk_mask`.
@@ -72,33 +57,47 @@ def topk_mask(
       >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2, where=jnp.array([1, 0, 1, 1]))
       Array([0, 0, 1, 1], dtype=uint8)
     """
-    lazy = EntryScores.wrap(scores)
-    ndim = len(lazy.shape)
+    scores = readable(scores)
+    ndim = scores.ndim
     check_int("batch_axes", batch_axes, 0, ndim)
     check_int("last_axes", last_axes, 0, ndim - batch_axes)
-    mask = _read_where("where", where, lazy.shape)
-    ranked = Ranked.wrap(lazy, mask, batch_axes, last_axes)
-    return topk_masks([ranked], _k_words(k, ranked.slice_size, ranked.batch))[0]
+    read = _read_where("where", where, scores.shape)
+    last, first = range(ndim - last_axes, ndim), range(batch_axes, batch_axes + last_axes)
+
+    def to_front(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, last, first) if last_axes else x
+
+    ordered = None if read is None else to_front(read)
+    candidates = Candidates(to_front(scores), ordered, batch_axes + last_axes)
+    [mask] = topk_masks([candidates], _k_words(k, candidates.slice_size, candidates.batch))
+    return jnp.moveaxis(mask, first, last) if last_axes else mask
 
 
 def topk_masks(
-    all_ranked: Sequence[Ranked], k: Words | np.ndarray, *, together: bool = False
+    all_candidates: Sequence[Candidates], k: Words | np.ndarray, *, together: bool = False
 ) -> list[jax.Array]:
     """Returns masks of the k highest scores of every slice of many parameters, by one search.
 
     Args:
-      all_ranked: parameters of any shapes and dtypes.
-      k: number of entries to keep of each slice, [slices], in the order of `all_ranked`; two
+      all_candidates: parameters of any shapes and dtypes.
+      k: number of entries to keep of each slice, [slices], in the order of `all_candidates`; two
         uint32 words (high, low), or these in one array. With `together` of all entries, [1].
       together: whether all entries compete; their scores have one dtype then.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding, 1 = keep.
     """
-    topk = functools.partial(_topk_masks, together=together)
-    likes = [ranked.arrays[0] for ranked in all_ranked]
+    likes = [x.scores for x in all_candidates]
+    if not any(map(is_traced, k)) and is_on_host(all_candidates):
+        high, low = (np.asarray(x).astype(np.int64) for x in k)
+        slices = 1 if together else sum(x.num_slices for x in all_candidates)
+        counts = np.broadcast_to((high << 32) | low, (slices,)).tolist()
+        masks = select_on_host(all_candidates, counts, together=together)
+        placed = [x.sharding if x.committed else None for x in likes]
+        return [jax.device_put(*x) for x in zip(masks, placed, strict=True)]
+    topk = functools.partial(_select, together=together)
     with jax.transfer_guard("allow"):  # of a constant k; to send it before takes 0.1 ms
-        return sharding.shard_like(likes, topk, all_ranked, k)
+        return sharding.shard_like(likes, topk, all_candidates, k)
 
 
 def global_topk_mask(
@@ -123,21 +122,21 @@ def global_topk_mask(
     Raises:
       ValueError: if leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
-    all_ranked = list[Ranked]()
+    all_candidates = list[Candidates]()
 
     def rank(key_path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
-        scores, name = EntryScores.wrap(leaf), f"where at {trees.path_string(key_path)!r}"
-        all_ranked.append(Ranked.wrap(scores, _read_where(name, mask, scores.shape)))
+        scores, name = readable(leaf), f"where at {trees.path_string(key_path)!r}"
+        all_candidates.append(Candidates(scores, _read_where(name, mask, scores.shape)))
 
     trees.map_matched(rank, tree, where, role="scores", others_role="masks of where")
-    dtypes = sorted({str(x.dtype) for x in all_ranked})
+    dtypes = sorted({str(x.scores.dtype) for x in all_candidates})
     if len(dtypes) > 1:
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
-    words = _k_words(k, sum(x.size for x in all_ranked), (1,))
+    words = _k_words(k, sum(x.scores.size for x in all_candidates), (1,))
     return jax.tree.unflatten(
-        jax.tree.structure(tree), topk_masks(all_ranked, words, together=True)
+        jax.tree.structure(tree), topk_masks(all_candidates, words, together=True)
     )
 
 
@@ -185,54 +184,8 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
     raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
 
 
-# ------------------------------------------------------------------ the search
-@host.instead(select_on_host)
 @functools.partial(jax.jit, static_argnames="together")
-def _topk_masks(
-    all_ranked: Sequence[Ranked], k: Words | np.ndarray, *, together: bool
-) -> list[jax.Array]:
-    slices = 1 if together else sum(ranked.num_slices for ranked in all_ranked)
+def _select(all_candidates: Sequence[Candidates], k: PyTree, *, together: bool) -> list[jax.Array]:
+    slices = 1 if together else sum(x.num_slices for x in all_candidates)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
-    return select_best(all_ranked, (high, low), together=together)[0]
-
-
-def choose_search(all_ranked: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
-    """Chooses the search of a program; all searches give the same masks."""
-    if jax.default_backend() != "cpu":
-        return search.select_by_counting
-    arrays = [x for ranked in all_ranked for x in ranked.arrays]
-    if all(x.size <= cpu.MAX_ENTRIES and cpu.use_flat(x) for x in arrays):
-        return cpu.select_by_rows
-    return functools.partial(search.select_by_counting, find_thresholds=cpu.find_by_guesses)
-
-
-def select_best(
-    all_ranked: Sequence[Ranked], k: Words | RemovedFraction, *, together: bool
-) -> tuple[list[jax.Array], Words]:
-    """Returns masks and numbers as `search.select_by_counting` does; not compiled.
-
-    Parameters may have several dtypes, and any sizes.
-    """
-    all_ranked = jax.tree.map(lax.stop_gradient, all_ranked)  # a mask has no derivatives
-    one_search = choose_search(all_ranked)
-    members_by_program: dict[Hashable, list[int]] = {}
-    for i, ranked in enumerate(all_ranked):
-        if ranked.size:
-            program = ranked.program_key if one_search is cpu.select_by_rows else ranked.dtype
-            members_by_program.setdefault(None if together else program, []).append(i)
-    ends = np.cumsum([ranked.num_slices for ranked in all_ranked])
-    masks = [jnp.zeros(ranked.shape, jnp.uint8) for ranked in all_ranked]
-    eligible = (jnp.zeros(1 if together else ends[-1], jnp.uint32),) * 2
-    for members in members_by_program.values():
-        slices = np.concatenate(
-            [np.arange(ends[i] - all_ranked[i].num_slices, ends[i]) for i in members]
-        )
-        is_all = together or len(slices) == ends[-1]
-        member_k = k if is_all or isinstance(k, RemovedFraction) else (k[0][slices], k[1][slices])
-        member_masks, n = one_search([all_ranked[i] for i in members], member_k, together=together)
-        for i, mask in zip(members, member_masks, strict=True):
-            masks[i] = mask
-        if not is_all:
-            n = eligible[0].at[slices].set(n[0]), eligible[1].at[slices].set(n[1])
-        eligible = n
-    return masks, eligible
+    return select(all_candidates, (high, low), together=together)[0]

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, Sharding
 
-from sparsity.core import host, owners, sharding, trees
+from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Coupled, Graph
@@ -320,13 +320,6 @@ def _cut_array(array: jax.Array, axes: Mapping[AxisIndex, np.ndarray]) -> jax.Ar
     return sharding.shard_like(array, _take_all, array, axes, shape=shape)
 
 
-def _take_all_on_host(
-    array: PyTree, axes: Mapping[AxisIndex, np.ndarray], target: Sharding | None = None
-) -> PyTree:
-    return NotImplemented if target is not None else _take_along_axes(array, axes)  # of a mesh
-
-
-@host.instead(_take_all_on_host)
 @functools.partial(jax.jit, static_argnames="target")
 def _take_all(
     array: jax.Array, axes: Mapping[AxisIndex, jax.Array], target: Sharding | None = None
@@ -342,7 +335,9 @@ def _take_bits(array: jax.Array, axes: Mapping[AxisIndex, jax.Array]) -> jax.Arr
         return jax.lax.complex(_take_bits(array.real, axes), _take_bits(array.imag, axes))
     bits = array
     if jnp.issubdtype(array.dtype, jnp.floating):
-        unsigned = getattr(jnp, f"uint{jnp.finfo(array.dtype).bits}")
+        unsigned = np.dtype(f"uint{jnp.finfo(array.dtype).bits}")
+        if jax.dtypes.canonicalize_dtype(unsigned) != unsigned:  # made while x64 was enabled
+            return _take_along_axes(array, axes)
         bits = jax.lax.bitcast_convert_type(array, unsigned)
     return jax.lax.bitcast_convert_type(_take_along_axes(bits, axes), array.dtype)
 

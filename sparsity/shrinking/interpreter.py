@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, reshard
 
-from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.removal.removable import Removal
@@ -231,7 +230,7 @@ def _insert_others(
 
 def take(array: PyTree, index: np.ndarray | jax.Array, axis: int) -> PyTree:
     """Takes entries of an array of numpy or jax; [layers, entries] index each layer by itself."""
-    xp = host.namespace([array, index])
+    xp = jnp if isinstance(array, jax.Array) or isinstance(index, jax.Array) else np
     if index.ndim == 2:
         shape = [1] * array.ndim
         shape[0], shape[axis] = index.shape

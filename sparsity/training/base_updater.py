@@ -27,7 +27,7 @@ from sparsity.training.masked_step import MaskedStep
 from sparsity.training.overrides import ASSUMED, check_overrides, is_assumed
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, score_weights
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
 class WrappedOptimizer(optax.GradientTransformationExtraArgs):
@@ -155,7 +155,8 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:
             check_gradients(grads, params, targets)
-        masks = inputs.call(self.create_masks, score_weights(self, inputs), targets)
+        scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
+        masks = inputs.call(self.create_masks, scores, targets)
         if is_overridden(self, "create_masks"):
             check_masked(self, "create_masks", masks, inputs.weights, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)

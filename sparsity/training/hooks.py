@@ -12,10 +12,12 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.derivatives import hold_constant
+from sparsity.core.hashing import Draw
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks import Draw, Sites, apply_masks, defer_scores
+from sparsity.masks import Sites, apply_masks
 
 T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., object])
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
 NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})
 
@@ -25,7 +27,7 @@ class HookArgs(TypedDict, total=False):
 
     Attributes:
       sites: table of the parameters that can have a mask, with patterns and batch axes.
-      draw: draws random scores that a mask update need not store.
+      draw: `generate_random_scores`, or a function that draws those of a slice.
       target_sparsities: tree of the sparsities at the end of a ramp.
     """
 
@@ -75,13 +77,6 @@ class StepInputs(NamedTuple):
         params, grads, extra, masks = hold_constant(arrays)
         return StepInputs(params, grads, self.sites, extra, masks)
 
-    def defer_scores(self, hook: Callable[..., PyTree]) -> ScoreTree | None:
-        """Returns the scores of a hook that the search calls; `None` if the step has to call it.
-
-        Weights and masks are read as they are stored: masked weights need no memory.
-        """
-        return defer_scores(hook, self.weights, self.masks, self.grads)
-
     def call(
         self, hook: Callable[..., T], *args: PyTree, named: HookArgs | None = None, **kwargs: PyTree
     ) -> T:
@@ -100,21 +95,38 @@ class StepInputs(NamedTuple):
         return self.call(hook, scores, sparsities, named={"target_sparsities": targets})
 
 
+def elementwise(hook: Hook) -> Hook:
+    """Documents that a hook's score of a weight depends on that weight and its gradient alone.
+
+    The decorator returns the hook as it is.
+
+    Example:
+      >>> import dataclasses, sparsity
+      >>> @dataclasses.dataclass
+      ... class Squares(sparsity.BaseUpdater):
+      ...     @sparsity.elementwise
+      ...     def calculate_scores(self, params, sparse_state=None, grads=None):
+      ...         return jax.tree.map(jnp.square, params)
+    """
+    if not inspect.isfunction(hook):
+        raise ValueError(f"elementwise marks a method of a class, got hook = {hook!r}.")
+    return hook
+
+
 class SliceRule(NamedTuple):
     """Rule by which the mask of each slice moves alone: the smallest weights are dropped.
 
     Attributes:
       grow: hook that returns grow scores, entry by entry or by its argument `draw`.
       fraction: maps the step to the fraction of active entries to replace.
-      move_matrix: returns the mask of a slice [inputs, neurons] after an update. Its arguments are
-        the positions of the active entries in the flat slice, [k], their drop scores, grow scores
-        [inputs, neurons], the fraction, and the sparsity of the parameter. `None` moves as
+      move: returns the mask of slices after an update, from the mask, drop scores, grow scores, the
+        fraction, the sparsity of the parameter, and `batch_axes` by name. `None` moves as
         `SparsityType.move` does.
     """
 
     grow: Callable[..., PyTree]
     fraction: Callable[[chex.Numeric], chex.Numeric]
-    move_matrix: Callable[..., jax.Array] | None = None
+    move: Callable[..., jax.Array] | None = None
 
 
 def call_hook(

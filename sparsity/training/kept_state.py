@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from typing import NamedTuple, TypeAlias
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,7 +18,6 @@ from jax.sharding import NamedSharding
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.dtypes import promote
-from sparsity.core.kernels import compute_once_after
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import (
     are_set,
@@ -75,14 +73,12 @@ class KeptParameter:
 
         return self.layout.map_slices(take, self.param, values, self.positions)
 
-    def make_dense_update(
-        self, update: jax.Array, mask: jax.Array, count: chex.Numeric
-    ) -> jax.Array:
+    def make_dense_update(self, update: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns the update of the parameter; arguments as in `scatter_updates`."""
         layout, param = self.layout, self.param
         dtype = promote(update.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
-        words, update = compute_once_after((words, update.astype(dtype)), count)
+        words, update = jax.lax.optimization_barrier((words, update.astype(dtype)))
         fn = functools.partial(scatter_by_words, n=layout.slice_size)
         dense = layout.map_slices(fn, param, words, update, dense=True)
         keep = functools.partial(are_set, n=layout.slice_size)
@@ -152,7 +148,7 @@ def gather(tree: PyTree, kept: KeptTree) -> PyTree:
     return trees.map_matched(take, tree, kept, role="gradients")
 
 
-def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks, count: chex.Numeric) -> PyTree:
+def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks) -> PyTree:
     """Returns dense updates: those of kept entries, and `-param` elsewhere.
 
     `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
@@ -162,13 +158,12 @@ def scatter_updates(updates: PyTree, kept: KeptTree, masks: Masks, count: chex.N
       updates: tree of updates, of kept entries for masked leaves.
       kept: tree of `KeptParameter`.
       masks: tree of masks, not packed.
-      count: number of updates so far.
     """
 
     def scatter_update(
         _: trees.KeyPath, update: jax.Array, parameter: KeptParameter | None, mask: PyTree
     ) -> jax.Array:
-        return update if parameter is None else parameter.make_dense_update(update, mask, count)
+        return update if parameter is None else parameter.make_dense_update(update, mask)
 
     return trees.map_matched(scatter_update, updates, kept, masks, role="updates")
 

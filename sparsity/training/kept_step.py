@@ -136,7 +136,7 @@ class KeptStep(Step):
         updates, inner_state = self.run_inner(grads, inner_state, seen, inputs, change)
         updates = start_from_zero(updates, values, change.grown)
         count = optax.safe_increment(state.count)
-        updates = scatter_updates(updates, kept, plain.masks, state.count)
+        updates = scatter_updates(updates, kept, plain.masks)
         return updates, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
     def find_layouts(self, params: Params, masks: Masks, sites: Sites) -> Layouts:

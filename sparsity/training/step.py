@@ -29,6 +29,7 @@ from sparsity.core import exact, trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.derivatives import hold_constant, replace_values
 from sparsity.core.exact_sums import sums
+from sparsity.core.kernels import pin_layout
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, check_masks, is_layerwise, pack_masks, unpack_masks
 from sparsity.training.frozen import exclude_frozen
@@ -184,7 +185,11 @@ class Step(abc.ABC):
 
         def replace(carry: PyTree) -> PyTree:
             is_pending, state, _ = carry
-            return (jnp.zeros_like(is_pending), *self.replace_masks(state, constant, restarts))
+            if not self.updater.searches_columns:
+                return (jnp.zeros_like(is_pending), *self.replace_masks(state, constant, restarts))
+            state, constants = pin_layout((state, constant))
+            new = self.replace_masks(state, constants, restarts)
+            return pin_layout((jnp.zeros_like(is_pending), *new))
 
         no_growth = self.mark_no_growth(state) if restarts else None
         first = (is_update, hold_constant(state), no_growth)

@@ -20,7 +20,6 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
     BatchAxes,
-    Draw,
     Layerwise,
     MaskBudget,
     PatternChoice,
@@ -29,7 +28,6 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     TreeScope,
-    make_draw,
     read_overrides,
 )
 from sparsity.masks.distributions import Distribution, uniform
@@ -98,6 +96,8 @@ class UpdaterHooks(DataclassBase):
         classes that train sparse from the start, whose `instant_sparsify` raises a RuntimeError.
       needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
         command `prune` leaves out the class.
+      searches_columns: class attribute: whether updates select along other axes than the last ones.
+        A step then fixes the layouts of arrays on GPUs, and has no export for them.
       unused_hooks: class attribute: maps each hook that the class never calls to the hook to
         override instead. A subclass that overrides an unused hook, itself or by another base,
         raises a TypeError, unless it also overrides a hook that may call the unused one.
@@ -131,6 +131,7 @@ class UpdaterHooks(DataclassBase):
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[Mapping[str, str]] = {}
     unused_hooks: ClassVar[Mapping[str, str]] = {}
+    searches_columns: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Raises a TypeError for overrides of `unused_hooks`."""
@@ -274,16 +275,15 @@ class UpdaterHooks(DataclassBase):
         """
         targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = score_weights(self, inputs, sparse_state)
+        named: HookArgs = {"draw": generate_random_scores}
+        scores = inputs.call(
+            self.calculate_scores,
+            inputs.masked_weights,
+            sparse_state=sparse_state,
+            grads=inputs.grads,
+            named=named,
+        )
         return inputs.create_masks(self.create_masks, scores, sparsities, targets)
-
-    def defer_scores(self, inputs: StepInputs) -> ScoreTree | None:
-        """Returns scores that the search computes; `None` if `calculate_scores` has to be called.
-
-        Args:
-          inputs: inputs of the step.
-        """
-        return inputs.defer_scores(self.calculate_scores)
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
@@ -404,42 +404,6 @@ def is_overridden(
     """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(base, name)
-
-
-def choose_draw(updater: UpdaterHooks, weights: PyTree) -> Draw:
-    """Returns the function that draws the random scores that an updater's `create_masks` gets.
-
-    An override of `create_masks` gets stored scores.
-    """
-    is_stored = is_overridden(updater, "create_masks")
-    return generate_random_scores if is_stored else make_draw(weights)
-
-
-def score_weights(
-    updater: UpdaterHooks, inputs: StepInputs, sparse_state: SparseState | None = None
-) -> ScoreTree:
-    """Returns the scores that an updater's `create_masks` gets: lazy if they need not be stored.
-
-    Args:
-      updater: the updater.
-      inputs: inputs of the hooks.
-      sparse_state: the current state; `None` in `instant_sparsify`, where only hosts read lazy
-        scores and hooks get no `draw`.
-    """
-    hook, grads = updater.calculate_scores, inputs.grads
-    if not is_overridden(updater, "create_masks"):  # which takes stored scores
-        if sparse_state is None:
-            scores = masks_lib.host_scores(hook, inputs.weights, grads)
-        else:
-            scores = updater.defer_scores(inputs)
-        if scores is not None:
-            return scores
-    if sparse_state is None:
-        return inputs.call(hook, inputs.weights, grads=grads)
-    named: HookArgs = {"draw": choose_draw(updater, inputs.weights)}
-    return inputs.call(
-        hook, inputs.masked_weights, sparse_state=sparse_state, grads=grads, named=named
-    )
 
 
 def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:

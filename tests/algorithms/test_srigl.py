@@ -1,6 +1,5 @@
 """SRigL: updates by a loop of numpy, the constant fan-in, what it refuses."""
 
-import functools
 import math
 
 import jax
@@ -10,7 +9,6 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.algorithms import srigl
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.srigl import constant_fan_in
 from tests import helpers
@@ -69,33 +67,6 @@ def test_updates_are_those_of_numpy(min_salient):
             mask = expected
             ablated += np.count_nonzero(_fan_ins(mask) == 0)
     assert ablated > 20
-
-
-def test_weights_are_counted_by_neuron_in_tiles_that_need_not_divide_the_inputs():
-    rng = np.random.default_rng(0)
-    for shape, batch_axes in [((5,), 0), ((32, 5), 0), ((3, 11, 5), 0), ((2, 3, 11, 5), 1)]:
-        mask = (rng.random(shape) < 0.4).astype(np.uint8)
-        counts = srigl._count_by_neuron(jnp.asarray(mask), batch_axes)
-        expected = mask.reshape(*shape[:batch_axes], -1, 5).sum(axis=-2)
-        np.testing.assert_array_equal(counts, expected)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_moves_of_stored_weights_are_those_of_numpy(parts, monkeypatch):
-    monkeypatch.setattr(srigl, "_PARTS", parts)
-    rng, inputs, neurons, fan_in = np.random.default_rng(parts), 8, 5, 3
-    target, size, cut = np.float32(1 - fan_in / inputs), inputs * neurons, 0
-    move = jax.jit(functools.partial(srigl.move_fan_in, sparsity=target))
-    for fraction in (0.0, 0.1, 0.3, 1.0):
-        mask = (rng.permutation(size).reshape(inputs, neurons) < fan_in * neurons).astype(np.uint8)
-        drop, grow = np.float32(rng.integers(0, 4, (2, inputs, neurons)))  # many ties
-        drop[rng.random(drop.shape) < 0.2] = np.nan
-        cut += np.count_nonzero(_fan_ins(mask) > fan_in)
-        positions = np.append(np.flatnonzero(mask), [size, size + 1]).astype(np.int32)
-        scores = np.append(drop[mask > 0], [9, 9])
-        new = move(positions, scores, jnp.asarray(grow), fraction)
-        np.testing.assert_array_equal(new, _expected(mask, drop, grow, fraction, target, None))
-    assert cut > 4
 
 
 @pytest.mark.slow

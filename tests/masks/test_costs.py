@@ -5,15 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.masks.affordable import within_budget
-from sparsity.selection import EntryScores
 
 
 def keep(scores, costs, kept):
     """Masks that cost no more than so many weights of each leaf."""
-    lazy = [EntryScores.wrap(jnp.asarray(x)) for x in scores]
+    arrays = [jnp.asarray(x) for x in scores]
     limit = sum(np.multiply(np.float32(costs), kept))
     return jax.jit(
-        lambda: within_budget(lazy, costs, lambda n: jnp.dot(n, jnp.float32(costs)) <= limit)
+        lambda: within_budget(arrays, costs, lambda n: jnp.dot(n, jnp.float32(costs)) <= limit)
     )()
 
 

@@ -10,8 +10,7 @@ import pytest
 
 import sparsity
 from sparsity.core import trees
-from sparsity.masks import Layerwise as LayerwiseScope, ScoredSite, Sites
-from sparsity.selection import LazyScores, compute_array
+from sparsity.masks import Layerwise as LayerwiseScope, ScoredSite
 from tests.helpers import num_kept
 
 _SIZES = {"a": (6, 8), "b": (4, 6), "c": (10, 8)}
@@ -447,12 +446,12 @@ class Reversed(sparsity.Layerwise):
     """Ranks by other scores, which the record takes in the place of its own."""
 
     def select(self, leaves, topk_fn):
-        return super().select([x._replace(lazy_scores=-x.scores) for x in leaves], topk_fn)
+        return super().select([x._replace(scores=-x.scores) for x in leaves], topk_fn)
 
 
 @dataclasses.dataclass(frozen=True)
 class Everything:
-    """Says which parameters get masks, and sees the scores of all of them, lazy or stored."""
+    """Says which parameters get masks, and sees the scores of all of them."""
 
     def check(self, pattern, batch_axes, topk_fn):
         pass
@@ -464,10 +463,10 @@ class Everything:
         return set(trees.leaves_by_path(params))
 
     def select_tree(self, scores, sparsities):
-        return jax.tree.map(lambda x: (compute_array(x) > 2).astype(jnp.uint8), scores)
+        return jax.tree.map(lambda x: (x > 2).astype(jnp.uint8), scores)
 
     def move_tree(self, masks, drop, grow, drop_fraction):
-        return jax.tree.map(lambda x: (compute_array(x) > 2).astype(jnp.uint8), grow)
+        return jax.tree.map(lambda x: (x > 2).astype(jnp.uint8), grow)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +478,7 @@ class Everything:
     ],
     ids=["replaced", "tree", "moved"],
 )
-def test_scopes_read_lazy_scores_as_arrays(cls, scope, expected):
+def test_scopes_read_scores_as_arrays(cls, scope, expected):
     updater = cls(
         scope=scope,
         scheduler=sparsity.OneShotSchedule(0),
@@ -507,47 +506,6 @@ def test_leaves_of_different_dtypes_compete_by_the_values_of_their_scores(compil
     threshold = np.sort(np.concatenate([x.ravel() for x in scores.values()]))[-24]
     for name, mask in masks.items():
         np.testing.assert_array_equal(mask, scores[name] >= threshold)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _KeepsTheLastLayer(LazyScores):
-    """Scores with a search of their own, whose masks no ranking of the weights has."""
-
-    weights: jax.Array
-
-    @property
-    def shape(self):
-        return self.weights.shape
-
-    def compute(self):
-        return self.weights
-
-    @classmethod
-    def select_together(cls, leaves, k):
-        assert [int(word.reshape(())) for word in k] == [0, _ALL // 2]
-        ones = [jnp.full(leaf.shape, leaf is leaves[-1], jnp.uint8) for leaf in leaves]
-        return None if np.isnan(leaves[0].weights).any() else ones
-
-
-def test_a_global_scope_takes_the_masks_of_the_search_that_all_scores_have():
-    params = _params()
-    sites = Sites(params, sparsity.Unstructured())
-
-    def select(params, **fields):
-        lazy = {name: _KeepsTheLastLayer(x) for name, x in params.items()}
-        leaves = [
-            ScoredSite(sites[path], x, 0.5, 0.5) for path, x in trees.leaves_by_path(lazy).items()
-        ]
-        masks = sparsity.Global(**fields).select(leaves, None)
-        return dict(zip(params, masks, strict=True))
-
-    raw = {"use_normalization": False}
-    _check(select(params, **raw), {name: np.full(n, name == "c") for name, n in _SIZES.items()})
-    nan = params | {"a": jnp.full(_SIZES["a"], jnp.nan)}
-    _check(select(nan, **raw), _best(nan, _ALL // 2))  # the search says that it has no masks
-    mixed = params | {"a": 1e3 * params["a"]}
-    wide = {name: np.abs(x) for name, x in mixed.items()}
-    _check(select(wide), _best(_normalized(wide), _ALL // 2))  # it knows no norms
 
 
 @pytest.mark.parametrize(

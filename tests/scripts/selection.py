@@ -101,7 +101,8 @@ def only_counts_leave_a_device(devices):
             masked = jax.jit(lambda x: selection.topk_mask(x, jnp.int32(3_000_000)))
             compiled = masked.lower(x).compile()
         assert 0 < traffic(compiled) * 24 <= 128 * 1024  # in loops: at most 24 times
-        assert compiled.memory_analysis().temp_size_in_bytes <= 128 * 1024
+        local = 4096 * 4096 // 8
+        assert compiled.memory_analysis().temp_size_in_bytes <= 9 * local  # keys, ties and masks
         assert compiled.output_shardings.is_equivalent_to(x.sharding, 2)
     groups = jax.jit(lambda x: selection.nm_mask(x, 2, 4)).lower(x).compile()
     assert traffic(groups) == 0

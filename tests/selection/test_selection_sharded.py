@@ -8,6 +8,5 @@ pytestmark = pytest.mark.slow
 
 
 @KINDS
-@pytest.mark.parametrize("program", ["selection", "portable_selection"])
-def test_sharded_scores_are_selected_where_they_are(program, kind):
-    run(program, kind)
+def test_sharded_scores_are_selected_where_they_are(kind):
+    run("selection", kind)

@@ -1,8 +1,5 @@
 """Many leaves in one search: each gets the mask that it would get by itself."""
 
-import gc
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +8,13 @@ import pytest
 from sparsity import selection
 from sparsity.core import exact
 from sparsity.core.hashing import hash_scores
-from sparsity.selection.scores import EntryScores, Ranked
-from sparsity.selection.topk import topk_masks
-from tests.selection_oracle import best_first
+from sparsity.selection import Candidates, topk_masks
+from sparsity.selection.kept_counts import count_kept_words
+from sparsity.selection.search import select
+from tests import helpers
+from tests.selection_oracle import best, best_first
 
-pytestmark = pytest.mark.usefixtures("both_searches")
+pytestmark = pytest.mark.usefixtures("every_search")
 
 # Padded to each of three sizes; whole rows; rows of another number; padded itself.
 SHAPES = [(7,), (), (1, 64), (33, 31), (4096,), (90, 100), (128, 130), (20_011,), (300, 70)]
@@ -60,17 +59,15 @@ def random_ks(rng, sizes):
 @jax.jit
 def select_masks(scores, where, ks):
     where = where or [None] * len(scores)
-    all_ranked = [Ranked.wrap(x, part) for x, part in zip(scores, where, strict=True)]
-    return topk_masks(all_ranked, words(ks))
+    pairs = zip(scores, where, strict=True)
+    return topk_masks([Candidates(x, part) for x, part in pairs], words(ks))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_leaf_gets_the_mask_that_sorting_gives(masked, both_searches):
-    """Each search meets float32 and one dtype more; `test_selection.py` has all, for one leaf."""
-    is_float32 = masked == (both_searches == "cpu")
-    other = {"portable": "int32", "cpu": "bfloat16"}[both_searches]
-    dtype = "float32" if is_float32 else other
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
+def test_every_leaf_gets_the_mask_that_sorting_gives(dtype, masked):
+    """`test_selection.py` has all dtypes, for one leaf."""
     for seed in range(12):
         rng = np.random.default_rng(seed)
         scores = [draw(rng, s, rng.choice(KINDS)) for s in SHAPES]
@@ -89,60 +86,29 @@ def test_every_leaf_gets_the_mask_that_sorting_gives(masked, both_searches):
 
 
 @pytest.mark.slow
+def test_nan_of_a_leaf_without_a_mask_is_eligible_beside_leaves_with_one():
+    scores = [jnp.full((40, 40), jnp.nan), jnp.arange(1600.0).reshape(40, 40)]
+    where = [None, jnp.arange(1600).reshape(40, 40) % 2]
+    masks = select_masks(scores, where, [1500, 800])
+    assert [int(mask.sum()) for mask in masks] == [1500, 800]
+    joined = jax.jit(lambda a, b, w: selection.global_topk_mask([a, b], 2300, where=[None, w]))
+    assert [int(mask.sum()) for mask in joined(*scores, where[1])] == [1500, 800]
+
+
+@pytest.mark.slow
 def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     rng = np.random.default_rng(2)
     shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
     axes = [1, 1, 2, 2]
     scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
-    all_ranked = [Ranked.wrap(x, None, n) for x, n in zip(scores, axes, strict=True)]
+    pairs = zip(scores, axes, strict=True)
+    all_candidates = [Candidates(jnp.asarray(x), None, n) for x, n in pairs]
     ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
-    actual = jax.jit(lambda: topk_masks(all_ranked, words(ks)))()
+    actual = jax.jit(lambda: topk_masks(all_candidates, words(ks)))()
     for x, n, k, mask in zip(scores, axes, ks, actual, strict=True):
         slices = x.reshape(-1, *x.shape[n:])
         each = [expected(part, count) for part, count in zip(slices, k.ravel(), strict=True)]
         np.testing.assert_array_equal(mask, np.reshape(each, x.shape))
-
-
-@pytest.mark.slow
-def test_lazy_scores_are_those_that_they_compute():
-    rng = np.random.default_rng(3)
-    shapes = [(300, 300), (70, 9), (5,)]
-    weights = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
-    masks = [jnp.asarray(rng.random(s) < 0.5, jnp.uint8) for s in shapes]
-    scales = [jnp.float32(x) for x in (1.0, 0.5, 2.0)]
-
-    def masked(weight, mask, scale):
-        return jnp.abs(jnp.where(mask > 0, weight, 0)) * scale
-
-    lazy = [
-        EntryScores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)
-    ]
-    ks = [30_000, 500, 2]
-    actual = jax.jit(lambda: topk_masks([Ranked.wrap(x) for x in lazy], words(ks)))()
-    for x, k, mask in zip(lazy, ks, actual, strict=True):
-        np.testing.assert_array_equal(mask, expected(x.compute(), k))
-    together = jax.jit(lambda: selection.global_topk_mask(lazy, 20_000))()
-    stored = jax.jit(lambda: selection.global_topk_mask([x.compute() for x in lazy], 20_000))()
-    jax.tree.map(np.testing.assert_array_equal, together, stored)
-
-
-@pytest.mark.slow
-def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
-    shapes = [(5, 130, 128), (200, 9, 11), (64,)]
-
-    def hashed(index, word):
-        return (index.astype(jnp.uint32) + word) * jnp.uint32(2654435761)
-
-    all_ranked = [
-        Ranked.wrap(EntryScores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), True), None, len(s) > 1)
-        for i, s in enumerate(shapes)
-    ]
-    ks = [np.full(x.batch, 31) for x in all_ranked]
-    actual = jax.jit(lambda: topk_masks(all_ranked, words(ks)))()
-    for ranked, mask in zip(all_ranked, actual, strict=True):
-        scores = np.asarray(ranked.compute()).reshape(ranked.num_slices, -1)
-        each = [expected(part, 31) for part in scores]
-        np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
 
 
 @pytest.mark.slow
@@ -152,7 +118,7 @@ def test_a_mapped_search_gives_the_masks_of_each():
     ks = jnp.asarray([[x[0].size // (i + 2) for x in scores] for i in range(3)])
 
     def select_one(scores, ks):
-        return topk_masks([Ranked.wrap(x) for x in scores], words(ks))
+        return topk_masks([Candidates(x) for x in scores], words(ks))
 
     mapped = jax.jit(jax.vmap(select_one))(scores, ks)
     for i in range(3):
@@ -167,9 +133,7 @@ def test_a_search_may_stand_in_a_function_that_is_differentiated():
     x = jnp.linspace(-1, 1, 20_000)
 
     def loss(x):
-        masks = topk_masks(
-            [Ranked.wrap(EntryScores(jnp.abs, (y,))) for y in (x, x + 1)], words([9, 9])
-        )
+        masks = topk_masks([Candidates(jnp.abs(y)) for y in (x, x + 1)], words([9, 9]))
         return jnp.sum(x**2 * masks[0])
 
     grad = jax.jit(jax.grad(loss))(x)
@@ -183,30 +147,42 @@ def test_hashes_are_searched_like_any_scores():
     np.testing.assert_array_equal(mask, expected(scores, 1000))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 9), reason="jax 0.8 keeps the structures of the arguments of jit"
-)
-def test_no_cache_keeps_a_function_that_computes_scores():
-    scale = jnp.float32(2)
+@pytest.mark.slow
+def test_a_number_to_keep_may_depend_on_the_number_of_eligible_entries():
+    rng = np.random.default_rng(0)
+    shapes = [(3, 40), (1, 2000)]
+    scores = [np.round(rng.normal(size=x), 1).astype(np.float32) for x in shapes]
+    where = [(rng.random(x) < 0.5).astype(np.uint8) for x in shapes]
+    pairs = zip(scores, where, strict=True)
+    all_candidates = [Candidates(jnp.asarray(x), jnp.asarray(w), 1) for x, w in pairs]
 
-    def doubled(x):
-        return x * scale
+    def keep_some(n):
+        return count_kept_words(n, jnp.float32(0.3))
 
-    scores = EntryScores(doubled, (jnp.arange(5.0),))
-    assert topk_masks([Ranked.wrap(scores)], words([2]))[0].tolist() == [0, 0, 0, 1, 1]
-    assert scores.dtype == jnp.float32
-    gone = weakref.ref(doubled)
-    del doubled, scores
-    jax.clear_caches()  # what is compiled of the function is known by it
-    gc.collect()
-    assert gone() is None
+    masks, removed = jax.jit(lambda x: select(x, keep_some, together=False))(all_candidates)
+    counts = np.concatenate([x.sum(axis=1) for x in where])
+    kept = [helpers.num_kept(int(count), 0.3) for count in counts]
+    np.testing.assert_array_equal(removed[1], counts - kept)
+    each = [row for x in scores for row in x], [row for x in where for row in x]
+    expected = [best(x, k, w) for x, w, k in zip(*each, kept, strict=True)]
+    for row, mask in zip(expected, [row for x in masks for row in x], strict=True):
+        np.testing.assert_array_equal(mask, row)
 
 
-def test_an_array_that_scores_and_their_mask_share_is_one_argument():
-    weights, mask = jnp.array([3.0, 2.0, -5.0, 1.0]), jnp.array([1.0, 1, 0, 1])
-    scores = EntryScores(lambda weight, mask: -weight * mask, (weights, mask))
-    shared = Ranked.wrap(scores, mask)
-    separate = Ranked.wrap(scores, mask.copy())
-    assert [len(jax.tree.leaves(ranked)) for ranked in (shared, separate)] == [2, 3]
-    for ranked in (shared, separate, jax.tree.map(lambda x: x, shared)):
-        assert topk_masks([ranked], words([2]))[0].tolist() == [0, 1, 0, 1]
+@pytest.mark.slow
+def test_parameters_with_keys_of_32_and_of_64_bits_are_searched_together():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        scores = [jnp.asarray(rng.normal(size=(40, 50)).astype(x)) for x in ("f4", "f8", "f4")]
+        masks = jax.jit(lambda x: topk_masks([Candidates(y) for y in x], words([7, 8, 9])))(scores)
+    for x, k, mask in zip(scores, (7, 8, 9), masks, strict=True):
+        np.testing.assert_array_equal(mask, expected(x, k))
+
+
+@pytest.mark.slow
+def test_no_pass_of_a_search_stores_an_integer_of_each_entry():
+    leaves = [jax.ShapeDtypeStruct((512, 500), jnp.float32)] * 4
+    k = jax.ShapeDtypeStruct((4,), jnp.uint32)
+    program = jax.jit(lambda x, k: topk_masks([Candidates(y) for y in x], (k & 0, k)))
+    temporaries = program.lower(leaves, k).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 10 * 4 * 512 * 500  # keys, ties and masks

@@ -23,7 +23,6 @@ from sparsity import (
 )
 from sparsity.selection import num_kept
 from sparsity.shrinking.plan import plan_cut
-from tests import helpers
 from tests.graph import models
 from tests.shrinking.networks import SMALL
 from tests.shrinking.oracles import list_remaining
@@ -137,24 +136,6 @@ def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
     scope = dataclasses.replace(scope, plan=small.plan)
     assert list(scope.count_channels(small.params, sparsities).values()) == [2, 1, 2, 3]
     assert list(scope.count_channels(params, sparsities).values()) == [2, 1, 2, 3]
-
-
-@helpers.ON_CPU  # GPUs add a buffer of 8 MiB
-def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
-    def model(params, x):
-        return jax.nn.relu(jax.nn.relu(x @ params["a"]) @ params["b"]) @ params["c"]
-
-    shapes = {"a": (64, 1024), "b": (1024, 512), "c": (512, 8)}
-    params = models.abstract(shapes)
-    graph = trace(model, params, jax.ShapeDtypeStruct((1, 64), jnp.float32))
-    for across in (False, True):
-        pruner = MagnitudePruning(
-            scope=Coupled(graph, across=across),
-            sparsity_distribution_fn=Uniform(0.5, filter_fn=graph.is_weight),
-        )
-        compiled = jax.jit(lambda p, pruner=pruner: pruner.instant_sparsify(p)[1]).lower(params)
-        weights = sum(map(math.prod, shapes.values()))
-        assert compiled.compile().memory_analysis().temp_size_in_bytes < 0.25 * weights
 
 
 def test_where_shapes_do_not_tell_what_is_left_the_plan_does():

@@ -344,11 +344,11 @@ class LowFirst:
         pass
 
     def select(self, leaves, topk_fn):
-        leaves = [leaf._replace(lazy_scores=-leaf.scores) for leaf in leaves]
+        leaves = [leaf._replace(scores=-leaf.scores) for leaf in leaves]
         return sparsity.Layerwise().select(leaves, topk_fn)
 
     def move(self, leaves, drop_fraction):
-        leaves = [leaf._replace(lazy_drop_scores=-leaf.drop_scores) for leaf in leaves]
+        leaves = [leaf._replace(drop_scores=-leaf.drop_scores) for leaf in leaves]
         return sparsity.Layerwise().move(leaves, drop_fraction)
 
 

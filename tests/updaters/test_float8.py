@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.core import host
+from sparsity.calibration import host
 from sparsity.core.dtypes import promote
 from tests import helpers
 

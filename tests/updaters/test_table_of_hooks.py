@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.masks.lazy import is_marked_elementwise
 from sparsity.training.hooks import HookArgs
 from sparsity.training.overrides import ASSUMED, read_attribute
 from sparsity.training.updater_hooks import UpdaterHooks
@@ -25,7 +24,7 @@ PHASES = {
 }
 STATED = {"keeps_dense_weights": False, "regrows": False, "keeps_count": "exact"}
 QUESTIONS = {"get_distribution_fn", "sites", "compute_targets", "count_after_move", "slice_rule"}
-QUESTIONS |= {"make_inputs", "defer_scores"}
+QUESTIONS |= {"make_inputs"}
 
 
 def _noted(hook, calls):
@@ -145,18 +144,3 @@ def test_an_argument_is_passed_to_the_hooks_that_the_table_names(name):
         tx = updater.wrap_optax(optax.sgd(0.1))
         tx.update(params, tx.init(params), params)
     assert takers == ARGUMENTS[name]
-
-
-def test_scores_that_need_no_other_weights_are_never_stored():
-    hooks = "calculate_scores", "get_drop_scores", "get_grow_scores"
-    marked = {
-        f"{name}.{hook}"
-        for name in sparsity.all_algorithm_names()
-        for hook in hooks
-        if is_marked_elementwise(getattr(sparsity.api.ALGORITHM_REGISTRY[name], hook, None))
-    }
-    by_entry = "acdc admm global_magnitude magnitude magnitude_ste"
-    expected = {f"{name}.calculate_scores" for name in (*by_entry.split(), "sr_ste", "top_kast")}
-    expected |= {f"{name}.get_drop_scores" for name in ("global_rigl", "rigl", "set", "srigl")}
-    expected |= {f"{name}.get_grow_scores" for name in ("global_rigl", "rigl", "srigl")}
-    assert marked == expected  # the others rank layers (lamp), draw numbers or keep a state

@@ -14,7 +14,6 @@ import numpy as np
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
-from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Masks, Params, Path, ScoreTree, Sparsities
 from sparsity.core.warn import warn
 from sparsity.graph import Coupled, Graph
@@ -110,8 +109,8 @@ def _standardize(importance: jax.Array) -> jax.Array:
     """
     layers = jnp.atleast_2d(importance)
     count = layers.shape[1]
-    mean = ordered_sum(layers, (1,))[:, None] / count
-    variance = ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
+    mean = jnp.sum(layers, axis=1)[:, None] / count
+    variance = jnp.sum(jnp.square(layers - mean), axis=1)[:, None] / max(count - 1, 1)
     scores = (layers - mean) * jnp.where(variance > 0, jax.lax.rsqrt(variance), 0)
     # The comparison is false for NaN, too.
     scores = jnp.where(layers > 0, scores, -jnp.inf)

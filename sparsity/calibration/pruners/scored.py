@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration import host
 from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import look_up_statistic
-from sparsity.core import host, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_real_array
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.trees import KeyPath, Params, PyTree, Sparsities
 from sparsity.masks import (
     Layerwise,
@@ -247,7 +247,7 @@ class SplitScope(Layerwise):
             if axes:
                 scores = _move_axes(jnp.asarray(scored.scores), axes, first_axes)
                 site = site._replace(batch_axes=len(axes))
-                scored = scored._replace(lazy_scores=scores, site=site)
+                scored = scored._replace(scores=scores, site=site)
             moved.append(scored)
         masks = self.scope.select(moved, topk_fn)
         return [_move_axes(mask, *move) for mask, move in zip(masks, moves, strict=True)]
@@ -260,6 +260,6 @@ def _move_axes(x: jax.Array, source: tuple[int, ...], target: tuple[int, ...]) -
 
 def _divide_by_sum(weights: jax.Array, axis: int) -> jax.Array:
     """Returns each weight divided by the sum along an axis, 0 where that is 0."""
-    total = jnp.expand_dims(ordered_sum(weights, (axis % weights.ndim,)), axis)
+    total = jnp.sum(weights, axis=axis, keepdims=True)
     # The inner `where` avoids 0 / 0.
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)

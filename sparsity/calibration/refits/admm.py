@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration import host
 from sparsity.calibration.inverses import invert, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core import host, sharding
+from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration import host
 from sparsity.calibration.inverses import factor_inverse, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core import host, sharding
+from sparsity.core import sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import chex
 import jax
 
+from sparsity.calibration import host
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import BiasRefit, Refit, Select
 from sparsity.calibration.run.needs import method_name, read_needs
@@ -18,7 +19,7 @@ from sparsity.calibration.statistics.validation import (
     look_up_statistic,
     read_pruned,
 )
-from sparsity.core import host, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, Masks, Tree
 from sparsity.masks import ScoredSite, Site, are_kept, is_per_slice, pack_masks
 from sparsity.training.base_updater import BaseUpdater

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration import host
 from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
@@ -25,7 +26,6 @@ from sparsity.calibration.statistics.summing import (
     is_count,
 )
 from sparsity.calibration.statistics.validation import is_finite, make_not_finite_error
-from sparsity.core import host
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use

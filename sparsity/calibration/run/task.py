@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration import host
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.means import holds_outputs
@@ -23,7 +24,7 @@ from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import warn_of_zeros
-from sparsity.core import host, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.core.warn import warn

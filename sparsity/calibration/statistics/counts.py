@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from sparsity.core import host
+from sparsity.calibration import host
 from sparsity.core.trees import PyTree
 
 _BASE = 16  # bits of a digit

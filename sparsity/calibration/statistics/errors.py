@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration import host
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core import host, sharding
+from sparsity.core import sharding
 from sparsity.core.dtypes import promote
 
 

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration import host
 from sparsity.calibration.statistics.counts import Count
-from sparsity.core import host, sharding
+from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_kind
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree

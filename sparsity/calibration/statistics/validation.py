@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration import host
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.row_sums import (
     FIELDS_BY_KIND,
@@ -17,7 +18,7 @@ from sparsity.calibration.statistics.row_sums import (
     check_statistics_kind,
 )
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
-from sparsity.core import host, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Tree
 from sparsity.core.warn import warn

@@ -13,9 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.core import exact, host, sharding, trees
+from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
-from sparsity.core.exact_sums import ordered_sum
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels.cuts import PlanLike, solve_sizes
@@ -39,7 +38,6 @@ from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Variable
-from sparsity.selection import compute_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +174,7 @@ class Coupled(DataclassBase):
             return mask_best(groups, importance, counts)
 
         limits = self._limits.count_kept(groups)
-        return self.make_masks(groups, select, [scores], limits, is_on_host=self.order == 1)
+        return self.make_masks(groups, select, [scores], limits)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -220,9 +218,7 @@ class Coupled(DataclassBase):
           importance: [channels] of each group, or [layers, channels].
           costs: cost of one channel of each group, in all layers.
         """
-        totals = [
-            ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
-        ]
+        totals = [jnp.sum(-jnp.sort(-x, axis=1), axis=0) if x.ndim == 2 else x for x in importance]
         return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
 
     # Groups as they lie in a tree.
@@ -340,7 +336,6 @@ class Coupled(DataclassBase):
         choose: Callable[..., list[jax.Array]],
         member_trees: Sequence[PyTree],
         extra: PyTree,
-        is_on_host: bool = False,
     ) -> PyTree:
         """Returns masks like the first tree from masks of channels, which `choose` returns.
 
@@ -349,7 +344,6 @@ class Coupled(DataclassBase):
           choose: `choose(*leaves, extra)` returns the mask of each group's channels.
           member_trees: trees whose members of groups `choose` gets, {key path: leaf} of each.
           extra: more arrays for `choose`.
-          is_on_host: `choose` takes arrays of numpy where these are concrete on one CPU.
         """
         for group in groups:
             if not group.scored:
@@ -360,18 +354,14 @@ class Coupled(DataclassBase):
         key_paths = list(dict.fromkeys(x.key_path for group in groups for x in group.members))
         tables = [trees.leaves_by_path(x) for x in member_trees]
         # Lists, because jax sorts the keys of a dict, and key paths have no order.
-        leaves = [[compute_array(table[key_path]) for key_path in key_paths] for table in tables]
+        leaves = [[table[key_path] for key_path in key_paths] for table in tables]
 
         def spread_chosen(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
             by_path = [dict(zip(key_paths, arrays, strict=True)) for arrays in leaves]
             return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
-        device = host.find_host_device(leaves, extra) if is_on_host else None
-        if not key_paths:
-            masks = []
-        elif device is not None:
-            masks = device.put(spread_chosen(*host.to_numpy((leaves, extra))))
-        else:
+        masks: list[jax.Array] = []
+        if key_paths:
             masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
             masks = [*map(sharding.place_like, leaves[0], masks)]
         masks_by_path = dict(zip(key_paths, masks, strict=True))

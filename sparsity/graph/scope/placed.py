@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -12,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import host
+from sparsity.core.checks import is_traced
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import ordered_sum, scale_for_sums, scale_together
+from sparsity.core.exact_sums import scale_for_sums, scale_to_one
 from sparsity.core.trees import KeyPath
 from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.graph.scope.widths import Width
-from sparsity.selection import Ranked, topk_masks
+from sparsity.selection import Candidates, topk_masks
 
 Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by key path
 
@@ -76,13 +75,11 @@ def sum_importance(
       normalize: as in `Coupled`.
     """
     scores = {x.key_path: leaves[x.key_path] for group in groups for x in group.scored}
-    powers = [x.astype(promote(x.dtype, jnp.float32), copy=False) for x in scores.values()]
+    powers = [x.astype(promote(x.dtype, jnp.float32)) for x in scores.values()]
     if order == 2:
-        powers = [jnp.square(x) for x in scale_together(powers)]
+        powers = [jnp.square(x) for x in scale_to_one(powers)[0]]
     else:
-        is_host = host.namespace(powers) is np
-        scale = functools.partial(host.call, scale_for_sums) if is_host else scale_for_sums
-        powers = scale(powers, sum(x.size for x in powers))
+        powers = scale_for_sums(powers, sum(x.size for x in powers))
     by_path = dict(zip(scores, powers, strict=True))
     return [_sum_members(group, by_path, order, normalize) for group in groups]
 
@@ -91,12 +88,12 @@ def mask_best(
     groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], num_kept: Sequence[chex.Numeric]
 ) -> list[jax.Array]:
     """Returns masks of the most important channels of each group, and of each layer."""
-    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *num_kept])
-    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(num_kept, sizes, strict=True)]
+    xp = jnp if any(map(is_traced, num_kept)) else np
+    pairs = zip(num_kept, groups, strict=True)
+    counts = [xp.minimum(xp.asarray(k, np.uint32), group.channels.size) for k, group in pairs]
     repeats = [group.channels.layers or 1 for group in groups]
     # One count for each slice: each layer of a group keeps as many. The high word is 0.
     low = xp.stack([k for k, n in zip(counts, repeats, strict=True) for _ in range(n)])
-    importance = jax.device_put(list(importance)) if xp is np else importance
     return topk_masks([rank_channels(x) for x in importance], (low & 0, low))
 
 
@@ -104,8 +101,7 @@ def spread_masks(
     groups: Sequence[PlacedGroup], masks: Sequence[jax.Array], leaves: Leaves
 ) -> list[jax.Array]:
     """Returns the masks of parameters from masks of channels."""
-    xp = host.namespace(leaves.values())
-    by_path = {key_path: xp.ones(leaf.shape, np.uint8) for key_path, leaf in leaves.items()}
+    by_path = {key_path: jnp.ones(leaf.shape, jnp.uint8) for key_path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
         for key_path, axis, positions in group.members:
@@ -114,8 +110,8 @@ def spread_masks(
             channel_indices[positions] = np.arange(size)[:, None]
             # Reads by index: XLA would otherwise shard one mask like another.
             # -1 stands for entries of no channel here, which read channel 0 and are kept below.
-            chosen = xp.asarray(mask)[..., np.maximum(channel_indices, 0)]
-            axis_mask = xp.where(channel_indices < 0, np.uint8(1), chosen)
+            chosen = jnp.asarray(mask)[..., np.maximum(channel_indices, 0)]
+            axis_mask = jnp.where(channel_indices < 0, np.uint8(1), chosen)
             shape_along_axis = [n if i == axis else 1 for i, n in enumerate(shape)]
             by_path[key_path] *= axis_mask.reshape(
                 [layers, *shape_along_axis[1:]] if layers else shape_along_axis
@@ -132,21 +128,20 @@ def find_active(group: PlacedGroup, masks: Leaves) -> jax.Array:
     return jnp.max(jnp.max(mask, axis=pooled)[..., positions], axis=-1)
 
 
-def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
+def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Candidates:
     """Returns the channels of a group as a search ranks them: layers of a scan are slices."""
-    return Ranked.wrap(importance, active, importance.ndim - 1)
+    return Candidates(importance, active, importance.ndim - 1)
 
 
 def _sum_members(group: PlacedGroup, powers: Leaves, order: int, normalize: bool) -> jax.Array:
-    parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
-    add = functools.partial(host.call, ordered_sum) if xp is np else ordered_sum
+    parts, layers = [], group.channels.layers
     for (key_path, axis, positions), count in zip(group.scored, group.num_entries, strict=True):
         score = powers[key_path]
         summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
-        part = add(score, summed) if summed else score
+        part = jnp.sum(score, axis=summed)
         is_full_axis = np.array_equal(positions, np.arange(score.shape[axis])[:, None])
         if not is_full_axis:
-            part = add(part[..., positions], (part.ndim,))
+            part = jnp.sum(part[..., positions], axis=-1)
         parts.append(part / count if normalize else part)
-    total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
-    return xp.abs(total) if order == 1 else xp.sqrt(total)
+    total = sum(parts[1:], start=parts[0])
+    return jnp.abs(total) if order == 1 else jnp.sqrt(total)

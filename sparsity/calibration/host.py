@@ -21,7 +21,6 @@ from sparsity.core.trees import PyTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
-AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 CHUNK = 1 << 15  # entries that stay in the caches of a core through several operations
 
 
