@@ -124,7 +124,7 @@ def _make_call(read: Read, model: StoredModel) -> tuple[str, TimedCall]:
     run = jax.jit(jax.grad(loss))
     name, params = read.equation.name, read.equation.params
     shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-    text = f"{jax.default_backend()} {name} {params} {shapes} {model.densifies_one_at_a_time}"
+    text = f"{name} {params} {shapes} {model.densifies_one_at_a_time}"
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 

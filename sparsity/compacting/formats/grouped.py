@@ -21,8 +21,8 @@ from sparsity.compacting.formats.base import (
     Token,
 )
 from sparsity.compacting.formats.find_groups import find_groups
-from sparsity.core.host import AnyArray
 from sparsity.core.sharding import explicit_sharding
+from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import FanIn, SparsityType

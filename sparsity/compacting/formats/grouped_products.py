@@ -255,10 +255,14 @@ def _backward(
         places = dxt.at[_widen(indices)]
         return places.add(rows_added, mode="drop", wrap_negative_indices=False), None
 
-    chunk = _choose_chunk(values, x, result.outputs)
-    _, dvalues = _scan_groups(differentiate_values, None, (indices, dy), chunk)
     empty, _ = vary_alike([jnp.zeros((inputs, rows), wide), x])
-    dxt, _ = _scan_groups(differentiate_inputs, empty, (values, indices, dy), chunk)
+
+    def differentiate(chunk: int) -> tuple[jax.Array, jax.Array]:
+        _, dvalues = _scan_groups(differentiate_values, None, (indices, dy), chunk)
+        dxt, _ = _scan_groups(differentiate_inputs, empty, (values, indices, dy), chunk)
+        return dvalues, dxt
+
+    dvalues, dxt = _run_in_chunks(differentiate, values, x, result.outputs)
     return dvalues, None, dxt.T.astype(x.dtype)
 
 
@@ -284,8 +288,10 @@ def _multiply(values: jax.Array, indices: jax.Array, x: jax.Array, result: Resul
         )
         return None, y.astype(result.dtype)
 
-    chunk = _choose_chunk(values, x, result.outputs)
-    _, y = _scan_groups(multiply, None, (values, indices), chunk)
+    def multiply_all(chunk: int) -> jax.Array:
+        return _scan_groups(multiply, None, (values, indices), chunk)[1]
+
+    y = _run_in_chunks(multiply_all, values, x, result.outputs)
     return y.reshape(groups * group, len(x))[: result.outputs].T
 
 
@@ -321,17 +327,25 @@ def _scan_groups(
     return carry, results
 
 
-def _choose_chunk(values: jax.Array, x: jax.Array, outputs: int) -> int:
-    """Returns the number of groups whose gathered inputs fit the budget, at least one.
-
-    The budget is at most the bytes of a dense matrix, and smaller on a CPU.
-    """
-    groups, k, _ = values.shape
+def _run_in_chunks(
+    run: Callable[[int], Output], values: jax.Array, x: jax.Array, outputs: int
+) -> Output:
+    """Returns `run(chunk)` for the number of groups at a time, which is smaller on CPUs."""
     rows, inputs = x.shape
-    budget = inputs * outputs * x.dtype.itemsize
-    if jax.default_backend() == "cpu":
-        budget = min(budget, _CHUNK_BYTES_FEW_ROWS if rows in _FEW_ROWS else _CHUNK_BYTES)
-    most = min(max(budget // max(k * rows * x.dtype.itemsize, 1), 1), max(groups, 1))
+    cpu_bytes = _CHUNK_BYTES_FEW_ROWS if rows in _FEW_ROWS else _CHUNK_BYTES
+    dense_bytes = inputs * outputs * x.dtype.itemsize
+    budgets = dense_bytes, min(dense_bytes, cpu_bytes)
+    chunk, cpu_chunk = (_choose_chunk(values, x, budget) for budget in budgets)
+    if chunk == cpu_chunk:
+        return run(chunk)
+    result: Output = lax.platform_dependent(cpu=lambda: run(cpu_chunk), default=lambda: run(chunk))
+    return result
+
+
+def _choose_chunk(values: jax.Array, x: jax.Array, budget: int) -> int:
+    """Returns the number of groups whose gathered inputs fit a number of bytes, at least one."""
+    groups, k, _ = values.shape
+    most = min(max(budget // max(k * len(x) * x.dtype.itemsize, 1), 1), max(groups, 1))
     # Equal chunks spare a copy of the values, if they are not much smaller.
     equal = (n for n in range(most, most // 2, -1) if groups % n == 0)
     return next(equal, most)

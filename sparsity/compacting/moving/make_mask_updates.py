@@ -12,7 +12,6 @@ from sparsity.compacting.moving.mask_update import MaskUpdate
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, has_statement
-from sparsity.training.hooks import SliceRule
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
 
 
@@ -41,19 +40,12 @@ def make_mask_updates(
             target = targets.get(path)
             _check_site(updater, sites[path], layout, target)
             if layout.num_kept and not layout.is_full:  # or nothing to drop, or to grow
-                each = rule if rule is not None and _can_follow(rule, layout, sites[path]) else None
+                is_stack = sites[path].batch_axes == len(layout.stack)
+                each = rule if rule is not None and (rule.move is None or is_stack) else None
                 mask_updates[names] = MaskUpdate(
                     updater, example, sites, target, path, layout, each
                 )
     return mask_updates
-
-
-def _can_follow(rule: SliceRule, layout: FormatLayout, site: Site) -> bool:
-    """Returns whether slices of a layout can move by a rule."""
-    if rule.move_matrix is None:
-        return True
-    is_slice = site.batch_axes == len(layout.stack) < len(layout.shape)
-    return is_slice and layout.count_unit_rows(site.pattern) == 1
 
 
 def _check_updater(updater: UpdaterHooks) -> None:

@@ -19,10 +19,10 @@ from sparsity.compacting.formats.base import FormatLayout
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Params, Path, PyTree
-from sparsity.masks import Site, Sites, defer_scores
+from sparsity.masks import Site, Sites
 from sparsity.masks.positions import map_rows, scatter
 from sparsity.patterns.base import keep_active
-from sparsity.selection import EntryScores, topk_mask
+from sparsity.selection import topk_mask
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import call_mask_hooks
@@ -151,7 +151,7 @@ class MaskUpdate:
         param = densify_values(part.values)  # compiled only where a score reads the weight
         is_stack = self.site.batch_axes == len(layout.stack)
         num_rows = layout.count_unit_rows(self.site.pattern) if is_stack else None
-        if self.rule is not None and num_rows is not None:  # or the pattern moves masks
+        if self.rule is not None and self.rule.move is None and num_rows is not None:
             waiting = part._replace(positions=positions + token)
             new = self._find_positions_by_unit(waiting, num_rows, param, gradient)
         else:
@@ -173,11 +173,13 @@ class MaskUpdate:
     def _move_slice(
         self, part: SliceArrays, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
-        """Returns the new mask of a slice, by the pattern."""
+        """Returns the new mask of a slice, by the rule or the pattern."""
         assert self.rule is not None
         grow, fraction = self._grow_scores(part, param, gradient), self.rule.fraction(part.step)
-        axes = self.site.batch_axes
-        return self.site.pattern.move(mask, jnp.abs(param), grow, fraction, batch_axes=axes)
+        arguments, axes = (mask, jnp.abs(param), grow, fraction), self.site.batch_axes
+        if self.rule.move is not None:
+            return self.rule.move(*arguments, self.target, batch_axes=axes)
+        return self.site.pattern.move(*arguments, batch_axes=axes)
 
     def _find_positions_by_unit(
         self, part: SliceArrays, num_rows: int, param: jax.Array, gradient: jax.Array | None
@@ -186,22 +188,10 @@ class MaskUpdate:
         assert self.rule is not None
         layout, pattern = self.part_layout, self.site.pattern
         drop = layout.pool(jnp.abs(part.values), pattern)
-        move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
-        shape = (num_rows, -1) if move_matrix is None else (-1, layout.slice_shape[-1])
-        grow: jax.Array | EntryScores | None = None
-        if pattern.is_elementwise:
-            flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
-            grow = defer_scores(self.rule.grow, flat[0], None, flat[1])
-        if grow is None:
-            scores = self._grow_scores(part, param, gradient)
-            grow = pattern.pool(scores, self.site.batch_axes).reshape(shape)
-        if move_matrix is not None:
-            positions, drop = (x.reshape(-1) for x in (part.positions, drop))
-            mask = move_matrix(positions, drop, grow, fraction, self.target).reshape(num_rows, -1)
-        else:
-            drop, positions = (x.reshape(num_rows, -1) for x in (drop, part.positions))
-            mask = _drop_and_grow(drop, grow, positions, fraction)
-        return layout.locate_units(mask)
+        grow = pattern.pool(self._grow_scores(part, param, gradient), self.site.batch_axes)
+        drop, grow, positions = (x.reshape(num_rows, -1) for x in (drop, grow, part.positions))
+        fraction = self.rule.fraction(part.step)
+        return layout.locate_units(_drop_and_grow(drop, grow, positions, fraction))
 
     def _grow_scores(
         self, part: SliceArrays, param: jax.Array, grad: jax.Array | None
@@ -275,7 +265,7 @@ def find_all_positions(
 
 def _drop_and_grow(
     drop: jax.Array,
-    grow: jax.Array | EntryScores,
+    grow: jax.Array,
     positions: jax.Array,
     drop_fraction: chex.Numeric,
 ) -> jax.Array:
