@@ -7,7 +7,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
 usage() {
   cat <<'EOF'
-bash run.sh                  make the environment, lint, check types, run every test
+bash run.sh                  make the environments, lint, check types, run every test and limit
 bash run.sh quick            the same without the slow tests: an answer within two minutes
 bash run.sh train [flags]    make the environment, train on real digits, dense and sparse
 bash run.sh train --help     list the flags of training
@@ -103,6 +103,15 @@ check() {
   "$venv/bin/python" -m pytest -n 2 "$@"
 }
 
+# Compiles steps for the TPUs and GPUs that the arguments choose; no device is there.
+compile_steps() {
+  set_up "$root/benchmarks/accelerators"
+  # Nothing asks for the devices of this machine, and no kernel is timed on one.
+  JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost \
+    TPU_ACCELERATOR_TYPE=v5litepod-4 XLA_FLAGS=--xla_gpu_autotune_level=0 \
+    PYTHONPATH=$root "$venv/bin/python" -P -m benchmarks.accelerators "$@"
+}
+
 # Runs, with the Python $1, the tests that need the installed package and no checkout, in an empty
 # folder; the doctests of the package with them.
 test_installed() {
@@ -167,6 +176,10 @@ case ${1-check} in
     [[ $# -le 1 ]] || fail "check takes no arguments; see 'bash run.sh help'."
     set_up
     check
+    if [[ $(uname -sm) == "Linux x86_64" ]]; then # for which libtpu and the CUDA plugin exist
+      echo "== accelerators"
+      compile_steps --limits
+    fi
     ;;
   quick)
     [[ $# -le 1 ]] || fail "quick takes no arguments; see 'bash run.sh help'."
@@ -185,11 +198,7 @@ case ${1-check} in
     ;;
   accelerators)
     shift
-    set_up "$root/benchmarks/accelerators"
-    # Nothing asks for the devices of this machine, and no kernel is timed on one.
-    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost \
-      TPU_ACCELERATOR_TYPE=v5litepod-4 XLA_FLAGS=--xla_gpu_autotune_level=0 \
-      PYTHONPATH=$root exec "$venv/bin/python" -P -m benchmarks.accelerators "$@"
+    compile_steps "$@"
     ;;
   docs)
     [[ $# -le 1 ]] || fail "docs takes no arguments; see 'bash run.sh help'."

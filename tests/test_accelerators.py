@@ -1,11 +1,15 @@
 """Costs that are read from compiled programs, of programs whose costs are known."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks.accelerators import compiled
+import sparsity
+from benchmarks.accelerators import __main__ as cases, compiled
+from benchmarks.accelerators.limits import LIMITS, Limits
 
 X = jnp.ones((256, 256))  # 262,144 bytes
 
@@ -66,3 +70,11 @@ def test_slices_count_in_place_of_their_arrays():
 )
 def test_bytes_of_a_shape(shape, nbytes):
     assert compiled.count_bytes(shape) == nbytes
+
+
+def test_limits_are_of_cases_that_the_command_can_compile():
+    for device, tree, layout, algorithm in LIMITS:
+        assert (device, tree) in itertools.product(cases.DEVICES, cases.TREES)
+        assert layout in cases.LAYOUTS
+        assert algorithm.partition(", ")[0] in sparsity.all_algorithm_names()
+    assert {*Limits._fields} <= {*cases.Figures._fields}

@@ -39,6 +39,9 @@ class Checkout:
         for name in ("first", "second"):
             self.requirements(name).parent.mkdir(parents=True)
             self.requirements(name).write_text("a-trainer==1.0\n")
+        compilers = self.root / "benchmarks" / "accelerators" / "requirements.txt"
+        compilers.parent.mkdir(parents=True)
+        compilers.write_text("a-compiler==1.0\n")
         self.log = folder / "log"
         self.bin = folder / "bin"
         self.bin.mkdir()
@@ -101,16 +104,27 @@ def test_an_unknown_command_is_one_line_and_a_failure(checkout):
 CHECKS = ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
 
 
-@pytest.mark.parametrize(
-    ("command", "tests"),
-    [([], "-m pytest -n 2"), (["quick"], "-m pytest -n 2 -m not slow")],
-    ids=["all", "quick"],
-)
-def test_the_checks_run_one_after_the_other(checkout, command, tests):
-    result, calls = checkout.run(*command)
+def test_the_checks_run_one_after_the_other(checkout):
+    result, calls = checkout.run("quick")
     assert result.returncode == 0, result.stderr
-    assert calls[-4:] == [*CHECKS, tests]
+    assert calls[-4:] == [*CHECKS, "-m pytest -n 2 -m not slow"]
     assert result.stdout.split() == ["==", "ruff", "==", "mypy", "==", "pytest"]
+
+
+def test_all_checks_end_with_limits_of_compiled_steps_in_an_environment_of_their_own(checkout):
+    checkout.add_python("uname", "#!/bin/sh\necho Linux x86_64\n")
+    result, calls = checkout.run()
+    assert result.returncode == 0, result.stderr
+    start = calls.index(CHECKS[0])
+    assert calls[start : start + 4] == [*CHECKS, "-m pytest -n 2"]
+    assert calls[-2] == f"-m venv {checkout.root}/benchmarks/accelerators/.venv"
+    assert "benchmarks/accelerators/requirements.txt" in calls[-1]
+    last = checkout.log.read_text().splitlines()[-1]
+    assert last == "-P -m benchmarks.accelerators --limits"
+    checkout.add_python("uname", "#!/bin/sh\necho Darwin arm64\n")
+    result, calls = checkout.run()
+    assert result.returncode == 0, result.stderr
+    assert calls[-1] == "-m pytest -n 2"
 
 
 @pytest.mark.parametrize("tool", ["ruff", "mypy", "pytest"])

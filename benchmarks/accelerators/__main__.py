@@ -5,10 +5,10 @@ run. A step is adam (`update` and `apply_updates`, params and state donated) wit
 arguments; the figures of each algorithm at 90 % are what it adds to adam alone.
 
     bash run.sh accelerators [--devices D ...] [--trees T ...] [--layouts L ...]
-                             [--algorithms A ...] [--write]
+                             [--algorithms A ...] [--write | --limits]
 
 Rows appear as they are measured. --write puts them into benchmarks/RESULTS.md, where they replace
-rows of the same program.
+rows of the same program. --limits checks the cases of limits.py, as `bash run.sh` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import NamedTuple, TypeAlias
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import sparsity
 from benchmarks import results
 from benchmarks.accelerators import compiled
+from benchmarks.accelerators.limits import LIMITS
 from benchmarks.compile import shapes
 from sparsity.training.updater_hooks import is_overridden
 
@@ -122,7 +122,11 @@ def main() -> None:
         parser.add_argument(f"--{flag}", nargs="+", default=[*choices], choices=choices)
     parser.add_argument("--algorithms", nargs="+", default=names, choices=names)
     parser.add_argument("--write", action="store_true", help="put the rows into RESULTS.md")
+    parser.add_argument("--limits", action="store_true", help="check the cases of limits.py alone")
     options = parser.parse_args()
+    if options.limits:
+        check_limits()
+        return
     for place in itertools.product(options.devices, options.trees, options.layouts):
         if DEVICES[place[0]][1] == 1 and place[2] != LAYOUTS[0]:
             continue
@@ -131,6 +135,24 @@ def main() -> None:
             print(*row, sep="\t", flush=True)
             if options.write:
                 write(row)
+
+
+def check_limits() -> None:
+    """Prints the cases that have limits; exits with the figures that exceed their limits."""
+    algorithms: dict[Place, list[str]] = {}
+    for device, tree, layout, algorithm in LIMITS:
+        algorithms.setdefault((device, tree, layout), []).append(algorithm)
+    exceeded = []
+    for place, names in algorithms.items():
+        for case, figures in compare(place, names):
+            print(*cells(case, figures), sep="\t", flush=True)
+            if case not in LIMITS:
+                continue
+            for name, limit in LIMITS[case]._asdict().items():
+                value = round(getattr(figures, name), 1)
+                if limit is not None and value > limit:
+                    exceeded.append(f"{', '.join(case)}: {name} = {value} exceeds {limit}")
+    sys.exit("\n".join(exceeded) or 0)
 
 
 def compare(place: Place, algorithms: Iterable[str]) -> Iterator[tuple[Case, Figures]]:
@@ -145,12 +167,9 @@ def compare(place: Place, algorithms: Iterable[str]) -> Iterator[tuple[Case, Fig
 
 def measure(case: Case) -> Figures:
     """Compiles a step and reads its figures; a step that does not compile has infinite ones."""
-    platform, _ = DEVICES[case.device]
     params, mesh = make_params(case)
     start = time.process_time()
-    # To be deleted once the library no longer asks for the default backend while it traces.
-    is_there = mock.patch.object(jax, "default_backend", return_value=platform)
-    with is_there, jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         step, args = make_step(case, params)
         try:
             program = step.lower(*args).compile()
@@ -203,7 +222,9 @@ def make_devices(platform: str, number: int) -> np.ndarray:
 
 def make_step(case: Case, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
     """Returns a step and the shapes of its arguments."""
-    options = {"algorithm": "no_prune" if case.algorithm == INNER else case.algorithm}
+    name, _, stored = case.algorithm.partition(", ")
+    options: dict[str, object] = {"algorithm": "no_prune" if name == INNER else name}
+    options |= {"store_masks": True} if stored else {}
     options |= {"sparsity": 0.9, "batch_axes": BATCH_AXES.get(case.tree, 0)}
     updater = sparsity.create_updater_from_config(
         options | {"scheduler": sparsity.PeriodicSchedule(1000)}
