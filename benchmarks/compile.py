@@ -199,10 +199,7 @@ def report(rows: list[list[object]]) -> str:
         "(54 kernels, 25.5 M weights) and a transformer (224 matrices of 6 shapes, 92.8 M "
         "weights); `donated` is a step with params and state "
         "donated; `coupled` removes whole channels, `argsort` is magnitude pruning by two sorts a "
-        "leaf. CPU-seconds on a shared machine differ by up to 40 % between runs. Traded: all "
-        "leaves copy the row in which their ties end, which costs up to 0.02 bytes a weight and "
-        "saves a loop with a branch a leaf; SET and RigL store the masks between their two "
-        "searches.\n\n"
+        "leaf. CPU-seconds on a shared machine differ by up to 40 % between runs.\n\n"
         f"{results.table(head, cells)}"
     )
 

@@ -13,10 +13,8 @@ from benchmarks import (
     compact_state,
     compact_steps,
     compile as compiling,
-    deferred_scores,
     deltas,
     finetuning,
-    first_calls,
     grouped,
     results,
     selection,
@@ -52,14 +50,6 @@ def test_rivals_of_the_selection_keep_the_same_entries():
         selection.selection.topk_mask(x, 200),
     ]
     assert all((mask == masks[0]).all() and mask.sum() == 200 for mask in masks)
-
-
-@pytest.mark.parametrize("case", ["magnitude", "coupled and shrink", "oneshot"])
-def test_first_calls_are_measured(case):
-    first, programs, again, more = first_calls.measure("few", case)
-    assert programs == 0 or case == "oneshot"
-    rows = [[case, first, programs, again, more, first]]
-    assert case in first_calls.report(rows)
 
 
 def test_selection_is_measured_beside_its_rivals():
@@ -123,11 +113,6 @@ def test_compact_steps_are_measured_beside_dense_and_masked_ones():
     assert all(float(cell) >= 0 for row in rows for cell in row[3:])
     nbytes = [float(row[3]) for row in rows]
     assert nbytes[3] < nbytes[2] < nbytes[0] < nbytes[1]
-
-
-def test_deferred_scores_are_measured_beside_stored_ones():
-    deferred, stored = map(float, deferred_scores.measure("set", (64, 128)))
-    assert deferred < stored
 
 
 def test_deltas_are_measured_beside_plain_compression(tmp_path):
