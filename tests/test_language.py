@@ -16,7 +16,8 @@ PACKAGE = ROOT / "sparsity"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Stored results of baselines/ belong to the text of its files, which keep their names.
 OTHERS = {
-    folder: sorted((ROOT / folder).rglob("*.py")) for folder in ("tests", "benchmarks", "examples")
+    folder: [x for x in sorted((ROOT / folder).rglob("*.py")) if ".venv" not in x.parts]
+    for folder in ("tests", "benchmarks", "examples")
 }
 
 # A value is named for what it is, a function for what it does.
