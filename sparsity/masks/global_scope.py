@@ -86,8 +86,7 @@ class Global(DataclassBase):
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
         k: exact.Words | np.ndarray
         if total is not None:
-            high, low = exact.total(count_units(sizes, sparsities))
-            k = high[None], low[None]
+            k = exact.total(count_units(sizes, sparsities)[:, None])
         else:
             k = _count_in_total(sizes, sparsities)
         all_candidates = [Candidates(x) for x in self._make_comparable(scores)]
@@ -223,8 +222,8 @@ def _count_in_total(
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
     together = exact.as_words(num_kept(sum(sizes), stacked[0]))
-    high, low = exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
-    return high[None], low[None]
+    each = exact.total(count_units(sizes, sparsities)[:, None])
+    return exact.choose(alike, together, each)
 
 
 def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from sparsity.core import sharding
+from sparsity.core import exact, sharding
 from sparsity.core.checks import DataclassBase, is_traced
-from sparsity.core.exact import Words
 from sparsity.masks.bits import are_kept
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
@@ -120,10 +119,9 @@ def _select_units(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
         sizes = [candidates.slice_size for candidates in units]
         leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
-        k: Words | np.ndarray
+        k: exact.Words | np.ndarray
         if any(map(is_traced, sparsities)):
-            low = count_units(sizes, sparsities)[leaf_index].astype(jnp.uint32)
-            k = low & 0, low
+            k = exact.as_words(count_units(sizes, sparsities)[leaf_index])
         else:
             pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
             counts = np.array([num_kept(n, float(x)) for n, x in pairs], np.uint32)[leaf_index]

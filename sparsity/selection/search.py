@@ -126,10 +126,7 @@ def _split(blocks: Sequence[_Block], x: jax.Array) -> list[jax.Array]:
 
 def _to_words(counts: jax.Array, *, together: bool) -> Words:
     """Returns the counts int32[slices, ...] of all slices together, or of each."""
-    if not together:
-        return exact.as_words(counts)
-    high, low = exact.total(counts)
-    return high[None], low[None]
+    return exact.total(counts[:, None]) if together else exact.as_words(counts)
 
 
 def _find(

@@ -182,14 +182,13 @@ class Step(abc.ABC):
             new, grown = self.replace_masks(state, inputs, restarts)
             return new, MaskChange(True, grown)
         constant = inputs.hold_constant()
+        pin = pin_layout if self.updater.searches_columns else lambda x: x
 
         def replace(carry: PyTree) -> PyTree:
             is_pending, state, _ = carry
-            if not self.updater.searches_columns:
-                return (jnp.zeros_like(is_pending), *self.replace_masks(state, constant, restarts))
-            state, constants = pin_layout((state, constant))
+            state, constants = pin((state, constant))
             new = self.replace_masks(state, constants, restarts)
-            return pin_layout((jnp.zeros_like(is_pending), *new))
+            return pin((jnp.zeros_like(is_pending), *new))
 
         no_growth = self.mark_no_growth(state) if restarts else None
         first = (is_update, hold_constant(state), no_growth)
