@@ -46,7 +46,7 @@ class ACDC(MagnitudePruning):
 
     is_sparse_gradients: bool = True
 
-    regrows: ClassVar[bool | None] = True
+    regrows: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "periodic"
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:

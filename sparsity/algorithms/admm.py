@@ -66,9 +66,9 @@ class ADMMPruning(MagnitudePruning):
 
     rho: float | optax.Schedule | None = None
 
-    regrows: ClassVar[bool | None] = None  # duals add to the scores of pruned weights
+    regrows: ClassVar[bool] = True  # duals add to the scores of pruned weights
     schedule_type: ClassVar[str] = "periodic"
-    unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {"new_masks": ("update_state",)}
 
     def check_fields(self) -> None:
         super().check_fields()

@@ -41,7 +41,7 @@ class LampPruning(BaseUpdater):
       {'large': [[0, 1]], 'small': [[0, 1]]}
     """
 
-    regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
+    regrows: ClassVar[bool] = False  # a pruned weight is 0, which scores lowest
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(

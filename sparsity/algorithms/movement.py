@@ -41,7 +41,7 @@ class MovementPruning(BaseUpdater):
       Array([[0., 1.]], dtype=float32)
     """
 
-    regrows: ClassVar[bool | None] = True
+    regrows: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:

@@ -28,7 +28,7 @@ class NoPruning(BaseUpdater):
       (Array([1., 2.], dtype=float32), None)
     """
 
-    regrows: ClassVar[bool | None] = False
+    regrows: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = False
 
     sparsity_distribution_fn: Distribution | None = None

@@ -39,7 +39,7 @@ class MagnitudePruning(BaseUpdater):
              [ 2.,  0.]], dtype=float32)
     """
 
-    regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
+    regrows: ClassVar[bool] = False  # a pruned weight is 0, which scores lowest
 
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
@@ -103,7 +103,7 @@ class RandomPruning(BaseUpdater):
       10
     """
 
-    regrows: ClassVar[bool | None] = False
+    regrows: ClassVar[bool] = False
 
     def calculate_scores(
         self,

@@ -57,6 +57,9 @@ class DropFraction:
         return optax.cosine_decay_schedule(self.fraction, self.steps)(step)
 
 
+_MASK_HOOKS = "new_masks", "get_initial_masks", "update_state"
+
+
 @dataclasses.dataclass(kw_only=True)
 class SparseTraining(BaseUpdater):
     """Starts from random masks and keeps gradients of pruned weights out of the optimizer."""
@@ -86,9 +89,11 @@ class StaticRandomSparse(SparseTraining):
       Array([[0.5, 0. , 2.5]], dtype=float32)
     """
 
-    regrows: ClassVar[bool | None] = False
+    regrows: ClassVar[bool] = False
     keeps_count: ClassVar[KeepsCount] = "exact"
-    unused_hooks: ClassVar[Mapping[str, str]] = {"calculate_scores": "get_initial_masks"}
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "calculate_scores": ("get_initial_masks", "new_masks", "update_state")
+    }
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         return sparse_state.masks
@@ -110,11 +115,11 @@ class DropAndGrow(SparseTraining):
     skip_gradients: bool = True
     drop_fraction_fn: optax.Schedule = DropFraction(0.3)
 
-    regrows: ClassVar[bool | None] = True
+    regrows: ClassVar[bool] = True
     keeps_count: ClassVar[KeepsCount] = "exact"
-    unused_hooks: ClassVar[Mapping[str, str]] = {
-        "calculate_scores": "get_drop_scores or get_grow_scores",
-        "create_masks": "new_masks, or get_initial_masks for the first masks",
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "calculate_scores": ("get_drop_scores", "get_grow_scores", *_MASK_HOOKS),
+        "create_masks": _MASK_HOOKS,
     }
     config_keys: ClassVar[Mapping[str, str]] = {"drop_fraction": "drop_fraction_fn"}
     schedule_type: ClassVar[str] = "periodic"

@@ -46,9 +46,11 @@ class StraightThrough(BaseUpdater):
 
     store_masks: bool = False
 
-    keeps_dense_weights: ClassVar[bool] = True
-    regrows: ClassVar[bool | None] = None  # weights return with the values that they kept
-    unused_hooks: ClassVar[Mapping[str, str]] = {"apply_masks": "pre_forward_update"}
+    keeps_dense_weights: ClassVar[bool | None] = True
+    regrows: ClassVar[bool] = True  # weights return with the values that they kept
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "apply_masks": ("pre_forward_update", "post_gradient_update")
+    }
 
     def check_fields(self) -> None:
         super().check_fields()

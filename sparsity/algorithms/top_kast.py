@@ -68,7 +68,7 @@ class TopKast(StraightThrough, MagnitudePruning):
     regularization: float = 1e-4
 
     schedule_type: ClassVar[str] = "periodic"
-    unused_hooks: ClassVar[Mapping[str, str]] = {"new_masks": "update_state"}
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {"new_masks": ("update_state",)}
 
     def check_fields(self) -> None:
         super().check_fields()

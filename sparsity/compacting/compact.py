@@ -46,7 +46,6 @@ from sparsity.core.checks import check_function, check_kind, check_values, is_tr
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.overrides import read_attribute
 from sparsity.training.step_checks import check_masks_and_state, check_optimizer
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ class Compact(StoredModel, Generic[Tree]):
         self._check_movable(params, opt_state)
         positions = self.indices
         # An updater that keeps the counts and never regrows weights leaves the masks as they are.
-        if [read_attribute(pruner, x) for x in ("keeps_count", "regrows")] != ["exact", False]:
+        if pruner.regrows or pruner.keeps_count != "exact":
             training = ModelInTraining(self, params, opt_state, count)
             positions, params, opt_state = move_masks(training, pruner, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}

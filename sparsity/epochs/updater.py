@@ -151,8 +151,10 @@ class EpochStrategy(BaseUpdater):
     sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
     scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
     topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
-    unused_hooks: ClassVar[Mapping[str, str]] = {"create_masks": "calculate_scores or new_masks"}
-    regrows: ClassVar[bool | None] = False
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "create_masks": ("calculate_scores", "new_masks")
+    }
+    regrows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)

@@ -27,9 +27,9 @@ from sparsity.shrinking.plan import cut_shape
 from sparsity.sparsity_schedules import NoUpdateSchedule, find_last_update, has_updates
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
 from sparsity.training.kept_state import KeptState
-from sparsity.training.overrides import read_attribute
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import read_state
+from sparsity.training.updater_hooks import keeps_dense_weights
 
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
@@ -203,8 +203,8 @@ def _fix_masks(
     are_final = not has_updates(updater.scheduler)
     are_final |= last is not None and not is_traced(state.count) and int(state.count) > last
     # A pruned weight that is 0 and never returns leaves the choice to what remains.
-    removes_only = read_attribute(updater, "regrows") is False
-    removes_only &= not read_attribute(updater, "keeps_dense_weights")
+    removes_only = not updater.regrows
+    removes_only &= not keeps_dense_weights(updater)
     if not are_final and not (removes_only and isinstance(updater.scope, Coupled)):
         raise ValueError(
             "Give the inner optimizer as tx, and wrap it again for the smaller model: later "

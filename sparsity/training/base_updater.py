@@ -24,10 +24,9 @@ from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.kept_step import KeptStep
 from sparsity.training.masked_step import MaskedStep
-from sparsity.training.overrides import ASSUMED, check_overrides, is_assumed
 from sparsity.training.state import check_no_state
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
 
 class WrappedOptimizer(optax.GradientTransformationExtraArgs):
@@ -114,11 +113,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
 
         The constructor, `wrap_optax` and `instant_sparsify` call this method, so that assigned
         fields are checked, too. A class with fields of its own extends it.
-
-        Raises:
-          TypeError: an assigned attribute overrides one of `unused_hooks`.
         """
-        check_overrides(type(self), vars(self))
         check_common_fields(self)
 
     # Entry points.
@@ -202,14 +197,12 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
                  [ 1.5,  0. ]], dtype=float32)
         """
         self.check_fields()
-        if self.is_sparse_updates is None and is_assumed(self, "keeps_dense_weights"):
-            _, hooks = ASSUMED["keeps_dense_weights"]
-            cls = next(x for x in type(self).__mro__ if not vars(x).keys().isdisjoint(hooks))
+        is_stated = {None} != {self.is_sparse_updates, self.keeps_dense_weights}
+        if not is_stated and keeps_dense_weights(self):
             warn(
-                f"{cls.__name__} overrides {' or '.join(hooks)}, so that it is assumed "
-                "to keep the values of pruned weights: update does not set them to 0. State in the "
-                f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
-                "weights at exactly 0."
+                f"{type(self).__name__} overrides post_gradient_update or apply_masks, so that "
+                "update does not set pruned weights to 0. State in the class whether they keep "
+                "their values: keeps_dense_weights = True, or False."
             )
         check_optimizer("inner", inner)
         check_no_state(masks)

@@ -23,7 +23,6 @@ from sparsity.masks import (
 from sparsity.patterns.base import is_ranking_units
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
-from sparsity.training.overrides import read_attribute
 from sparsity.training.state import SparseState
 from sparsity.training.updater_hooks import UpdaterHooks
 
@@ -115,7 +114,7 @@ def check_movable(
       params: tree of parameters.
       role: name of the masks in the message.
     """
-    keeps_exact = read_attribute(updater, "keeps_count") == "exact"
+    keeps_exact = updater.keeps_count == "exact"
     if not has_updates(updater.scheduler) or (keeps_exact and not updater.regrows):
         return
     leaves, likes = trees.leaves_by_path(masks), trees.leaves_by_path(params)

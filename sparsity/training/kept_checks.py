@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from sparsity.masks import Site, has_statement
 from sparsity.sparsity_schedules import has_updates
-from sparsity.training.overrides import ASSUMED, read_attribute
-from sparsity.training.updater_hooks import UpdaterHooks
+from sparsity.training.updater_hooks import UpdaterHooks, keeps_dense_weights
 
 
 def check_compact_fields(updater: UpdaterHooks) -> None:
     """Raises a ValueError for fields that exclude `use_compact_state`; names field and value."""
     name, schedule = type(updater).__name__, updater.scheduler
     refused = "use_compact_state=True stores the optimizer's state for kept weights only"
-    if updater.is_sparse_updates is False or read_attribute(updater, "keeps_dense_weights"):
+    if updater.is_sparse_updates is False or keeps_dense_weights(updater):
         is_off = updater.is_sparse_updates is False
         field = "is_sparse_updates = False" if is_off else f"keeps_dense_weights holds for {name}"
         raise ValueError(
@@ -26,7 +25,7 @@ def check_compact_fields(updater: UpdaterHooks) -> None:
         )
     if not has_updates(schedule):
         return
-    if read_attribute(updater, "keeps_count") == "any":
+    if updater.keeps_count == "any":
         raise ValueError(
             f"{refused}, but with scheduler = {schedule!r} {_describe_count(updater)}. The option "
             "can be had with static_sparse, set, rigl and srigl, or when masks are final: "
@@ -43,7 +42,7 @@ def check_compact_fields(updater: UpdaterHooks) -> None:
 def check_first_masks(updater: UpdaterHooks) -> None:
     """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
     reason = ""
-    if read_attribute(updater, "keeps_count") == "any":
+    if updater.keeps_count == "any":
         reason = _describe_count(updater)
     elif not has_statement(updater.scope, "keeps_targets"):
         reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
@@ -60,7 +59,7 @@ def check_moves(updater: UpdaterHooks, site: Site) -> None:
     """Raises a ValueError if updates may keep more entries than a mask of the user."""
     if not has_updates(updater.scheduler):
         return
-    if read_attribute(updater, "keeps_count") == "at most" or not site.pattern.is_elementwise:
+    if updater.keeps_count == "at most" or not site.pattern.is_elementwise:
         raise ValueError(
             f"use_compact_state=True: {type(updater).__name__} with {site.pattern!r} may keep more "
             f"entries of {site.name!r} than the mask that wrap_optax got. Leave masks out, use "
@@ -69,12 +68,7 @@ def check_moves(updater: UpdaterHooks, site: Site) -> None:
 
 
 def _describe_count(updater: UpdaterHooks) -> str:
-    """Returns why the number of kept weights is not static, of a class that keeps any."""
-    classes, (_, hooks) = type(updater).__mro__, ASSUMED["keeps_count"]
-    cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
-    if cls is UpdaterHooks:
-        return f"{classes[0].__name__} starts from dense masks and changes their number"
     return (
-        f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = "
-        f"'exact' in {classes[0].__name__} if each slice keeps the number that its target gives)"
+        f"{type(updater).__name__} may change the number of kept weights (state keeps_count = "
+        "'exact' in the class if each slice keeps the number that its target gives)"
     )

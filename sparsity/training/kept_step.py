@@ -83,7 +83,7 @@ class KeptStep(Step):
             masks_move=has_updates(self.updater.scheduler),
         )
         state = self.inner.init(values)
-        if self.restarts:
+        if self.pruned_are_zero:
             check_resettable(values, state, type(self.updater).__name__)
         return KeptState(_read_positions(kept), state)
 
@@ -95,7 +95,7 @@ class KeptStep(Step):
         return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        return self.restarts
+        return self.pruned_are_zero
 
     def restart(
         self, new: SparseState, old_masks: Masks, inputs: StepInputs

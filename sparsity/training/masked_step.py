@@ -36,8 +36,8 @@ class MaskedStep(Step):
 
     def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
         state = self.inner.init(params)
-        if self.restarts and self.regrows is not False:
-            check_resettable(params, state, type(self.updater).__name__, bool(self.regrows))
+        if self.pruned_are_zero and self.updater.regrows:
+            check_resettable(params, state, type(self.updater).__name__)
         return state
 
     def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
@@ -47,7 +47,7 @@ class MaskedStep(Step):
         return isinstance(jax.eval_shape(self.inner.init, params), KeptState)
 
     def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        return self.restarts and name_opaque_state(inputs.params, state.inner_state) is None
+        return self.pruned_are_zero and name_opaque_state(inputs.params, state.inner_state) is None
 
     def mark_no_growth(self, state: SparseState) -> PyTree:
         if not self.updater.use_packed_masks:
@@ -57,16 +57,12 @@ class MaskedStep(Step):
     def restart(
         self, new: SparseState, old_masks: Masks, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
-        params = masked = inputs.params
-        if self.pruned_are_zero:
-            masked = apply_masks(params, old_masks)
+        params, masked = inputs.params, apply_masks(inputs.params, old_masks)
         grown = _find_grown(new.masks, old_masks)
         # The first `init` may have seen the weights alone, without the functions of a model.
         fresh = self.inner.init(trees.prunable(masked))
         inner_state = replace_where(new.inner_state, fresh, grown)
         new = new._replace(inner_state=inner_state)
-        if not self.pruned_are_zero:
-            return new, self.mark_no_growth(new)
         nonzero = trees.map_matched(
             lambda _, param, is_grown: None if is_grown is None else is_grown & (param != 0),
             params,
@@ -116,9 +112,7 @@ class MaskedStep(Step):
 
         A TPU would write masks of the state before it reads them: the step reads other bools.
         """
-        if change.is_update is False or not (
-            self.pruned_are_zero and self.can_restart(state, inputs)
-        ):
+        if change.is_update is False or not self.can_restart(state, inputs):
             return state, None, None
         if self.updater.use_packed_masks:
             marks = unpack_masks(change.grown, inputs.params)

@@ -9,7 +9,6 @@ import optax
 from sparsity.core import owners, trees
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Params, PyTree
-from sparsity.core.warn import warn
 from sparsity.masks import apply_mask
 from sparsity.training.kept_state import KeptState
 
@@ -46,30 +45,21 @@ def start_from_zero(updates: PyTree, params: Params, grown: PyTree) -> PyTree:
     return trees.map_matched(restart, updates, grown, role="updates")
 
 
-def check_resettable(
-    params: Params, inner_state: optax.OptState, name: str = "", is_sure: bool = True
-) -> None:
+def check_resettable(params: Params, inner_state: optax.OptState, name: str) -> None:
     """Rejects optimizers whose state hides which entry belongs to which parameter.
 
     Args:
       params: tree of parameters.
       inner_state: state of the optimizer.
       name: name of the class of the updater.
-      is_sure: raise a ValueError, because weights regrow; `False` warns that they may.
     """
     hidden = name_opaque_state(params, inner_state)
     if hidden is None:
         return
-    if is_sure:
-        raise ValueError(
-            f"An updater that regrows weights cannot wrap {hidden}: the state hides which "
-            "entry belongs to which parameter, and regrown weights need a fresh state. Leave "
-            f"{hidden} out."
-        )
-    warn(
-        f"{name} may regrow weights, and cannot give them a fresh optimizer state: that of "
-        f"{hidden} hides which entry belongs to which parameter. State regrows = False in "
-        f"the class {name} if its masks only shrink, or leave {hidden} out."
+    raise ValueError(
+        f"{name} may regrow weights, and cannot wrap {hidden}, whose state hides which entry "
+        "belongs to which parameter. Leave that out, or state regrows = False in the class "
+        f"{name} if its masks only shrink."
     )
 
 

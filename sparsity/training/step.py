@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import chex
 import jax
@@ -42,7 +42,6 @@ from sparsity.training.hook_results import (
 )
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
-from sparsity.training.overrides import read_attribute
 from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 from sparsity.training.step_checks import (
@@ -52,7 +51,7 @@ from sparsity.training.step_checks import (
     check_masked,
     check_sparse_state,
 )
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
+from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +63,8 @@ class Step(abc.ABC):
       inner: the optimizer.
       user_masks: initial masks; `None` leaves the choice to the updater.
       zeroes_updates: whether updates put pruned weights at exactly 0.0.
-      pruned_are_zero: whether pruned weights are 0 between steps, and so in the inputs of hooks.
-      restarts: whether weights that return to a mask restart.
-      regrows: whether weights are expected to return; `None` is unknown.
+      pruned_are_zero: whether pruned weights are 0 between steps, and so in the inputs of hooks. A
+        weight that returns to a mask then restarts.
     """
 
     updater: UpdaterHooks
@@ -74,24 +72,18 @@ class Step(abc.ABC):
     user_masks: Masks | None
     zeroes_updates: bool
     pruned_are_zero: bool
-    restarts: bool
-    regrows: bool | None
 
     @classmethod
     def wrap(
         cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
-        keeps_dense = read_attribute(updater, "keeps_dense_weights")
+        keeps_dense = keeps_dense_weights(updater)
         zeroes_updates = updater.is_sparse_updates
         if zeroes_updates is None:
             zeroes_updates = not keeps_dense
-        pruned_are_zero = zeroes_updates or not keeps_dense
-        # A weight that stays dense while it is masked returns with its value and its state.
-        regrows = cast(bool | None, read_attribute(updater, "regrows"))
-        restarts = pruned_are_zero or bool(regrows)
         inner = optax.with_extra_args_support(inner)
-        return cls(updater, inner, masks, zeroes_updates, pruned_are_zero, restarts, regrows)
+        return cls(updater, inner, masks, zeroes_updates, zeroes_updates or not keeps_dense)
 
     def init(self, params: Params) -> SparseState:
         """Returns the first state."""
@@ -223,7 +215,7 @@ class Step(abc.ABC):
         masks = read_new_masks(new.masks, old.masks, params, updater.use_packed_masks)
         # A ramp starts from the masks of the user, and no weight returns that could not restart.
         only_shrinks = self.user_masks is not None or not restarts
-        if only_shrinks and self.regrows is False and self.pruned_are_zero:
+        if only_shrinks and not self.updater.regrows and self.pruned_are_zero:
             masks = trees.map_matched(lambda _, mask, before: mask & before, masks, old.masks)
         elif self.user_masks is not None and not is_overridden(updater, "new_masks"):
             masks = keep_sparser(masks, old.masks, is_layerwise(updater.scope))

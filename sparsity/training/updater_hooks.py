@@ -35,7 +35,7 @@ from sparsity.patterns import Unstructured
 from sparsity.patterns.base import count_kept_entries
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
-from sparsity.training.overrides import KeepsCount, check_overrides, read_attribute
+from sparsity.training.overrides import KeepsCount, check_overrides
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
 P = ParamSpec("P")
@@ -82,14 +82,12 @@ class UpdaterHooks(DataclassBase):
         The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute. True: pruned weights may return to the mask, and `wrap_optax`
-        refuses optimizers that cannot restart them, such as `optax.flatten`. `None`: unknown;
-        `wrap_optax` warns instead of refusing. False: pruned weights never return to masks that a
-        user gave, or under such an optimizer. Whatever the class, a weight that returns restarts if
-        pruned weights are 0: with the value 0 and the optimizer state of `init`. This attribute and
-        the next two hold until a subclass overrides some hooks; the page on algorithms of your own
-        lists the hooks, and the values that the library then assumes.
+        refuses optimizers that cannot restart them, such as `optax.flatten`. False: pruned weights
+        never return to masks that a user gave, or under such an optimizer. A weight that returns
+        restarts if pruned weights are 0: with the value 0 and the optimizer state of `init`.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
-        `wrap_optax` warns if it assumes True after an override and `is_sparse_updates` is `None`.
+        `None`: they do if the class overrides `post_gradient_update` or `apply_masks`, of which
+        `wrap_optax` then warns.
       keeps_count: class attribute. "exact": each slice keeps the number that the target sparsity
         gives. "at most": at most that number. "any": any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
@@ -98,9 +96,9 @@ class UpdaterHooks(DataclassBase):
         command `prune` leaves out the class.
       searches_columns: class attribute: whether updates select along other axes than the last ones.
         A step then fixes the layouts of arrays on GPUs, and has no export for them.
-      unused_hooks: class attribute: maps each hook that the class never calls to the hook to
+      unused_hooks: class attribute: maps each hook that the class never calls to the hooks to
         override instead. A subclass that overrides an unused hook, itself or by another base,
-        raises a TypeError, unless it also overrides a hook that may call the unused one.
+        raises a TypeError, unless it also overrides one of the others, which may call the hook.
       takes_distribution: class attribute: whether configurations set `sparsity_distribution_fn`;
         False for classes that take no distribution, such as global pruners.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
@@ -122,15 +120,15 @@ class UpdaterHooks(DataclassBase):
     batch_axes: BatchAxes = 0
     use_compact_state: bool = False
 
-    regrows: ClassVar[bool | None] = None
-    keeps_dense_weights: ClassVar[bool] = False
+    regrows: ClassVar[bool] = True
+    keeps_dense_weights: ClassVar[bool | None] = None
     keeps_count: ClassVar[KeepsCount] = "any"
     prunes_at_once: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[Mapping[str, str]] = {}
-    unused_hooks: ClassVar[Mapping[str, str]] = {}
+    unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     searches_columns: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -300,7 +298,7 @@ class UpdaterHooks(DataclassBase):
           `None` if the number depends on scores, as by default unless `keeps_count` is "exact".
         """
         has_count = count_kept_entries(site.pattern, shape, 0.5, site.batch_axes) is not None
-        return kept if read_attribute(self, "keeps_count") == "exact" and has_count else None
+        return kept if self.keeps_count == "exact" and has_count else None
 
     def slice_rule(self) -> SliceRule | None:
         """Returns the rule by which each slice moves alone; `None` if whole parameters move."""
@@ -404,6 +402,13 @@ def is_overridden(
     """Returns whether an updater overrides a hook of a base class."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(base, name)
+
+
+def keeps_dense_weights(updater: UpdaterHooks) -> bool:
+    """Returns what a class states, or whether it overrides a hook that sets weights to 0."""
+    if updater.keeps_dense_weights is not None:
+        return updater.keeps_dense_weights
+    return any(is_overridden(updater, x) for x in ("post_gradient_update", "apply_masks"))
 
 
 def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:

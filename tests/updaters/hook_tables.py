@@ -6,7 +6,6 @@ from tests.documents import PAGES
 
 _PAGE = PAGES["docs/howto/own_algorithm.md"]
 ROWS = dict(re.findall(r"^\| `(\w+)\(.*?\)` \|.*?\| (.*?) \|.*\|$", _PAGE, re.MULTILINE))
-RESETS = re.findall(r"^\| `(\w+)` \|.*\| `([^`]+)`, by (`.*`) \|$", _PAGE, re.MULTILINE)
 ARGUMENTS = {
     name: set(re.findall(r"`(\w+)`", hooks))
     for name, hooks in re.findall(

@@ -1,8 +1,6 @@
 """Tables of docs/howto/own_algorithm.md: when each hook is called, and what an override sets."""
 
-import ast
 import inspect
-import re
 
 import jax.numpy as jnp
 import optax
@@ -10,9 +8,8 @@ import pytest
 
 import sparsity
 from sparsity.training.hooks import HookArgs
-from sparsity.training.overrides import ASSUMED, read_attribute
 from sparsity.training.updater_hooks import UpdaterHooks
-from tests.updaters.hook_tables import ARGUMENTS, RESETS, ROWS
+from tests.updaters.hook_tables import ARGUMENTS, ROWS
 
 PHASES = {
     "at `init`": "init",
@@ -70,35 +67,6 @@ def test_each_hook_is_called_when_the_table_says():
 def test_every_hook_has_a_row():
     methods = {name for name, x in vars(UpdaterHooks).items() if callable(x) and name[0] != "_"}
     assert ROWS.keys() == methods - QUESTIONS - {"sparsity_distribution_fn"}
-    assert {hook for _, hooks in ASSUMED.values() for hook in hooks} <= ROWS.keys()
-
-
-def test_the_table_of_attributes_lists_all_that_are_assumed_after_an_override():
-    listed = {name: (value, re.findall(r"`(\w+)`", hooks)) for name, value, hooks in RESETS}
-    assert listed.keys() == ASSUMED.keys()
-    for name, (value, hooks) in ASSUMED.items():
-        assert ast.literal_eval(listed[name][0]) == value
-        assert set(listed[name][1]) == set(hooks)
-
-
-@pytest.mark.parametrize("hook", ROWS)
-def test_after_an_override_the_table_says_what_holds_unless_the_class_states_it(hook):
-    def override(self, *args, **kwargs):
-        raise AssertionError
-
-    base = type("Base", (sparsity.BaseUpdater,), STATED)
-    derived = type("Derived", (base,), {hook: override})
-    stating = type("Stating", (base,), {hook: override} | STATED)
-    mixed = type("Mixed", (type("Mixin", (), {hook: override}), base), {})
-    pairs = [(name, value) for name, value, hooks in RESETS if f"`{hook}`" in hooks]
-    expected = STATED | {name: ast.literal_eval(value) for name, value in pairs}
-    for cls in (derived, mixed, type("Child", (derived,), {})):
-        assert {name: read_attribute(cls(), name) for name in STATED} == expected
-    assert {name: read_attribute(stating(), name) for name in STATED} == STATED
-    certain = type(
-        "Certain", (type("Base", (sparsity.BaseUpdater,), {"regrows": True}),), {hook: override}
-    )
-    assert read_attribute(certain(), "regrows") is True
 
 
 @pytest.mark.parametrize("kind", [UpdaterHooks, *sparsity.ALGORITHM_REGISTRY.values()])

@@ -13,7 +13,7 @@ import pytest
 
 import sparsity
 from sparsity.sparsity_distributions import erk, uniform
-from sparsity.training.overrides import read_attribute
+from sparsity.training.updater_hooks import keeps_dense_weights
 
 _STRATEGY = {1: {"method": "unstr_global", "prune_rate_pattern": 0.9}}
 _CLASSES = dict(sparsity.ALGORITHM_REGISTRY)
@@ -282,7 +282,7 @@ def test_dense_weights_are_what_classes_with_their_own_application_keep():
         SaysOtherwise: False,
         Below: True,
     }
-    assert {cls: read_attribute(cls(), "keeps_dense_weights") for cls in expected} == expected
+    assert {cls: keeps_dense_weights(cls()) for cls in expected} == expected
 
 
 def test_functions_that_hold_arrays_are_equal_to_themselves_only():
