@@ -17,7 +17,7 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.training.base_updater import WrappedOptimizer
-from sparsity.training.kept_state import KeptParameter, KeptState, read_kept
+from sparsity.training.inner import KeptParameter, KeptState, read_kept
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import read_state
 

@@ -19,7 +19,7 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.programs.optimizers import Removed, check_entrywise
-from sparsity.training.kept_state import (
+from sparsity.training.inner import (
     KeptParameter,
     KeptState,
     KeptTree,

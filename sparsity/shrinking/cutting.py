@@ -26,7 +26,7 @@ from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
 from sparsity.sparsity_schedules import NoUpdateSchedule, find_last_update, has_updates
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
-from sparsity.training.kept_state import KeptState
+from sparsity.training.inner import KeptState
 from sparsity.training.state import SparseState
 from sparsity.training.step_checks import read_state
 from sparsity.training.updater_hooks import keeps_dense_weights

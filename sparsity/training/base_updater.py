@@ -22,9 +22,9 @@ from sparsity.core.warn import warn
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
 from sparsity.training.hooks import ExtraArg
-from sparsity.training.kept_step import KeptStep
-from sparsity.training.masked_step import MaskedStep
+from sparsity.training.inner import InnerOptimizer, KeptOptimizer, check_static_counts
 from sparsity.training.state import check_no_state
+from sparsity.training.step import Step
 from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
@@ -206,7 +206,10 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
             )
         check_optimizer("inner", inner)
         check_no_state(masks)
-        step = (KeptStep if self.use_compact_state else MaskedStep).wrap(self, inner, masks)
+        if self.use_compact_state:
+            check_static_counts(self, has_masks=masks is not None)
+        kind = KeptOptimizer if self.use_compact_state else InnerOptimizer
+        step = Step(self, kind(optax.with_extra_args_support(inner), self, masks), masks)
         return WrappedOptimizer.make(step.init, step.update, self, inner, masks)
 
     def init(

@@ -15,7 +15,7 @@ from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
-from sparsity.training.kept_checks import check_compact_fields
+from sparsity.training.inner import check_static_counts
 from sparsity.training.overrides import KeepsCount
 from sparsity.training.updater_hooks import UpdaterHooks
 
@@ -73,7 +73,7 @@ def check_common_fields(updater: UpdaterHooks) -> None:
         name = f"{type(updater).__name__}.keeps_count"
         raise ValueError(f"{name} must be one of {values}, got {updater.keeps_count!r}.")
     if updater.use_compact_state:
-        check_compact_fields(updater)
+        check_static_counts(updater, has_masks=True)
 
 
 def _is_function(value: object) -> bool:

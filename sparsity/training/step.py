@@ -5,20 +5,19 @@
 3. Gradients are modified and masked.
 4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
-`Step` is the flow. What depends on the state of the inner optimizer is in its two subclasses:
-`MaskedStep` has a state of complete parameters, `KeptStep` one of kept entries.
-
 Choices made while tracing leave no trace in the compiled program. A mask update is the only trip
 of a loop over the state, which XLA keeps in place: steps without an update copy no moment. For
 derivatives masks are constants. Hooks that compute masks get plain masks: `Step` unpacks and packs.
+
+A weight that returns to the mask and is not 0, as in the first step of a dense model, is marked: by
+a 2 in its mask, or in `MaskChange.grown` if masks are packed. The step starts it from 0.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import chex
 import jax
@@ -28,10 +27,19 @@ import optax
 from sparsity.core import exact, trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.derivatives import hold_constant, replace_values
+from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import sums
 from sparsity.core.kernels import pin_layout
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Sites, check_masks, is_layerwise, pack_masks, unpack_masks
+from sparsity.masks import (
+    apply_mask,
+    apply_masks,
+    check_masks,
+    is_layerwise,
+    mask_updates,
+    pack_masks,
+    unpack_masks,
+)
 from sparsity.training.frozen import exclude_frozen
 from sparsity.training.hook_results import (
     check_movable,
@@ -42,7 +50,7 @@ from sparsity.training.hook_results import (
 )
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.idle_training import warn_of_idle
-from sparsity.training.skip import update_unless
+from sparsity.training.inner import InnerOptimizer, find_grown
 from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 from sparsity.training.step_checks import (
     check_algorithm_state,
@@ -54,36 +62,43 @@ from sparsity.training.step_checks import (
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
 
+class MaskChange(NamedTuple):
+    """Change of the masks by one step.
+
+    Attributes:
+      is_update: whether masks were updated; may be traced.
+      grown: tree of packed masks that mark weights that returned to the mask; `None` if no weight
+        can return, or marks stand in the masks.
+    """
+
+    is_update: chex.Numeric
+    grown: PyTree | None = None
+
+
 @dataclasses.dataclass(frozen=True)
-class Step(abc.ABC):
+class Step:
     """Wrapped optimizer: `init`, and `update` with its phases.
 
     Attributes:
       updater: decides which masks exist, and when they change.
       inner: the optimizer.
       user_masks: initial masks; `None` leaves the choice to the updater.
-      zeroes_updates: whether updates put pruned weights at exactly 0.0.
-      pruned_are_zero: whether pruned weights are 0 between steps, and so in the inputs of hooks. A
-        weight that returns to a mask then restarts.
     """
 
     updater: UpdaterHooks
-    inner: optax.GradientTransformationExtraArgs
+    inner: InnerOptimizer
     user_masks: Masks | None
-    zeroes_updates: bool
-    pruned_are_zero: bool
 
-    @classmethod
-    def wrap(
-        cls, updater: UpdaterHooks, inner: optax.GradientTransformation, masks: Masks | None
-    ) -> Self:
-        """Returns the step of an updater around an optimizer."""
-        keeps_dense = keeps_dense_weights(updater)
-        zeroes_updates = updater.is_sparse_updates
-        if zeroes_updates is None:
-            zeroes_updates = not keeps_dense
-        inner = optax.with_extra_args_support(inner)
-        return cls(updater, inner, masks, zeroes_updates, zeroes_updates or not keeps_dense)
+    @functools.cached_property
+    def zeroes_updates(self) -> bool:
+        """Whether updates put pruned weights at exactly 0.0."""
+        is_stated = self.updater.is_sparse_updates
+        return not keeps_dense_weights(self.updater) if is_stated is None else is_stated
+
+    @functools.cached_property
+    def pruned_are_zero(self) -> bool:
+        """Whether pruned weights are 0 between steps; one that returns to a mask restarts."""
+        return self.zeroes_updates or not keeps_dense_weights(self.updater)
 
     def init(self, params: Params) -> SparseState:
         """Returns the first state."""
@@ -92,13 +107,13 @@ class Step(abc.ABC):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             return SparseState(
                 masks=0,
-                inner_state=self.init_placeholder(params),
+                inner_state=self.inner.init_placeholder(params),
                 target_sparsities=0,
                 count=jnp.zeros([], jnp.int32),
                 algorithm_state=updater.init_algorithm_state(params, params),
             )
         all_sites = updater.sites(params)
-        sites = exclude_frozen(updater, self.inner, params, self.user_masks, all_sites)
+        sites = exclude_frozen(updater, self.inner.tx, params, self.user_masks, all_sites)
         inputs = updater.make_inputs(params, sites=sites)
         state = inputs.call(updater.init_state, params)
         check_kind("the result of init_state", state, SparseState, "a SparseState")
@@ -116,7 +131,7 @@ class Step(abc.ABC):
         algorithm_state = state.algorithm_state
         if algorithm_state is None:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
-        inner_state = self.init_inner(params, masks, inputs.sites)
+        inner_state = self.inner.init(params, masks, inputs.sites, self.pruned_are_zero)
         check_wrapped_once(inner_state)
         return state._replace(inner_state=inner_state, algorithm_state=algorithm_state)
 
@@ -141,7 +156,7 @@ class Step(abc.ABC):
         check_sparse_state(state)
         check_masks(params, state.masks, are_packed=self.updater.use_packed_masks)
         option = self.updater.use_compact_state
-        if not self.is_inner_state(state.inner_state, params):
+        if not self.inner.is_state(state.inner_state, params):
             raise ValueError(
                 f"use_compact_state={option}, and the state was made with use_compact_state="
                 f"{not option}. Restore it with that option."
@@ -166,12 +181,11 @@ class Step(abc.ABC):
         self, state: SparseState, inputs: StepInputs
     ) -> tuple[SparseState, MaskChange]:
         """Updates the masks in the steps that the scheduler chooses."""
-        restarts = self.can_restart(state, inputs)
         is_update = self.updater.scheduler.is_mask_update_iter(state.count)
         if not is_traced(is_update):
             if not jax.device_get(is_update):
                 return state, MaskChange(False)
-            new, grown = self.replace_masks(state, inputs, restarts)
+            new, grown = self.replace_masks(state, inputs)
             return new, MaskChange(True, grown)
         constant = inputs.hold_constant()
         pin = pin_layout if self.updater.searches_columns else lambda x: x
@@ -179,10 +193,11 @@ class Step(abc.ABC):
         def replace(carry: PyTree) -> PyTree:
             is_pending, state, _ = carry
             state, constants = pin((state, constant))
-            new = self.replace_masks(state, constants, restarts)
+            new = self.replace_masks(state, constants)
             return pin((jnp.zeros_like(is_pending), *new))
 
-        no_growth = self.mark_no_growth(state) if restarts else None
+        marks_bits = self.can_restart(state, inputs) and self.updater.use_packed_masks
+        no_growth = jax.tree.map(jnp.zeros_like, state.masks) if marks_bits else None
         first = (is_update, hold_constant(state), no_growth)
         _, new, grown = jax.lax.while_loop(lambda carry: carry[0], replace, first)
         return self.restore_derivatives(new, state, inputs, is_update), MaskChange(is_update, grown)
@@ -193,7 +208,10 @@ class Step(abc.ABC):
         """Returns a state after a loop with the derivatives of the state before, masks constant."""
         inner_state, algorithm_state = old.inner_state, old.algorithm_state
         if self.can_restart(old, inputs):
-            inner_state = self.carry_inner(inner_state, new, old.masks, inputs, new.inner_state)
+            masks, old_masks = (self.unpack_for_hooks(x, inputs)[0].masks for x in (new, old))
+            inner_state = self.inner.carry(
+                inner_state, new.inner_state, inputs.params, masks, old_masks
+            )
         if is_overridden(self.updater, "update_state"):
             algorithm_state = jax.tree.map(
                 functools.partial(jnp.where, is_update), new.algorithm_state, algorithm_state
@@ -203,28 +221,97 @@ class Step(abc.ABC):
             algorithm_state=replace_values(algorithm_state, new.algorithm_state),
         )
 
-    def replace_masks(
-        self, state: SparseState, inputs: StepInputs, restarts: bool
-    ) -> tuple[SparseState, PyTree]:
+    def replace_masks(self, state: SparseState, inputs: StepInputs) -> tuple[SparseState, PyTree]:
         """Returns the state with new masks, and `MaskChange.grown`."""
         updater, params = self.updater, inputs.params
         check_movable(updater, inputs.sites, state.masks, params, "masks of the state")
+        restarts = self.can_restart(state, inputs)
         old, inputs = self.unpack_for_hooks(state, inputs)
         new = call_mask_hooks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
         masks = read_new_masks(new.masks, old.masks, params, updater.use_packed_masks)
         # A ramp starts from the masks of the user, and no weight returns that could not restart.
         only_shrinks = self.user_masks is not None or not restarts
-        if only_shrinks and not self.updater.regrows and self.pruned_are_zero:
+        if only_shrinks and not updater.regrows and self.pruned_are_zero:
             masks = trees.map_matched(lambda _, mask, before: mask & before, masks, old.masks)
         elif self.user_masks is not None and not is_overridden(updater, "new_masks"):
             masks = keep_sparser(masks, old.masks, is_layerwise(updater.scope))
         new, grown = new._replace(masks=masks), None
         if restarts:
-            new, grown = self.restart(new, old.masks, inputs)
+            new, grown = self.restart(new, old.masks, params)
         if updater.use_packed_masks:
             new = new._replace(masks=pack_masks(new.masks, params))
         return new, grown
+
+    def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
+        """Returns whether weights that return to a mask get a fresh state."""
+        return self.pruned_are_zero and self.inner.can_restart(state.inner_state, inputs.params)
+
+    def restart(
+        self, new: SparseState, old_masks: Masks, params: Params
+    ) -> tuple[SparseState, PyTree]:
+        """Returns the new state with a fresh optimizer state of grown weights, and their marks.
+
+        Args:
+          new: the state after the update, with masks that are not packed.
+          old_masks: tree of the masks before the update, not packed.
+          params: tree of parameters.
+        """
+        fresh = self.inner.start(new.inner_state, apply_masks(params, old_masks), new.masks)
+        inner_state = self.inner.carry(new.inner_state, fresh, params, new.masks, old_masks)
+        new = new._replace(inner_state=inner_state)
+        marks = trees.map_matched(
+            lambda _, param, grown: None if grown is None else grown & (param != 0),
+            params,
+            find_grown(new.masks, old_masks),
+        )
+        if self.updater.use_packed_masks:
+            return new, pack_masks(marks, params)
+        masks = trees.map_matched(
+            lambda _, mask, is_marked: mask + is_marked.astype(mask.dtype), new.masks, marks
+        )
+        return new._replace(masks=masks), None
+
+    def transform(
+        self, state: SparseState, inputs: StepInputs, change: MaskChange
+    ) -> tuple[PyTree, SparseState]:
+        """Runs the inner optimizer on modified and masked gradients.
+
+        Returns:
+          Updates that start grown weights from 0 and take pruned weights to 0, and the next state.
+        """
+        state, grown, kept = self._read_marks(state, inputs, change)
+        plain, inputs = self.unpack_for_hooks(state, inputs)
+        kept = plain.masks if kept is None else kept
+        params, grads = inputs.params, self.modify_gradients(inputs, plain)
+        if self.updater.is_sparse_gradients:
+            grads = mask_updates(grads, kept, "gradients")
+        skips = change.is_update if self.updater.skip_gradients else False
+        seen = without_grown(params, grown)
+        updates, inner_state = self.inner.run(skips, inputs.extra, grads, state.inner_state, seen)
+        updates = start_from_zero(updates, params, grown)
+        if self.zeroes_updates:
+            updates = make_updates_set_zeros(updates, params, kept)
+        count = optax.safe_increment(state.count)
+        return updates, state._replace(inner_state=inner_state, count=count)
+
+    def _read_marks(
+        self, state: SparseState, inputs: StepInputs, change: MaskChange
+    ) -> tuple[SparseState, PyTree, Masks]:
+        """Returns the state without marks, and two trees of bools, or `None`: marked and kept.
+
+        A TPU would write masks of the state before it reads them: the step reads other bools.
+        """
+        if change.is_update is False or not self.can_restart(state, inputs):
+            return state, None, None
+        if self.updater.use_packed_masks:
+            marks = unpack_masks(change.grown, inputs.params)
+            return state, jax.tree.map(lambda mark: mark > 0, marks), None
+        masks = jax.tree.map(lambda mask: jnp.minimum(mask, 1), state.masks)
+        grown, kept = (
+            jax.tree.map(lambda mask, least=x: mask > least, state.masks) for x in (1, 0)
+        )
+        return state._replace(masks=masks), grown, kept
 
     def modify_gradients(self, inputs: StepInputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
@@ -241,19 +328,6 @@ class Step(abc.ABC):
         check_gradients(grads, inputs.params, plain.masks)
         return grads
 
-    def run_inner(
-        self,
-        grads: PyTree,
-        inner_state: optax.OptState,
-        params: Params,
-        inputs: StepInputs,
-        change: MaskChange,
-    ) -> tuple[PyTree, optax.OptState]:
-        """Runs the inner optimizer on what it sees, unless `skip_gradients` skips the step."""
-        skips = change.is_update if self.updater.skip_gradients else False
-        update = functools.partial(self.inner.update, **inputs.extra)
-        return update_unless(skips, update, grads, inner_state, params)
-
     def unpack_for_hooks(
         self, state: SparseState, inputs: StepInputs
     ) -> tuple[SparseState, StepInputs]:
@@ -262,68 +336,14 @@ class Step(abc.ABC):
             state = state._replace(masks=unpack_masks(state.masks, inputs.params))
         return state, inputs._replace(masks=state.masks if self.pruned_are_zero else None)
 
-    # Methods that depend on the state of the inner optimizer.
 
-    @abc.abstractmethod
-    def init_placeholder(self, params: Params) -> optax.OptState:
-        """Returns the first state of the inner optimizer for the placeholder of optax."""
-
-    @abc.abstractmethod
-    def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
-        """Returns the first state of the inner optimizer."""
-
-    @abc.abstractmethod
-    def is_inner_state(self, inner_state: optax.OptState, params: Params) -> bool:
-        """Returns whether a step of this class made the state."""
-
-    @abc.abstractmethod
-    def can_restart(self, state: SparseState, inputs: StepInputs) -> bool:
-        """Returns whether weights that return to a mask get a fresh state."""
-
-    @abc.abstractmethod
-    def mark_no_growth(self, state: SparseState) -> PyTree:
-        """Returns `MaskChange.grown` of a step that leaves the masks as they are."""
-
-    @abc.abstractmethod
-    def restart(
-        self, new: SparseState, old_masks: Masks, inputs: StepInputs
-    ) -> tuple[SparseState, PyTree]:
-        """Returns the new state with a fresh optimizer state of grown weights, and `grown`.
-
-        Args:
-          new: the state after the update, with masks that are not packed.
-          old_masks: tree of the masks before the update, not packed.
-          inputs: inputs of the step.
-        """
-
-    @abc.abstractmethod
-    def carry_inner(
-        self,
-        inner_state: PyTree,
-        new: SparseState,
-        old_masks: PyTree,
-        inputs: StepInputs,
-        fresh: PyTree,
-    ) -> PyTree:
-        """Returns the state of the inner optimizer with entries of `fresh` for grown weights.
-
-        Args:
-          inner_state: the state before the mask update.
-          new: the state after the update, as training stores it.
-          old_masks: tree of the masks before the update, as training stores them.
-          inputs: inputs of the step.
-          fresh: a state like that after the update.
-        """
-
-    @abc.abstractmethod
-    def transform(
-        self, state: SparseState, inputs: StepInputs, change: MaskChange
-    ) -> tuple[PyTree, SparseState]:
-        """Runs the inner optimizer on modified and masked gradients.
-
-        Returns:
-          Updates that start grown weights from 0 and take pruned weights to 0, and the next state.
-        """
+def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> SparseState:
+    """Returns the state with the masks of a mask update; masks are not packed."""
+    if is_overridden(updater, "update_state"):
+        return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
+    masks = inputs.call(updater.new_masks, state, inputs)
+    check_is_tree("new_masks", masks, inputs.params)
+    return state._replace(masks=masks)
 
 
 def keep_sparser(masks: Masks, old_masks: Masks, each_alone: bool) -> Masks:
@@ -347,30 +367,49 @@ def keep_sparser(masks: Masks, old_masks: Masks, each_alone: bool) -> Masks:
     return jax.tree.unflatten(jax.tree.structure(masks), chosen)
 
 
-def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> SparseState:
-    """Returns the state with the masks of a mask update; masks are not packed."""
-    if is_overridden(updater, "update_state"):
-        return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
-    masks = inputs.call(updater.new_masks, state, inputs)
-    check_is_tree("new_masks", masks, inputs.params)
-    return state._replace(masks=masks)
-
-
-class MaskChange(NamedTuple):
-    """Change of the masks by one step.
-
-    Attributes:
-      is_update: whether masks were updated; may be traced.
-      grown: tree that marks weights that returned to the mask: packed masks in a `MaskedStep` with
-        packed masks, bools of kept entries in a `KeptStep`; `None` if no weight can return, or
-        marks stand in the masks.
-    """
-
-    is_update: chex.Numeric
-    grown: PyTree | None = None
-
-
 def is_placeholder(params: Params) -> bool:
     """Returns whether `params` is the placeholder that `optax.tree.map_params` passes to `init`."""
     cls = type(params)
     return cls.__module__.startswith("optax.") and cls.__name__ == "_ParamsPlaceholder"
+
+
+def without_grown(params: Params, grown: PyTree) -> Params:
+    """Returns the arrays for the inner optimizer: zeros where weights have grown, in bools."""
+    return trees.map_matched(
+        lambda _, param, where: param if where is None else apply_mask(param, ~where), params, grown
+    )
+
+
+def start_from_zero(updates: PyTree, params: Params, grown: PyTree) -> PyTree:
+    """Returns updates that start grown weights from zero."""
+    likes = trees.leaves_by_path(params)
+
+    def restart(path: trees.KeyPath, update: jax.Array, where: jax.Array | None) -> jax.Array:
+        if where is None:
+            return update
+        update, param = _promote(update, likes[path])
+        return jnp.where(where, update - param, update)
+
+    return trees.map_matched(restart, updates, grown, role="updates")
+
+
+def make_updates_set_zeros(updates: PyTree, params: Params, masks: Masks) -> PyTree:
+    """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
+
+    Masked leaves have the dtype that updates and parameters promote to, because a bfloat16 `-p`
+    would not cancel a float32 `p`.
+    """
+    likes = trees.leaves_by_path(params)
+
+    def set_zero(path: trees.KeyPath, update: jax.Array, mask: chex.Array | None) -> jax.Array:
+        if mask is None:
+            return update
+        update, param = _promote(update, likes[path])
+        return jnp.where(mask.astype(bool), update, -param)
+
+    return trees.map_matched(set_zero, updates, masks, role="updates")
+
+
+def _promote(update: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+    dtype = promote(update.dtype, param.dtype)
+    return update.astype(dtype), param.astype(dtype)

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.training import hooks, masked_step, regrow
+from sparsity.training import hooks, step as steps_lib
+from sparsity.training.inner import InnerOptimizer
 from sparsity.training.state import SparseState
 from tests import helpers
 
@@ -55,34 +56,39 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
     )
 
 
-# MaskedStep
+# Step
+
+
+def _wrap(updater, tx, masks):
+    optimizer = InnerOptimizer(optax.with_extra_args_support(tx), updater, masks)
+    return steps_lib.Step(updater, optimizer, masks)
 
 
 @pytest.mark.parametrize(
     ("updater", "answers"),
     [
-        # sets zeros, keeps zeros, restarts
-        (sparsity.MagnitudePruning(), (True, True, True)),
-        (sparsity.SaliencyPruning(), (True, True, True)),
-        (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True, True)),
-        (sparsity.RigL(), (True, True, True)),
-        (sparsity.SteMagnitudePruning(), (False, False, False)),
+        # sets zeros, keeps zeros
+        (sparsity.MagnitudePruning(), (True, True)),
+        (sparsity.SaliencyPruning(), (True, True)),
+        (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True)),
+        (sparsity.RigL(), (True, True)),
+        (sparsity.SteMagnitudePruning(), (False, False)),
         (
             sparsity.SteMagnitudePruning(is_sparse_updates=True, store_masks=True),
-            (True, True, True),
+            (True, True),
         ),
     ],
 )
 def test_a_step_answers_once_how_pruned_weights_are_kept(updater, answers):
-    step = masked_step.MaskedStep.wrap(updater, optax.sgd(0.1), None)
-    assert (step.zeroes_updates, step.pruned_are_zero, step.restarts) == answers
+    step = _wrap(updater, optax.sgd(0.1), None)
+    assert (step.zeroes_updates, step.pruned_are_zero) == answers
 
 
 def test_the_phases_of_a_step_can_be_called_alone():
     updater = sparsity.MagnitudePruning(
         sparsity_distribution_fn=sparsity.Uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
     )
-    step = masked_step.MaskedStep.wrap(updater, optax.sgd(0.5), None)
+    step = _wrap(updater, optax.sgd(0.5), None)
     params, grads = jnp.array([[1.0, -3.0], [2.0, 0.5]]), jnp.ones((2, 2))
     state = step.init(params)
     inputs = step.read_inputs(grads, state, params, {})
@@ -116,7 +122,7 @@ def test_pruned_weights_land_on_positive_zero_in_every_dtype(update_dtype, param
     params = {"w": jnp.array([0.1, -1 / 3, 1e4, -0.0], param_dtype)}
     steps = {"w": jnp.array([0.3, 0.7, 0.2, 0.1], update_dtype)}
     masks = {"w": jnp.array([0, 0, 0, 0], jnp.uint8)}
-    landed = masked_step.make_updates_set_zeros(steps, params, masks)
+    landed = steps_lib.make_updates_set_zeros(steps, params, masks)
     assert landed["w"].dtype == jnp.promote_types(update_dtype, param_dtype)
     result = optax.apply_updates(params, landed)
     assert result["w"].dtype == param_dtype
@@ -128,7 +134,7 @@ def test_updates_of_kept_weights_and_dense_leaves_pass_unchanged():
     steps = {"w": jnp.array([0.3, 0.7]), "b": jnp.array([0.25])}
     params = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([5.0])}
     masks = {"w": jnp.array([1, 0], jnp.uint8), "b": None}
-    landed = masked_step.make_updates_set_zeros(steps, params, masks)
+    landed = steps_lib.make_updates_set_zeros(steps, params, masks)
     np.testing.assert_array_equal(landed["w"], np.array([0.3, -2.0], np.float32))
     assert landed["b"] is steps["b"]
 
@@ -137,20 +143,20 @@ def test_a_nan_update_of_a_pruned_weight_does_not_pass():
     steps = {"w": jnp.array([np.nan, np.inf, np.nan])}
     params = {"w": jnp.array([1.0, 2.0, 4.0])}
     masks = {"w": jnp.array([0, 0, 1], jnp.uint8)}
-    landed = masked_step.make_updates_set_zeros(steps, params, masks)
+    landed = steps_lib.make_updates_set_zeros(steps, params, masks)
     np.testing.assert_array_equal(landed["w"], [-1.0, -2.0, np.nan])
 
 
 def test_a_mask_whose_update_is_missing_is_named():
     with pytest.raises(ValueError, match=r"updates have no leaf at 'layer/w'"):
-        masked_step.make_updates_set_zeros(
+        steps_lib.make_updates_set_zeros(
             {"b": jnp.ones(2)},
             {"layer": {"w": jnp.ones(2)}, "b": jnp.ones(2)},
             {"layer": {"w": jnp.ones(2, jnp.uint8)}, "b": None},
         )
 
 
-# MaskedStep.restart and start_from_zero
+# Step.restart and start_from_zero
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
@@ -159,11 +165,11 @@ def test_grown_weights_take_the_fresh_state_and_others_keep_theirs(packed):
     old = {"w": jnp.array([1, 1, 0, 0, 0], jnp.uint8)}
     updater = sparsity.RigL(use_packed_masks=packed)
     tx = optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(0)), optax.trace(0.9))
-    step = masked_step.MaskedStep.wrap(updater, tx, old)
+    step = _wrap(updater, tx, old)
     moments = optax.TraceState({"w": jnp.array([1.0, 2.0, 3.0, 4.0, 5.0])})
     new_masks = {"w": jnp.array([1, 0, 0, 1, 1], jnp.uint8)}
     new = SparseState(new_masks, (tx.init(params)[0]._replace(count=jnp.int32(7)), moments))
-    result, grown = step.restart(new, old, updater.make_inputs(params))
+    result, grown = step.restart(new, old, params)
     # The last two weights are new: old mask 0, new mask 1. One of them is not 0, and marked.
     np.testing.assert_array_equal(result.inner_state[1].trace["w"], [1.0, 2.0, 3.0, 0.0, 0.0])
     assert int(result.inner_state[0].count) == 7
@@ -177,7 +183,7 @@ def test_updates_of_grown_weights_cancel_the_present_value():
     steps = {"w": jnp.array([0.5, 0.5]), "b": jnp.array([1.0])}
     params = {"w": jnp.array([2.0, 4.0]), "b": jnp.array([3.0])}
     grown = {"w": jnp.array([False, True]), "b": None}
-    result = regrow.start_from_zero(steps, params, grown)
+    result = steps_lib.start_from_zero(steps, params, grown)
     np.testing.assert_array_equal(result["w"], [0.5, -3.5])
     assert result["b"] is steps["b"]
 
@@ -189,11 +195,11 @@ def test_flatten_and_lookahead_inside_a_regrowing_updater_are_refused_by_name():
     params = {"w": jnp.ones((2, 4)), "b": jnp.ones(4)}
     flat = optax.flatten(optax.adam(0.1))
     with pytest.raises(ValueError, match=r"cannot wrap optax\.flatten.*Leave optax\.flatten out"):
-        regrow.check_resettable(params, flat.init(params))
+        _wrap(sparsity.RigL(), flat, None).inner.check_resettable(params, flat.init(params))
     ahead = optax.lookahead(optax.adam(0.1), 5, 0.5)
     both = optax.LookaheadParams(params, params)
     with pytest.raises(ValueError, match=r"cannot wrap optax\.lookahead"):
-        regrow.check_resettable(params, ahead.init(both))
+        _wrap(sparsity.RigL(), ahead, None).inner.check_resettable(params, ahead.init(both))
 
 
 def test_moments_in_a_list_of_their_own_are_refused_where_weights_regrow():
@@ -230,7 +236,7 @@ def test_only_updaters_that_never_regrow_take_an_optimizer_of_chosen_entries():
 )
 def test_ordinary_states_are_resettable(params):
     for tx in (optax.sgd(0.1), optax.adam(0.1), optax.adafactor(0.1)):
-        regrow.check_resettable(params, tx.init(params))
+        _wrap(sparsity.RigL(), tx, None).inner.check_resettable(params, tx.init(params))
 
 
 @pytest.mark.parametrize(("count", "first"), [(None, 0), (0, 0), (7, 7)])

@@ -476,11 +476,10 @@ def test_weights_that_a_class_of_ones_own_regrows_have_a_fresh_state(state):
 
 def test_a_class_whose_masks_only_shrink_may_wrap_flatten():
     flat = optax.flatten(optax.adam(0.1))
-    with pytest.warns(UserWarning, match=r"_Gradients may regrow.*regrows = False") as seen:
-        _Gradients(**HALF, **ONCE).wrap_optax(flat).init(PARAMS)
-    assert [warning.filename for warning in seen] == [__file__]
-    shrinking = type("Shrinking", (_Gradients,), {"regrows": False})(**HALF, **ONCE)
-    shrinking.wrap_optax(flat).init(PARAMS)
+    _Gradients(**HALF, **ONCE).wrap_optax(flat).init(PARAMS)
+    growing = type("Growing", (_Gradients,), {"regrows": True})(**HALF, **ONCE)
+    with pytest.raises(ValueError, match=r"Growing may regrow.*regrows = False"):
+        growing.wrap_optax(flat).init(PARAMS)
     with pytest.raises(ValueError, match=r"cannot wrap optax\.flatten"):
         sparsity.RigL(**HALF, **ONCE).wrap_optax(flat).init(PARAMS)
 

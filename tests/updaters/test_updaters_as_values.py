@@ -335,10 +335,3 @@ def test_assigned_fields_are_checked_when_the_updater_is_used(updater, changes, 
         setattr(updater, name, value)
     with pytest.raises(ValueError, match=match):
         updater.wrap_optax(optax.sgd(0.1))
-
-
-def test_a_hook_assigned_to_an_updater_that_never_calls_it_is_an_error():
-    updater = sparsity.RigL()
-    updater.calculate_scores = lambda params, sparse_state=None, grads=None: params
-    with pytest.raises(TypeError, match=r"overrides calculate_scores.*override get_drop_scores or"):
-        updater.wrap_optax(optax.sgd(0.1))
