@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import chex
+
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
-from sparsity.masks import Global, Overrides, Scope
+from sparsity.core.trees import Masks, ScoreTree, Sparsities
+from sparsity.masks import Global, Overrides, Scope, Sites
 from sparsity.masks.distributions import Distribution, FilterFn, Uniform, uniform
 from sparsity.training.base_updater import BaseUpdater
 
@@ -59,6 +62,21 @@ class GlobalPruning(BaseUpdater):
                 "sparsity_distribution_fn. Give it sparsity, filter_fn and custom_sparsity_map."
             )
         self.get_distribution_fn()  # checks the fields
+
+    def create_masks(
+        self,
+        scores: ScoreTree,
+        sparsities: Sparsities = None,
+        target_sparsities: Sparsities | None = None,
+        *,
+        sites: Sites | None = None,
+        target_sparsity: chex.Numeric | None = None,
+    ) -> Masks:
+        """Takes `sparsities` also by the name `target_sparsity`, as in jaxpruner."""
+        if (sparsities is None) is (target_sparsity is None):
+            raise TypeError("create_masks takes either sparsities or target_sparsity.")
+        sparsities = target_sparsity if sparsities is None else sparsities
+        return super().create_masks(scores, sparsities, target_sparsities, sites=sites)
 
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)

@@ -10,7 +10,7 @@ field `.mu` of Adam's state), without the entry of an nnx variable's value.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -293,6 +293,11 @@ def listed(names: list[str], most: int = 8) -> str:
     """Joins names for a message, the first few of many."""
     shown = ", ".join(repr(name) for name in names[:most])
     return (shown or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def list_paths(paths: Iterable[KeyPath]) -> str:
+    """Joins the names of paths for a message, in order."""
+    return listed(sorted(map(path_string, paths)))
 
 
 def _flatten(

@@ -21,11 +21,12 @@ from sparsity.core.trees import Grads, Masks, Params, Tree
 from sparsity.core.warn import warn
 from sparsity.training.field_checks import check_common_fields, check_names
 from sparsity.training.field_equality import ComparedByFields
+from sparsity.training.hook_results import check_masked
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.inner import InnerOptimizer, KeptOptimizer, check_static_counts
 from sparsity.training.state import check_no_state
 from sparsity.training.step import Step
-from sparsity.training.step_checks import check_gradients, check_masked, check_optimizer
+from sparsity.training.step_checks import check_gradients, check_optimizer
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
 

@@ -12,14 +12,13 @@ import numpy as np
 
 from sparsity.core.checks import check_bool, check_function, check_int
 from sparsity.core.names import suggest
-from sparsity.masks import SCOPES, find_missing_scope_method
+from sparsity.core.trees import PyTree
+from sparsity.masks import find_missing_scope_method
 from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
 from sparsity.training.inner import check_static_counts
 from sparsity.training.overrides import KeepsCount
 from sparsity.training.updater_hooks import UpdaterHooks
-
-RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
@@ -27,67 +26,63 @@ def check_names(cls: type, names: Iterable[str]) -> None:
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return  # a custom __init__, which checks its arguments
-    fields = list(parameters)
     for name in names:
-        if name in RENAMED:
-            raise TypeError(
-                f"{cls.__name__} has no argument {name}; masks are packed to bits with "
-                f"{RENAMED[name]}=True."
-            )
-        if name not in fields:
-            raise TypeError(f"{cls.__name__} has no argument {name!r}. {suggest(name, fields)}")
+        if name not in parameters:
+            hint = suggest("use_packed_masks" if name == "is_packed" else name, list(parameters))
+            raise TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
 
 
 def check_common_fields(updater: UpdaterHooks) -> None:
     """Raises a ValueError that names an invalid field of `UpdaterHooks` and its value."""
-    pattern = updater.sparsity_type
-    if not isinstance(pattern, SparsityType) and not _is_function(pattern):
-        raise ValueError(
-            "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis), "
-            f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {pattern!r}."
-        )
+    pattern, scope, seed = updater.sparsity_type, updater.scope, updater.rng_seed
+    seed_dtype: PyTree = getattr(seed, "dtype", None)
+    distribution, name = updater.sparsity_distribution_fn, type(updater).__name__
+    is_array = isinstance(seed, jax.Array | np.ndarray)
+    kinds = jax.dtypes.prng_key, np.integer
+    for field, is_valid, expected in [
+        (
+            "sparsity_type",
+            isinstance(pattern, SparsityType) or _is_function(pattern),
+            "a pattern such as NByM(2, 4), or a function of (path, param)",
+        ),
+        (
+            "sparsity_distribution_fn",
+            distribution is None or _is_function(distribution),
+            "a function of params or None, for example Uniform(0.8)",
+        ),
+        (
+            "scope",
+            not isinstance(scope, type) and find_missing_scope_method(scope) is None,
+            "a scope such as Layerwise(), Global() or Coupled(graph)",
+        ),
+        (
+            "rng_seed",
+            not is_array or any(jnp.issubdtype(seed_dtype, kind) for kind in kinds),
+            "an integer or a random key",
+        ),
+        (
+            "keeps_count",
+            updater.keeps_count in get_args(KeepsCount),
+            f"one of {get_args(KeepsCount)}",
+        ),
+    ]:
+        if not is_valid:
+            value = getattr(updater, field)
+            raise ValueError(f"{name}.{field} must be {expected}, got {field} = {value!r}.")
+    if not is_array:
+        check_int("rng_seed", seed)
     check_schedule(updater.scheduler)
-    distribution = updater.sparsity_distribution_fn
-    if distribution is not None and not _is_function(distribution):
-        raise ValueError(
-            "sparsity_distribution_fn must be a function of params or None, for example "
-            f"Uniform(0.8), got sparsity_distribution_fn = {distribution!r}."
-        )
     check_function("topk_fn", updater.topk_fn, "(scores, sparsity)", optional=True)
-    _check_seed(updater.rng_seed)
-    for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks", "use_compact_state"):
-        check_bool(name, getattr(updater, name))
+    for field in ("skip_gradients", "is_sparse_gradients", "use_packed_masks", "use_compact_state"):
+        check_bool(field, getattr(updater, field))
     if updater.is_sparse_updates is not None:
         check_bool("is_sparse_updates", updater.is_sparse_updates)
     if not callable(updater.batch_axes):
         check_int("batch_axes", updater.batch_axes, 0)
-    scope = updater.scope
-    method = "check" if isinstance(scope, type) else find_missing_scope_method(scope)
-    if method is not None:
-        raise ValueError(
-            f"scope must be an object with a method {method}, for example "
-            f"{', '.join(f'{cls.__name__}()' for cls in SCOPES.values())}; got scope = {scope!r}."
-        )
     scope.check(pattern, updater.batch_axes, updater.topk_fn)
-    if updater.keeps_count not in (values := get_args(KeepsCount)):
-        name = f"{type(updater).__name__}.keeps_count"
-        raise ValueError(f"{name} must be one of {values}, got {updater.keeps_count!r}.")
     if updater.use_compact_state:
         check_static_counts(updater, has_masks=True)
 
 
 def _is_function(value: object) -> bool:
     return callable(value) and not isinstance(value, type)
-
-
-def _check_seed(seed: object) -> None:
-    """Raises a ValueError unless a seed is an integer, also in an array, or a random key."""
-    if not isinstance(seed, jax.Array | np.ndarray):
-        check_int("rng_seed", seed)
-    elif not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(
-        seed.dtype, np.integer
-    ):
-        raise ValueError(
-            f"rng_seed must be an integer or a random key, got an array of {seed.dtype}: "
-            f"rng_seed = {seed!r}."
-        )

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core.checks import DataclassBase, is_traced
+from sparsity.core.checks import DataclassBase
 
 
 @dataclasses.dataclass
 class ComparedByFields(DataclassBase):
-    """Dataclass whose instances compare and hash by class and fields.
+    """Dataclass whose instances compare by class and fields, and hash by class.
 
     An instance that was hashed refuses assignments to its fields.
     """
@@ -36,48 +36,32 @@ class ComparedByFields(DataclassBase):
         )
 
     def __hash__(self) -> int:
-        """Returns a hash that updaters of equal fields share; values without one are left out."""
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        result = hash((type(self), *map(_hash, fields)))
+        """Returns the hash of the class."""
         object.__setattr__(self, "_is_hashed", True)
-        return result
+        return hash(type(self))
 
     def __setattr__(self, name: str, value: object) -> None:
         if self.__dict__.get("_is_hashed") and name in {x.name for x in dataclasses.fields(self)}:
             raise dataclasses.FrozenInstanceError(
-                f"{name} of this {type(self).__name__} cannot be assigned: it was hashed, as a "
-                "static argument or a key, and compiled functions would keep the old value. "
-                f"Use dataclasses.replace(updater, {name}=...)."
+                f"{name} of this {type(self).__name__} cannot be assigned: compiled functions that "
+                f"took it would keep the old value. Use dataclasses.replace(updater, {name}=...)."
             )
         super().__setattr__(name, value)
 
 
-def _hash(value: object) -> int:
-    if isinstance(value, functools.partial):
-        keywords = sorted(value.keywords)
-        return hash((value.func, *map(_hash, value.args), *keywords))
-    if isinstance(value, jax.Array | np.ndarray):
-        return hash((value.shape, str(value.dtype)))
-    try:
-        return hash(value)
-    except TypeError:  # a dict of overrides, perhaps within a distribution
-        return hash(type(value))
-
-
 def _are_equal(lhs: object, rhs: object) -> bool:
-    if lhs is rhs:
-        return True
-    if isinstance(lhs, functools.partial) and isinstance(rhs, functools.partial):
-        lhs, rhs = ((part.func, part.args, part.keywords) for part in (lhs, rhs))
-    if isinstance(lhs, jax.Array | np.ndarray) and isinstance(rhs, jax.Array | np.ndarray):
-        if is_traced(lhs) or is_traced(rhs) or lhs.dtype != rhs.dtype:
-            return False
-        if jnp.issubdtype(lhs.dtype, jax.dtypes.prng_key):
-            lhs, rhs = jax.random.key_data(lhs), jax.random.key_data(rhs)
-        return np.array_equal(lhs, rhs)
-    if any(isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs)):
-        return False
     try:
-        return bool(lhs == rhs)
-    except ValueError:  # arrays within, which have no one truth value
+        return lhs is rhs or bool(_read_value(lhs) == _read_value(rhs))
+    except (ValueError, jax.errors.JAXTypeError):  # arrays within, or traced ones
         return False
+
+
+def _read_value(field: object) -> object:
+    """Returns what tells a field from others by `==`: partial functions and arrays as tuples."""
+    if isinstance(field, functools.partial):
+        return field.func, field.args, field.keywords
+    if isinstance(field, jax.Array | np.ndarray):
+        is_key = jnp.issubdtype(field.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(field) if is_key else field
+        return str(field.dtype), np.asarray(data).tolist()
+    return field

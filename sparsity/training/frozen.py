@@ -5,7 +5,7 @@ from __future__ import annotations
 import optax
 
 from sparsity.core import trees
-from sparsity.core.trees import KeyPath, Masks, Params
+from sparsity.core.trees import Masks, Params
 from sparsity.core.warn import warn
 from sparsity.masks import Sites, adapt_scope
 from sparsity.programs.optimizers import find_frozen
@@ -24,13 +24,6 @@ def exclude_frozen(
 
     With masks of the user all sites stay: such masks may prune any parameter.
 
-    Args:
-      updater: updater of the masks.
-      inner: the inner optimizer.
-      params: tree of parameters.
-      user_masks: first masks, `None` if the updater makes them.
-      sites: sites of the updater.
-
     Raises:
       ValueError: masks of the user would move. The message names the parameters.
     """
@@ -41,36 +34,26 @@ def exclude_frozen(
         masked = frozen & trees.leaves_by_path(user_masks).keys()
         if masked and has_updates(updater.scheduler):
             raise ValueError(
-                f"Give None in the masks of wrap_optax for {_list_names(masked)}, which the inner "
-                "optimizer never moves: its zeros stay without a mask, and a weight that returned "
-                "to a mask would stay 0. Or set no scheduler, so that masks stay as they are."
+                f"Give None in the masks of wrap_optax for {trees.list_paths(masked)}, which the "
+                "inner optimizer never moves, or set no scheduler: a weight that returned to a "
+                "mask would stay 0."
             )
         return sites
     targets = updater.compute_targets(params, sites)
     find_masked, excluded, kept_dense = adapt_scope(updater.scope).masked_paths, set(), set()
     for path in trees.leaves_by_path(targets):
-        if path in frozen:
-            excluded.add(path)
-            kept_dense.add(path)
-            continue
         alone = trees.map_matched(
             lambda each, target, path=path: target if each == path else None, targets
         )
         # A scope of channels also masks what goes with the channels of a parameter.
-        if affected := frozen & find_masked(params, alone):
+        if affected := frozen & {path, *find_masked(params, alone)}:
             excluded.add(path)
             kept_dense |= affected
     if excluded:
-        coupled = excluded - kept_dense
-        reason = f" So do {_list_names(coupled)}, whose channels go with theirs." if coupled else ""
         warn(
-            f"Prune {_list_names(kept_dense)} outside of training, by instant_sparsify, or leave "
-            "out what is frozen with filter_fn or custom_sparsity_map={path: None}, which silences "
-            f"this warning: the inner optimizer never moves these parameters, so that they stay "
-            f"dense.{reason}"
+            f"Prune {trees.list_paths(kept_dense)} outside of training, by instant_sparsify, or "
+            "leave out what is frozen with filter_fn or custom_sparsity_map={path: None}: the "
+            "inner optimizer never moves these parameters, so that they stay dense, and so do "
+            f"{trees.list_paths(excluded)}."
         )
     return sites.without(excluded) if excluded else sites
-
-
-def _list_names(paths: set[KeyPath]) -> str:
-    return trees.listed(sorted(map(trees.path_string, paths)))

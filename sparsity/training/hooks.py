@@ -151,21 +151,19 @@ def call_hook(
       TypeError: the signature of the hook does not take these arguments, names an argument that
         the training loop has not passed, or one that both the library and the loop pass.
     """
-    signature = inspect.signature(hook)
+    signature, name = inspect.signature(hook), getattr(hook, "__qualname__", hook)
     parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     from_loop = {key: x for key, x in extra.items() if takes_all or key in parameters}
     from_library = {key: x for key, x in (named or {}).items() if key in parameters}
-    name = getattr(hook, "__qualname__", hook)
     if clashes := sorted(from_loop.keys() & from_library.keys()):
         raise TypeError(
             f"{name} names {clashes[0]!r}, which the library passes, and so does "
             f"tx.update(..., {clashes[0]}=...). Name the argument of the loop otherwise."
         )
-    optional = from_loop | from_library
     positional = [key for key, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    filled = {*positional[: len(args)], *kwargs}  # parameters that have their arguments
-    kwargs |= {key: x for key, x in optional.items() if key not in filled}
+    kwargs = from_loop | from_library | kwargs
+    kwargs = {key: x for key, x in kwargs.items() if key not in positional[: len(args)]}
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -42,9 +42,7 @@ from sparsity.masks import (
 )
 from sparsity.training.frozen import exclude_frozen
 from sparsity.training.hook_results import (
-    check_movable,
-    read_algorithm_state,
-    read_gradients,
+    check_masked,
     read_new_masks,
     read_user_masks,
 )
@@ -53,10 +51,7 @@ from sparsity.training.idle_training import warn_of_idle
 from sparsity.training.inner import InnerOptimizer, find_grown
 from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 from sparsity.training.step_checks import (
-    check_algorithm_state,
     check_gradients,
-    check_is_tree,
-    check_masked,
     check_sparse_state,
 )
 from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
@@ -162,10 +157,7 @@ class Step:
                 f"{not option}. Restore it with that option."
             )
         check_gradients(grads, params, state.masks)
-        inputs = self.updater.make_inputs(params, grads, extra)
-        if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
-            check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
-        return inputs
+        return self.updater.make_inputs(params, grads, extra)
 
     def accumulate(self, state: SparseState, inputs: StepInputs) -> SparseState:
         """Returns the state with the `algorithm_state` that the hook `accumulate` returns."""
@@ -174,8 +166,7 @@ class Step:
         plain, inputs = self.unpack_for_hooks(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
-        algorithm_state = read_algorithm_state(new.algorithm_state, state.algorithm_state)
-        return state._replace(algorithm_state=algorithm_state)
+        return state._replace(algorithm_state=new.algorithm_state)
 
     def maybe_update_masks(
         self, state: SparseState, inputs: StepInputs
@@ -224,7 +215,6 @@ class Step:
     def replace_masks(self, state: SparseState, inputs: StepInputs) -> tuple[SparseState, PyTree]:
         """Returns the state with new masks, and `MaskChange.grown`."""
         updater, params = self.updater, inputs.params
-        check_movable(updater, inputs.sites, state.masks, params, "masks of the state")
         restarts = self.can_restart(state, inputs)
         old, inputs = self.unpack_for_hooks(state, inputs)
         new = call_mask_hooks(updater, old, inputs)
@@ -324,9 +314,17 @@ class Step:
             return inputs.all_grads
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        grads = read_gradients(self.updater, modified, inputs)
-        check_gradients(grads, inputs.params, plain.masks)
-        return grads
+        grads, new = map(trees.leaves_by_path, (inputs.grads, modified))
+        if lacking := grads.keys() - new.keys():
+            raise ValueError(
+                f"{type(self.updater).__name__}.modify_gradients returned no gradient of "
+                f"{trees.list_paths(lacking)}. Return all, also those that stay as they are."
+            )
+        changed = trees.map_matched(
+            lambda _, grad, new: grad if new is None else new, inputs.all_grads, modified
+        )
+        check_gradients(changed, inputs.params, plain.masks)
+        return changed
 
     def unpack_for_hooks(
         self, state: SparseState, inputs: StepInputs
@@ -341,9 +339,7 @@ def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInput
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
-    masks = inputs.call(updater.new_masks, state, inputs)
-    check_is_tree("new_masks", masks, inputs.params)
-    return state._replace(masks=masks)
+    return state._replace(masks=inputs.call(updater.new_masks, state, inputs))
 
 
 def keep_sparser(masks: Masks, old_masks: Masks, each_alone: bool) -> Masks:

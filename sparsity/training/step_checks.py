@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,11 +9,9 @@ import optax
 
 from sparsity.core import trees
 from sparsity.core.checks import check_values
-from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import adapt_scope, check_complete
-from sparsity.training.hooks import StepInputs
+from sparsity.core.trees import Masks, Params, PyTree
+from sparsity.masks import check_complete
 from sparsity.training.state import SparseState, check_no_state, check_optax_state
-from sparsity.training.updater_hooks import UpdaterHooks
 
 
 def check_optimizer(name: str, value: object) -> None:
@@ -58,9 +54,9 @@ def read_state(tx: optax.GradientTransformation, params: Params, state: PyTree) 
         and trees.leaves_by_path(state.inner_state).keys() == expected
     ):
         return state.inner_state
-    if differing := sorted(map(trees.path_string, expected ^ trees.leaves_by_path(state).keys())):
+    if differing := expected ^ trees.leaves_by_path(state).keys():
         raise ValueError(
-            f"opt_state is no state of tx for these params: {trees.listed(differing)} differ. "
+            f"opt_state is no state of tx for these params: {trees.list_paths(differing)} differ. "
             "Give the state that tx.init(params) starts, or an update of it."
         )
     return state
@@ -91,38 +87,3 @@ def check_gradients(grads: PyTree, params: Params, masks: Masks) -> None:
             )
 
     trees.map_matched(check, grads, masks, role="gradients")
-
-
-def check_is_tree(hook: str, masks: object, params: Params) -> None:
-    """Raises a ValueError if a hook returned a state, or several results, in place of masks."""
-    is_tuple = type(masks) is tuple and not isinstance(params, tuple | list)
-    if is_tuple or isinstance(masks, SparseState):
-        raise ValueError(
-            f"The result of {hook} must be a tree of masks like the params, got a "
-            f"{type(masks).__name__}: {masks!r}. update_state returns a state."
-        )
-
-
-def check_masked(
-    updater: UpdaterHooks, hook: str, masks: Masks, params: Params, targets: Sparsities
-) -> None:
-    """Raises a ValueError that names a parameter to prune for which a hook returned no mask."""
-    scope = adapt_scope(updater.scope, updater.sites(params))
-    paths = scope.masked_paths(params, targets) - trees.leaves_by_path(masks).keys()
-    if lacking := sorted(map(trees.path_string, paths)):
-        raise ValueError(
-            f"{type(updater).__name__}.{hook} returned no mask for {trees.listed(lacking)}, which "
-            "would stay dense in spite of a target sparsity. Return an array for each parameter "
-            "that has a target, None for the others."
-        )
-
-
-def check_algorithm_state(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> None:
-    """Raises a ValueError if an updater starts with an `algorithm_state`, which the state lacks."""
-    init = functools.partial(inputs.call, updater.init_algorithm_state)
-    if jax.eval_shape(init, inputs.masked_weights, state.masks) is not None:
-        raise ValueError(
-            f"{type(updater).__name__} has an algorithm_state, and that of the state is None: "
-            "another algorithm made the state. Start a new one, tx.init(params), or give this "
-            "one state._replace(algorithm_state=updater.init_algorithm_state(params, masks))."
-        )

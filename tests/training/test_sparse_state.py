@@ -244,29 +244,6 @@ def test_summaries_take_a_state_for_its_masks(packed):
         summarize_sparsity((STATE, STATE))
 
 
-@pytest.mark.parametrize("name", ["top_kast", "admm", "movement"])
-@pytest.mark.parametrize("update", [lambda tx: tx.update, lambda tx: jax.jit(tx.update)])
-def test_a_state_of_an_algorithm_without_memory_is_refused_with_a_remedy_that_works(name, update):
-    params = {"w": jnp.arange(1.0, 13.0).reshape(3, 4)}
-    steps = {"update_freq": 1, "update_start_step": 0, "update_end_step": 9}
-    other, updater = (
-        sparsity.create_updater_from_config({"algorithm": each, "sparsity": 0.5, **steps})
-        for each in ("magnitude", name)
-    )
-    state = other.wrap_optax(optax.sgd(0.1)).init(params)
-    tx = updater.wrap_optax(optax.sgd(0.1))
-    with pytest.raises(
-        ValueError, match=f"{type(updater).__name__} has an algorithm_state"
-    ) as error:
-        update(tx)(params, state, params)
-    assert "_replace(algorithm_state=updater.init_algorithm_state(params, masks))" in str(
-        error.value
-    )
-    memory = updater.init_algorithm_state(params, state.masks)
-    _, state = update(tx)(params, state._replace(algorithm_state=memory), params)
-    assert state.algorithm_state is not None
-
-
 def test_an_optimizer_without_pruning_refuses_a_state_without_masks_too():
     tx = sparsity.NoPruning().wrap_optax(optax.sgd(0.1))
     with pytest.raises(ValueError, match="got a state of type EmptyState"):

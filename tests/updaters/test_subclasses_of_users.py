@@ -248,15 +248,6 @@ def test_masks_without_one_for_a_target_are_an_error_of_instant_sparsify():
         Forgetful(**HALF).instant_sparsify(PARAMS)
 
 
-@pytest.mark.parametrize("kind", ["tuple", "SparseState"])
-def test_new_masks_that_return_no_tree_of_masks_are_an_error_with_the_kind(kind):
-    def new_masks(self, sparse_state, inputs):
-        return sparse_state if kind == "SparseState" else (sparse_state.masks, None)
-
-    with pytest.raises(ValueError, match=f"result of new_masks must be .*, got a {kind}: "):
-        _train("new_masks", new_masks)
-
-
 @pytest.mark.parametrize("names", ["kb", "b"])
 def test_gradients_that_a_hook_leaves_out_are_an_error_with_their_paths(names):
     def modify(self, grads, params, sparse_state):
@@ -270,16 +261,6 @@ def test_gradients_that_a_hook_leaves_out_are_an_error_with_their_paths(names):
 def test_a_gradient_of_another_shape_is_an_error_with_its_path():
     with pytest.raises(ValueError, match=r"gradient of 'k' has shape \(8,\)"):
         _train("modify_gradients", lambda self, grads, *args: {**grads, "k": jnp.ones(8)})
-
-
-def test_accumulating_without_a_place_for_it_is_an_error():
-    class Forgetting(sparsity.MagnitudePruning):
-        def accumulate(self, sparse_state, params, grads):
-            return sparse_state._replace(algorithm_state=grads)
-
-    tx = Forgetting(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="Override init_algorithm_state"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
 def test_straight_through_methods_refuse_masks_that_they_would_not_use():
