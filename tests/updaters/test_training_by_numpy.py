@@ -235,7 +235,7 @@ def test_an_updater_with_its_own_post_gradient_update_keeps_dense_weights():
         updater = Watched(
             sparsity_distribution_fn=helpers.uniform(0.7), scheduler=sparsity.PeriodicSchedule(1)
         )
-        with pytest.warns(UserWarning, match="Watched overrides"):
+        with pytest.warns(UserWarning, match=".* overrides post_gradient_update"):
             params, _ = helpers.train(updater, helpers.params(), 3, jit=False)
         assert np.count_nonzero(params["kernel"]) == 60
         assert seen == [60, 60, 60]  # the hooks see the weights as they are
