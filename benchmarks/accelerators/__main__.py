@@ -37,7 +37,7 @@ from benchmarks import results
 from benchmarks.accelerators import compiled
 from benchmarks.accelerators.limits import LIMITS
 from benchmarks.compile import shapes
-from sparsity.training.updater_hooks import is_overridden
+from sparsity.training.hooks import is_overridden
 
 HEADING = "## Accelerators"
 INNER = "adam"

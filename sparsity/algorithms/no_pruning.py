@@ -12,10 +12,10 @@ import optax
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities, Tree
 from sparsity.masks.distributions import Distribution
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
+from sparsity.training.checks import check_optimizer, check_sparse_state
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState, check_wrapped_once
 from sparsity.training.step import is_placeholder
-from sparsity.training.step_checks import check_optimizer, check_sparse_state
 
 
 @dataclasses.dataclass(kw_only=True)

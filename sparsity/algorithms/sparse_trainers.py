@@ -29,10 +29,8 @@ from sparsity.masks import (
 )
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import SliceRule, StepInputs
-from sparsity.training.overrides import KeepsCount
+from sparsity.training.hooks import KeepsCount, SliceRule, StepInputs, is_overridden
 from sparsity.training.state import SparseState
-from sparsity.training.updater_hooks import is_overridden
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,8 @@ from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Tree
 from sparsity.masks import Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import StepInputs
+from sparsity.training.hooks import StepInputs, is_overridden
 from sparsity.training.state import SparseState, get_sparse_state
-from sparsity.training.updater_hooks import is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -46,7 +46,7 @@ from sparsity.core.checks import check_function, check_kind, check_values, is_tr
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.step_checks import check_masks_and_state, check_optimizer
+from sparsity.training.checks import check_masks_and_state, check_optimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,9 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.training.base_updater import WrappedOptimizer
+from sparsity.training.checks import read_state
 from sparsity.training.inner import KeptParameter, KeptState, read_kept
 from sparsity.training.state import SparseState
-from sparsity.training.step_checks import read_state
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
 

@@ -19,6 +19,7 @@ from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.programs.optimizers import Removed, check_entrywise
+from sparsity.training.checks import check_optimizer
 from sparsity.training.inner import (
     KeptParameter,
     KeptState,
@@ -29,7 +30,6 @@ from sparsity.training.inner import (
     gather,
 )
 from sparsity.training.state import check_no_state
-from sparsity.training.step_checks import check_optimizer
 
 
 def train_only(

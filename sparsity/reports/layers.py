@@ -15,8 +15,8 @@ from sparsity.graph import Coupled
 from sparsity.reports.check import explain_dense_weights
 from sparsity.reports.groups import show_groups
 from sparsity.reports.summary import summarize_sparsity
+from sparsity.training.hooks import UpdaterHooks
 from sparsity.training.state import get_sparse_state
-from sparsity.training.updater_hooks import UpdaterHooks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,10 +26,10 @@ from sparsity.shrinking.interpreter import take
 from sparsity.shrinking.plan import cut_shape
 from sparsity.sparsity_schedules import NoUpdateSchedule, find_last_update, has_updates
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
+from sparsity.training.checks import read_state
+from sparsity.training.hooks import keeps_dense_weights
 from sparsity.training.inner import KeptState
 from sparsity.training.state import SparseState
-from sparsity.training.step_checks import read_state
-from sparsity.training.updater_hooks import keeps_dense_weights
 
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 

@@ -18,8 +18,8 @@ from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
 from sparsity.shrinking.small import Small
 from sparsity.training.base_updater import WrappedOptimizer
+from sparsity.training.checks import check_masks_and_state
 from sparsity.training.state import get_sparse_state
-from sparsity.training.step_checks import check_masks_and_state
 
 
 def shrink(

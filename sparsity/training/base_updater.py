@@ -1,4 +1,4 @@
-"""Base of all algorithms: entry points; fields and hooks are in `updater_hooks`.
+"""Base of all algorithms: entry points; fields and hooks are in `hooks`.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
 algorithm overrides a hook, usually `calculate_scores`. `sparsity.training` calls the hooks in each
@@ -19,15 +19,23 @@ from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, Tree
 from sparsity.core.warn import warn
-from sparsity.training.field_checks import check_common_fields, check_names
-from sparsity.training.field_equality import ComparedByFields
-from sparsity.training.hook_results import check_masked
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.checks import (
+    check_common_fields,
+    check_gradients,
+    check_masked,
+    check_names,
+    check_optimizer,
+)
+from sparsity.training.hooks import (
+    ComparedByFields,
+    ExtraArg,
+    UpdaterHooks,
+    is_overridden,
+    keeps_dense_weights,
+)
 from sparsity.training.inner import InnerOptimizer, KeptOptimizer, check_static_counts
 from sparsity.training.state import check_no_state
 from sparsity.training.step import Step
-from sparsity.training.step_checks import check_gradients, check_optimizer
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
 
 class WrappedOptimizer(optax.GradientTransformationExtraArgs):

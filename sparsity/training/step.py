@@ -40,21 +40,24 @@ from sparsity.masks import (
     pack_masks,
     unpack_masks,
 )
-from sparsity.training.frozen import exclude_frozen
-from sparsity.training.hook_results import (
+from sparsity.training.checks import (
+    check_gradients,
     check_masked,
+    check_sparse_state,
+    exclude_frozen,
     read_new_masks,
     read_user_masks,
+    warn_of_idle,
 )
-from sparsity.training.hooks import ExtraArg, StepInputs
-from sparsity.training.idle_training import warn_of_idle
+from sparsity.training.hooks import (
+    ExtraArg,
+    StepInputs,
+    UpdaterHooks,
+    is_overridden,
+    keeps_dense_weights,
+)
 from sparsity.training.inner import InnerOptimizer, find_grown
 from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
-from sparsity.training.step_checks import (
-    check_gradients,
-    check_sparse_state,
-)
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden, keeps_dense_weights
 
 
 class MaskChange(NamedTuple):

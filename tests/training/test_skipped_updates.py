@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from sparsity.training.skip import update_unless
+from sparsity.training.inner import update_unless
 
 
 class _Pair(NamedTuple):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.training.updater_hooks import keeps_dense_weights
+from sparsity.training.hooks import keeps_dense_weights
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 ONCE = {"scheduler": sparsity.OneShotSchedule(0)}

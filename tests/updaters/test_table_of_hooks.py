@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.training.hooks import HookArgs
-from sparsity.training.updater_hooks import UpdaterHooks
+from sparsity.training.hooks import HookArgs, UpdaterHooks
 from tests.updaters.hook_tables import ARGUMENTS, ROWS
 
 PHASES = {

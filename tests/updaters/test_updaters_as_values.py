@@ -13,7 +13,7 @@ import pytest
 
 import sparsity
 from sparsity.sparsity_distributions import erk, uniform
-from sparsity.training.updater_hooks import keeps_dense_weights
+from sparsity.training.hooks import keeps_dense_weights
 
 _STRATEGY = {1: {"method": "unstr_global", "prune_rate_pattern": 0.9}}
 _CLASSES = dict(sparsity.ALGORITHM_REGISTRY)

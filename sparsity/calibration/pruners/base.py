@@ -29,8 +29,7 @@ from sparsity.core.trees import Grads, KeyPath, Masks, Params, Sparsities, Tree
 from sparsity.masks import Site, adapt_scope, apply_masks, is_layerwise, pack_masks
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import ExtraArg, call_hook
-from sparsity.training.updater_hooks import is_overridden
+from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 
 
 class Problem(NamedTuple):

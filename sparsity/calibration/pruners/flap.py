@@ -21,9 +21,9 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph import Bias
 from sparsity.masks import Sites, apply_masks
+from sparsity.training.checks import check_gradients
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
-from sparsity.training.step_checks import check_gradients
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from sparsity.compacting.moving.mask_update import MaskUpdate
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, has_statement
-from sparsity.training.updater_hooks import UpdaterHooks, is_overridden
+from sparsity.training.hooks import UpdaterHooks, is_overridden
 
 
 def make_mask_updates(

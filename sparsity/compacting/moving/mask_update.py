@@ -23,10 +23,9 @@ from sparsity.masks import Site, Sites
 from sparsity.masks.positions import map_rows, scatter
 from sparsity.patterns.base import keep_active
 from sparsity.selection import topk_mask
-from sparsity.training.hooks import SliceRule, StepInputs
+from sparsity.training.hooks import SliceRule, StepInputs, UpdaterHooks
 from sparsity.training.state import SparseState
 from sparsity.training.step import call_mask_hooks
-from sparsity.training.updater_hooks import UpdaterHooks
 
 
 class SliceArrays(NamedTuple):

@@ -21,7 +21,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.step_checks import read_state
+from sparsity.training.checks import read_state
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 
