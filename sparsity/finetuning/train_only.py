@@ -106,8 +106,12 @@ class _Trainer:
             _check_parameter(path, leaf, self.layouts[path], is_full=path not in self.positions)
 
         def place(path: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-            stored = self.positions.get(path)
-            return None if stored is None else _place_positions(stored, leaf)
+            if path not in self.positions:
+                return None
+            stored = jnp.asarray(self.positions[path])
+            if not is_traced(leaf):
+                return sharding.place_like(leaf, stored)
+            return sharding.shard_like(leaf, lambda x: x, stored, shape=stored.shape)
 
         positions = trees.map_matched(place, trained)
         kept = gather(trained, self._read_kept(trained, positions))
@@ -144,7 +148,10 @@ class _Trainer:
         def complete(path: trees.KeyPath, grad: PyTree) -> PyTree:
             if path in dense_by_path:
                 return dense_by_path[path]
-            return _make_frozen_update(grad, like_by_path.get(path))
+            frozen: PyTree = like_by_path.get(path)
+            if not trees.is_array(frozen) or not jnp.issubdtype(frozen.dtype, jnp.number):
+                return grad
+            return jnp.full_like(frozen, _negative_zero(frozen.dtype))
 
         return trees.map_matched(complete, updates), KeptState(positions, inner_state)
 
@@ -162,33 +169,25 @@ class _Trainer:
             if jnp.shape(leaves[path]) != layout.shape:
                 raise ValueError(
                     f"The mask of {trees.path_string(path)!r} has the shape {layout.shape}, the "
-                    f"{role} have {jnp.shape(leaves[path])}. Masks are made for these parameters; "
-                    "unpack packed masks: sparsity.unpack_masks(masks, params)."
+                    f"{role} have {jnp.shape(leaves[path])}. Unpack packed masks: "
+                    "sparsity.unpack_masks(masks, params)."
                 )
-
-        def select(path: trees.KeyPath, _: PyTree) -> PyTree:
-            return leaves[path] if path in self.layouts else optax.MaskedNode()
-
-        return trees.map_matched(select, structure)
+        return trees.map_matched(
+            lambda path, _: leaves[path] if path in self.layouts else optax.MaskedNode(), structure
+        )
 
     def _read_kept(self, trained: PyTree, positions: Positions) -> KeptTree:
         """Returns a `KeptParameter` for each trained leaf, `None` if all entries are trained."""
 
-        def read(
-            path: trees.KeyPath, leaf: jax.Array, leaf_positions: jax.Array | None
-        ) -> KeptParameter | None:
+        def read(path: trees.KeyPath, leaf: jax.Array, at: PyTree) -> KeptParameter | None:
             layout = self.layouts[path]
             expected = layout.kept_shape if path in self.positions else None
-            if (None if leaf_positions is None else leaf_positions.shape) != expected:
+            if getattr(at, "shape", None) != expected:
                 raise ValueError(
-                    f"The state of {trees.path_string(path)!r} has positions of shape "
-                    f"{getattr(leaf_positions, 'shape', None)}, its mask needs {expected}: the "
-                    "state was made with other masks. Give the masks of the run, or start a new "
-                    "state."
+                    f"The state of {trees.path_string(path)!r} was made with other masks: it has "
+                    f"positions of shape {getattr(at, 'shape', None)}, the mask needs {expected}."
                 )
-            if leaf_positions is None:
-                return None
-            return KeptParameter(leaf, layout, leaf_positions)
+            return None if at is None else KeptParameter(leaf, layout, at)
 
         return trees.map_matched(read, trained, positions)
 
@@ -196,75 +195,53 @@ class _Trainer:
 def _locate_kept(
     masks: Masks,
 ) -> tuple[dict[trees.KeyPath, KeptLayout], dict[trees.KeyPath, np.ndarray]]:
-    """Returns layouts and positions as in `_Trainer`, without parameters that keep no entry.
-
-    Args:
-      masks: tree of masks, not packed.
-
-    Raises:
-      ValueError: masks are traced, have other entries than 0 and 1, or keep nothing.
-    """
+    """Returns layouts and positions as in `_Trainer`, without parameters that keep no entry."""
     check_values("masks", masks, "Call train_only outside of jit, scan and vmap.")
     layouts, positions = {}, {}
     for path, mask in trees.leaves_by_path(masks).items():
-        name, array = trees.path_string(path), np.asarray(jax.device_get(mask))
-        check_entries(array, name)
-        if array.any():
-            layouts[path] = layout = _make_layout(name, array != 0, count_parts(mask))
-            if not array.all():
-                positions[path] = layout.list_positions(array)
+        array = np.asarray(jax.device_get(mask))
+        check_entries(array, trees.path_string(path))
+        if not array.any():
+            continue
+        parts = count_parts(mask)
+        stack: tuple[int, ...] = ()
+        split_shape: tuple[int, ...] | None = None
+        if math.prod(parts) > 1:
+            pairs = zip(parts, array.shape, strict=True)
+            split_shape = tuple(size for count, axis in pairs for size in (count, axis // count))
+            stack = tuple(range(0, len(split_shape), 2))
+        layout = SliceLayout(array.shape, stack, split_shape)
+        k = int(layout.count_kept(array != 0).max())
+        if layout.slice_size + k >= 2**31:
+            raise ValueError(
+                f"train_only: {trees.path_string(path)!r} of shape {array.shape} has parts of more "
+                "entries than 32-bit positions reach. Shard the parameter and its mask."
+            )
+        layouts[path] = KeptLayout(array.shape, stack, split_shape, slice_kept_shape=(k,))
+        if not array.all():
+            positions[path] = layouts[path].list_positions(array)
     if not layouts:
         raise ValueError("masks keep no entry, so that train_only has nothing to train.")
     return layouts, positions
-
-
-def _make_layout(name: str, mask: np.ndarray, parts: tuple[int, ...]) -> KeptLayout:
-    """Returns the layout of the entries that a mask, bool, keeps of the parts of devices."""
-    stack: tuple[int, ...] = ()
-    split_shape: tuple[int, ...] | None = None
-    if math.prod(parts) > 1:
-        pairs = zip(parts, mask.shape, strict=True)
-        split_shape = tuple(size for count, axis in pairs for size in (count, axis // count))
-        stack = tuple(range(0, len(split_shape), 2))
-    layout = SliceLayout(mask.shape, stack, split_shape)
-    n, k = layout.slice_size, int(layout.count_kept(mask).max())
-    if not mask.all() and n + k >= 2**31:
-        raise ValueError(
-            f"train_only: {name!r} of shape {mask.shape} has parts of {n} entries, more than "
-            "32-bit positions reach. Shard the parameter and its mask."
-        )
-    return KeptLayout(mask.shape, stack, split_shape, slice_kept_shape=(k,))
 
 
 def _check_parameter(
     path: trees.KeyPath, param: jax.Array, layout: KeptLayout, is_full: bool
 ) -> None:
     """Raises a ValueError if a parameter cannot be trained, or lies on other devices."""
-    name = trees.path_string(path)
     if not trees.is_prunable(param):
         raise ValueError(
-            f"The masks have a leaf at {name!r}, which is no floating array but of "
-            f"{getattr(param, 'dtype', type(param))}. Give it no mask: None."
+            f"The masks have a leaf at {trees.path_string(path)!r}, which is no floating array but "
+            f"of {getattr(param, 'dtype', type(param))}. Give it no mask: None."
         )
-    parts, is_placed = count_parts(param), find_sharding(param) is not None
+    parts, mask_parts = count_parts(param), layout.batch_shape or (1,) * param.ndim
     # The type of a traced array does not show how Auto axes of a mesh divide the array.
-    if is_full or not is_placed or (is_traced(param) and math.prod(parts) == 1):
-        return
-    mask_parts = layout.batch_shape or (1,) * param.ndim
-    if parts != mask_parts:
+    is_unknown = is_traced(param) and math.prod(parts) == 1
+    if not (is_full or is_unknown or find_sharding(param) is None) and parts != mask_parts:
         raise ValueError(
-            f"train_only: {name!r} of shape {param.shape} is sharded in {parts} parts, its mask in "
-            f"{mask_parts}. Shard the mask as the parameter: "
-            "jax.device_put(mask, param.sharding)."
+            f"train_only: {trees.path_string(path)!r} of shape {param.shape} is sharded in {parts} "
+            f"parts, its mask in {mask_parts}: jax.device_put(mask, param.sharding)."
         )
-
-
-def _place_positions(positions: np.ndarray, param: jax.Array) -> jax.Array:
-    """Returns positions [*parts, k] on the devices of the parts of a parameter."""
-    array = jnp.asarray(positions)
-    if not is_traced(param):
-        return sharding.place_like(param, array)
-    return sharding.shard_like(param, lambda x: x, array, shape=array.shape)
 
 
 def _scatter_update(_: trees.KeyPath, update: jax.Array, kept: KeptParameter | None) -> jax.Array:
@@ -282,13 +259,6 @@ def _scatter_slice(update: jax.Array, positions: jax.Array, grad: jax.Array) -> 
     return frozen.at[positions].set(
         update, mode="drop", indices_are_sorted=True, unique_indices=True
     )
-
-
-def _make_frozen_update(grad: PyTree, like: PyTree) -> PyTree:
-    """Returns an update that changes no bit of a frozen leaf, or the gradient of no number."""
-    if not trees.is_array(like) or not jnp.issubdtype(like.dtype, jnp.number):
-        return grad
-    return jnp.full_like(like, _negative_zero(like.dtype))
 
 
 def _negative_zero(dtype: np.dtype) -> jax.Array:
