@@ -8,12 +8,13 @@ import math
 import numbers
 from collections.abc import Iterable
 from types import UnionType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+PyTree: TypeAlias = Any
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -76,30 +77,19 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
     """Raises a ValueError that names the argument unless it is an integer in [least, most]."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {name} = {value!r}.")
-    value = int(value)
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {name} = {value}.")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {name} = {value}.")
+    for limit, is_beyond, word in (
+        (least, least is not None and int(value) < least, "least"),
+        (most, most is not None and int(value) > most, "most"),
+    ):
+        if is_beyond:
+            raise ValueError(f"{name} must be at {word} {limit}, got {name} = {value}.")
 
 
 def check_number(name: str, value: object, least: float = -math.inf) -> None:
     """Raises a ValueError that names the argument unless it is a finite number >= `least`."""
-    if (
-        not isinstance(value, numbers.Real)
-        or isinstance(value, bool)
-        or not _is_finite(value)
-        or value < least
-    ):
+    if isinstance(value, jax.Array | np.ndarray) or not as_float(value) >= least:
         limit = "" if least == -math.inf else f" >= {least}"
         raise ValueError(f"{name} must be a finite number{limit}, got {name} = {value!r}.")
-
-
-def _is_finite(value: numbers.Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # of an integer that no float holds
-        return False
 
 
 def check_bool(name: str, value: object) -> None:
@@ -130,18 +120,14 @@ def check_function(name: str, value: object, arguments: str, *, optional: bool =
         )
 
 
-def check_loss(name: str, value: object) -> None:
+def check_loss(name: str, value: PyTree) -> None:
     """Raises a ValueError that names a function unless it returned a real scalar of fractions."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-        return
-    description = f"a {type(value).__name__}"
-    if shape is not None and dtype is not None:
-        description = f"an array of shape {shape} and type {dtype}"
-    raise ValueError(
-        f"{name} must return a real floating-point scalar, got {description}. Return the mean of "
-        "the losses of the batch, and nothing else."
-    )
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise ValueError(
+            f"{name} must return a real floating-point scalar, the mean of the losses of the "
+            f"batch, got {kind} of shape {getattr(value, 'shape', None)}."
+        )
 
 
 def check_iterable(name: str, value: object) -> None:
@@ -161,19 +147,13 @@ def check_real_array(name: str, value: object, shape: tuple[int, ...] | None = N
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Raises a ValueError that names the argument unless it is a number in [0, 1].
-
-    A traced real scalar passes.
-    """
+    """Raises a ValueError that names the argument unless it is a number in [0, 1], or traced."""
     if not _is_traced_scalar(value) and not 0 <= as_float(value) <= 1:
         raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
 
 
 def check_density(name: str, value: object) -> None:
-    """Raises a ValueError that names the argument unless it is a number in (0, 1].
-
-    A traced real scalar passes.
-    """
+    """Raises a ValueError that names the argument unless it is a number in (0, 1], or traced."""
     if not _is_traced_scalar(value) and not 0 < as_float(value) <= 1:
         raise ValueError(
             f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
@@ -200,20 +180,22 @@ def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
 
 
 def _is_traced_scalar(value: object) -> bool:
-    return isinstance(value, jax.core.Tracer) and _is_real_scalar(value)
+    return is_traced(value) and _is_real_scalar(value)
 
 
-def _is_real_scalar(value: np.generic | np.ndarray | jax.Array) -> bool:
+def _is_real_scalar(value: PyTree) -> bool:
     return value.shape == () and value.dtype != np.bool_ and is_real(value.dtype)
 
 
-def as_float(value: Any) -> float:
-    """Returns the value of a real scalar, NaN for anything else."""
-    if is_traced(value):
+def as_float(value: PyTree) -> float:
+    """Returns the value of a finite real scalar, NaN for anything else."""
+    is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_traced(value) or not (_is_real_scalar(value) if is_array else is_number):
         return math.nan
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        is_number = _is_real_scalar(value)
-        value = jax.device_get(value)  # may be on another device: `float` would transfer unasked
-    else:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return float(value) if is_number and _is_finite(value) else math.nan
+    try:
+        # An array may be on another device: `float` would transfer unasked.
+        number = float(jax.device_get(value))
+    except OverflowError:  # of an integer that no float holds
+        return math.nan
+    return number if math.isfinite(number) else math.nan
