@@ -39,7 +39,7 @@ from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.patterns import SparsityType
 from sparsity.selection import num_kept, topk_mask
-from sparsity.selection.kept_counts import count_kept_int
+from sparsity.selection.topk import count_kept_int
 from sparsity.training.hooks import SliceRule, StepInputs
 from sparsity.training.overrides import KeepsCount
 from sparsity.training.state import SparseState

@@ -11,21 +11,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact
+from sparsity.core import exact, sharding
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
+from sparsity.core.exact_sums import finite, ordered_sum, scale_to_one
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import path_names
 from sparsity.masks.affordable import within_budget
-from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
-from sparsity.masks.moves import move_units
-from sparsity.masks.norms import divide_by_norm
-from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
+from sparsity.masks.scopes import (
+    AnySite,
+    Layerwise,
+    MovingSite,
+    ScoredSite,
+    check_slice_sizes,
+    count_units,
+    find_site_mesh,
+    stack_sparsities,
+)
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import Candidates, num_kept, topk_masks
-from sparsity.selection.kept_counts import count_kept_int
 from sparsity.selection.keys import readable
+from sparsity.selection.topk import count_kept_int, move_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,3 +241,26 @@ def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | N
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.scores for x in competitors]
     paths = [path_names(x.site.key_path) for x in competitors]
     return budget.total(list(zip(paths, arrays, strict=True)))  # reads shapes only
+
+
+def divide_by_norm(scores: jax.Array, eps: float) -> jax.Array:
+    """Returns scores over the sum of `eps` and the L2 norm of the finite ones.
+
+    Integers and empty arrays stay. A norm may exceed the range of the dtype: scores are taken to at
+    most 1 before they are squared.
+    """
+    if not jnp.issubdtype(scores.dtype, jnp.floating) or not scores.size:
+        return scores
+    return sharding.shard_like(scores, _divide, scores, eps)
+
+
+@jax.jit
+def _divide(scores: jax.Array, eps: float) -> jax.Array:
+    [wide], factors = scale_to_one([scores.astype(promote(scores.dtype, jnp.float32))])
+    squares = jnp.square(finite(wide))
+    # The sum of at most 2**29 squares has the same bits on any mesh, and so have masks.
+    add = ordered_sum if squares.size <= 2**29 else jnp.sum
+    norm = jnp.sqrt(add(squares, tuple(range(squares.ndim))))
+    divisor = norm + jnp.asarray(eps, wide.dtype) * factors[0] * factors[1]
+    # A product: XLA turns a division into a product in some kernels and not in others.
+    return wide * (1 / jnp.maximum(divisor, jnp.finfo(wide.dtype).tiny))

@@ -37,8 +37,7 @@ from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.exact_sums import count, sums
 from sparsity.core.hashing import flat_index, flat_strides
 from sparsity.core.kernels import use_flat
-from sparsity.selection.candidates import Candidates
-from sparsity.selection.keys import key_bits, to_keys
+from sparsity.selection.keys import Candidates, key_bits, to_keys
 
 CountFn: TypeAlias = Callable[[Words], Words]
 CounterFn: TypeAlias = Callable[..., jax.Array]

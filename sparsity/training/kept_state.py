@@ -1,7 +1,7 @@
 """Kept entries of masked parameters: gathered, scattered, carried to new masks.
 
 The kept entries of a parameter form an array [*batch, k], where k is the number of slots of a slice
-(`sparsity.masks.positions`).
+(`sparsity.masks.slice_layout`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks.positions import (
+from sparsity.masks.slice_layout import (
+    KeptLayout,
     are_set,
     carry_values,
     kept_positions,
@@ -27,7 +28,6 @@ from sparsity.masks.positions import (
     scatter_by_words,
     slots_of_positions,
 )
-from sparsity.masks.slice_layout import KeptLayout
 
 # Trees like the parameters, with `None` where a parameter has no mask; see `PyTree` for their type.
 Positions: TypeAlias = PyTree  # int32[*batch, k]

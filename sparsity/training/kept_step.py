@@ -22,7 +22,7 @@ from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, read_masks, unpack_masks
 from sparsity.masks.slice_layout import KeptLayout, SliceLayout
-from sparsity.patterns.counts import read_count
+from sparsity.patterns.base import read_count
 from sparsity.programs.optimizers import Removed, check_entrywise
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs

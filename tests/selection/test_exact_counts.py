@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from sparsity.core import exact as exact_counts
 from sparsity.core.exact_sums import count, ordered_sum
-from sparsity.selection.kept_counts import num_kept
+from sparsity.selection.topk import num_kept
 from tests import helpers
 
 NUM_KEPT = jax.jit(num_kept)

@@ -9,8 +9,8 @@ from sparsity import selection
 from sparsity.core import exact
 from sparsity.core.hashing import hash_scores
 from sparsity.selection import Candidates, topk_masks
-from sparsity.selection.kept_counts import count_kept_words
 from sparsity.selection.search import select
+from sparsity.selection.topk import count_kept_words
 from tests import helpers
 from tests.selection_oracle import best, best_first
 

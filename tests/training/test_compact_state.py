@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sparsity
 from sparsity.compacting.optimizer_state import densify_kept_states
-from sparsity.masks.positions import (
+from sparsity.masks.slice_layout import (
     kept_positions,
     read_words,
     scatter_by_words,
