@@ -28,7 +28,7 @@ from sparsity.masks.scopes import Scope, TreeScope, has_statement
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites, leading_axes
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.patterns.base import ROUNDING, entry_counter, read_final_sparsity
-from sparsity.selection.topk import count_kept_int, lowest_sparsity
+from sparsity.selection.topk import lowest_sparsity, num_kept
 
 FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
 # Selected parameters: {key path: (parameter, batch axes)}
@@ -179,7 +179,7 @@ class Uniform:
             }
             if keeps_total and len(shares := {*ranked.values()}) == 1:
                 # Parameters of one share count as one parameter.
-                total = count_kept_int(
+                total = num_kept(
                     sum(math.prod(arrays[key_path].shape) for key_path in ranked), *shares
                 )
                 return total + sum(n for key_path, n in kept.items() if key_path not in ranked)

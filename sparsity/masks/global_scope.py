@@ -32,7 +32,7 @@ from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
 from sparsity.selection import Candidates, num_kept, topk_masks
 from sparsity.selection.keys import readable
-from sparsity.selection.topk import count_kept_int, move_units
+from sparsity.selection.topk import move_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +91,8 @@ class Global(DataclassBase):
             return self._select_within(total, scored_sites, fixed)
         scores = [scored.scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
-        k: exact.Words | np.ndarray
-        if total is not None:
-            k = exact.total(count_units(sizes, sparsities)[:, None])
-        else:
-            k = _count_in_total(sizes, sparsities)
+        k = count_units(sizes, sparsities).sum()[None]
+        k = _count_in_total(sizes, sparsities) if total is None else k
         all_candidates = [Candidates(x) for x in self._make_comparable(scores)]
         return topk_masks(all_candidates, k, together=True)
 
@@ -111,7 +108,8 @@ class Global(DataclassBase):
         """
         everyone = [*scored_sites, *fixed]
         sizes = [scored.scores.size for scored in everyone]
-        kept = count_units(sizes, [scored.sparsity for scored in everyone]).astype(jnp.uint32)
+        kept = count_units(sizes, [scored.sparsity for scored in everyone])
+        kept = jnp.asarray(kept, jnp.uint32)
         cost = Cost(total, sizes)
         limit, added = cost.at(kept), kept[len(scored_sites) :]
 
@@ -215,22 +213,18 @@ def _merge_overrides(
 
 def _count_in_total(
     sizes: Sequence[int], sparsities: Sequence[chex.Numeric]
-) -> exact.Words | np.ndarray:
-    """Returns the number of weights that all parameters keep together, in two words.
+) -> jax.Array | np.ndarray:
+    """Returns the number of weights that all parameters keep together, [1].
 
     Parameters of one sparsity count as one; otherwise the kept weights of each add up.
     """
+    each = count_units(sizes, sparsities).sum()
     if not any(map(is_traced, sparsities)):
-        shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
-        if len({*shares}) == 1:
-            sizes, shares = [sum(sizes)], shares[:1]
-        k = sum(count_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
-        return np.array(exact.split(k))[:, None]
+        shares = {float(np.float32(x)) for x in jax.device_get(list(sparsities))}
+        return np.array([num_kept(sum(sizes), *shares) if len(shares) == 1 else each])
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
-    together = exact.as_words(num_kept(sum(sizes), stacked[0]))
-    each = exact.total(count_units(sizes, sparsities)[:, None])
-    return exact.choose(alike, together, each)
+    return jnp.where(alike, num_kept(sum(sizes), stacked[0]), each)[None]
 
 
 def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:

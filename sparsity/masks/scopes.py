@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from sparsity.core import exact, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import (
     DataclassBase,
     check_fraction,
@@ -404,14 +404,7 @@ def _select_units(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
         sizes = [candidates.slice_size for candidates in units]
         leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
-        k: exact.Words | np.ndarray
-        if any(map(is_traced, sparsities)):
-            k = exact.as_words(count_units(sizes, sparsities)[leaf_index])
-        else:
-            pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
-            counts = np.array([num_kept(n, float(x)) for n, x in pairs], np.uint32)[leaf_index]
-            k = np.stack([counts & 0, counts])
-        masks = topk_masks(units, k)
+        masks = topk_masks(units, count_units(sizes, sparsities)[leaf_index])
         return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
 
     scores = [scored.scores for scored in scored_sites]
@@ -458,9 +451,12 @@ def _expand_mask(site: Site, units: jax.Array, like: jax.Array) -> jax.Array:
     return expand_units(pattern, units, like.shape, site.batch_axes, site.name)
 
 
-def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
-    """Counts the units that stay of each parameter."""
-    return jnp.asarray(num_kept(np.array(sizes), stack_sparsities(sparsities)))
+def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array | np.ndarray:
+    """Counts the units that stay of each parameter, int32; of numpy for plain sparsities."""
+    if any(map(is_traced, sparsities)):
+        return jnp.asarray(num_kept(np.array(sizes), stack_sparsities(sparsities)))
+    pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
+    return np.array([num_kept(n, float(x)) for n, x in pairs])
 
 
 def stack_sparsities(sparsities: Sequence[chex.Numeric]) -> jax.Array:

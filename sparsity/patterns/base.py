@@ -32,7 +32,6 @@ from sparsity.core.checks import (
 from sparsity.core.exact_sums import count, scale_for_sums
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.statements import is_stated
-from sparsity.selection.topk import count_kept_int
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
@@ -317,7 +316,7 @@ class Unstructured(SparsityType):
     def count_kept(
         self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
     ) -> int | None:
-        return count_kept_int(math.prod(shape[batch_axes:]), sparsity)
+        return selection.num_kept(math.prod(shape[batch_axes:]), sparsity)
 
 
 ROUNDING = 1e-6  # of sparsities that patterns compute
@@ -397,7 +396,7 @@ def entry_counter(
             slices * size * (1 - Fraction(read_final_sparsity(pattern, x, name) or 0))
         )
     units, largest = _count_units(pattern, shape, batch_axes)
-    return lambda sparsity: slices * min(size, count_kept_int(units, sparsity) * largest)
+    return lambda sparsity: slices * min(size, selection.num_kept(units, sparsity) * largest)
 
 
 def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from sparsity.patterns.base import (
     prepare_sums,
 )
 from sparsity.patterns.nm import check_axis
-from sparsity.selection.topk import count_kept_int
+from sparsity.selection.topk import num_kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Block(SparsityType):
         if any(size % block for size, block in zip(grid.sizes, grid.block, strict=True)):
             return None  # blocks at the edges are smaller
         size, block = math.prod(shape[batch_axes:]), math.prod(grid.block)
-        return count_kept_int(size // block, sparsity) * block
+        return num_kept(size // block, sparsity) * block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Channel(SparsityType):
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         channels = shape[absolute_axis(self.axis, batch_axes, len(shape))]
         size = math.prod(shape[batch_axes:])
-        return count_kept_int(channels, sparsity) * (size // max(channels, 1))
+        return num_kept(channels, sparsity) * (size // max(channels, 1))
 
     def _list_other_axes(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
         axis = absolute_axis(self.axis, batch_axes, ndim)
@@ -254,7 +254,7 @@ class FanIn(SparsityType):
 
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
         _, _, outputs, inputs = self._split_axes(shape, batch_axes)
-        return outputs * count_kept_int(math.prod(inputs), sparsity)
+        return outputs * num_kept(math.prod(inputs), sparsity)
 
     def _limit_group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""

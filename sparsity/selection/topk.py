@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import overload
 
 import chex
 import jax
@@ -21,17 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_real_array, is_real, is_traced
-from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import Candidates, readable, to_keys
 from sparsity.selection.search import select
 
+_MAX_SLICES = 4096  # that numpy searches; more are searched by a compiled program
+
 
 def topk_mask(
     scores: chex.Array,
-    k: chex.Numeric | Words,
+    k: chex.Numeric,
     *,
     where: chex.Array | None = None,
     batch_axes: int = 0,
@@ -42,8 +44,7 @@ def topk_mask(
     Args:
       scores: real scores or booleans of any shape and dtype, fewer than 2**31 in a slice.
       k: number of entries to keep of each slice, in [0, slice size]; broadcasts against
-        the shape of the slices' axes. A traced k is clamped. Or its two words,
-        as in `global_topk_mask`.
+        the shape of the slices' axes. A traced k is clamped.
       where: optional bool or integer mask of the scores' shape. Only entries that are not zero
         there may be kept; if there are fewer than k, all of them are.
       batch_axes: number of leading axes that index separate slices.
@@ -66,38 +67,32 @@ def topk_mask(
     ndim = scores.ndim
     check_int("batch_axes", batch_axes, 0, ndim)
     check_int("last_axes", last_axes, 0, ndim - batch_axes)
-    read = _read_where("where", where, scores.shape)
+    where = _read_where("where", where, scores.shape)
     last, first = range(ndim - last_axes, ndim), range(batch_axes, batch_axes + last_axes)
-
-    def to_front(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, last, first) if last_axes else x
-
-    ordered = None if read is None else to_front(read)
-    candidates = Candidates(to_front(scores), ordered, batch_axes + last_axes)
-    [mask] = topk_masks([candidates], _k_words(k, candidates.slice_size, candidates.batch))
+    candidates = Candidates(scores, where, batch_axes + last_axes)
+    if last_axes:
+        candidates = jax.tree.map(lambda x: jnp.moveaxis(x, last, first), candidates)
+    [mask] = topk_masks([candidates], _read_k(k, candidates.slice_size, candidates.batch))
     return jnp.moveaxis(mask, first, last) if last_axes else mask
 
 
 def topk_masks(
-    all_candidates: Sequence[Candidates], k: Words | np.ndarray, *, together: bool = False
+    all_candidates: Sequence[Candidates], k: jax.Array | np.ndarray, *, together: bool = False
 ) -> list[jax.Array]:
     """Returns masks of the k highest scores of every slice of many parameters, by one search.
 
     Args:
       all_candidates: parameters of any shapes and dtypes.
-      k: number of entries to keep of each slice, [slices], in the order of `all_candidates`; two
-        uint32 words (high, low), or these in one array. With `together` of all entries, [1].
+      k: number of entries to keep of each slice, int32[slices] in the order of `all_candidates`,
+        or [1] for one number. With `together` of all entries, [1].
       together: whether all entries compete; their scores have one dtype then.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding, 1 = keep.
     """
     likes = [x.scores for x in all_candidates]
-    if not any(map(is_traced, k)) and is_on_host(all_candidates):
-        high, low = (np.asarray(x).astype(np.int64) for x in k)
-        slices = 1 if together else sum(x.num_slices for x in all_candidates)
-        counts = np.broadcast_to((high << 32) | low, (slices,)).tolist()
-        masks = select_on_host(all_candidates, counts, together=together)
+    if not is_traced(k) and is_on_host(all_candidates):
+        masks = _select_on_host(all_candidates, np.asarray(k), together)
         placed = [x.sharding if x.committed else None for x in likes]
         return [jax.device_put(*x) for x in zip(masks, placed, strict=True)]
     topk = functools.partial(_select, together=together)
@@ -105,19 +100,25 @@ def topk_masks(
         return sharding.shard_like(likes, topk, all_candidates, k)
 
 
-def global_topk_mask(
-    tree: PyTree, k: chex.Numeric | Words, *, where: PyTree | None = None
-) -> PyTree:
+@functools.partial(jax.jit, static_argnames="together")
+def _select(
+    all_candidates: Sequence[Candidates], k: jax.Array, *, together: bool
+) -> list[jax.Array]:
+    slices = 1 if together else sum(x.num_slices for x in all_candidates)
+    k = jnp.broadcast_to(k.astype(jnp.int32), (slices,))
+    return select(all_candidates, k, together=together)[0]
+
+
+def global_topk_mask(tree: PyTree, k: chex.Numeric, *, where: PyTree | None = None) -> PyTree:
     """Returns masks of the k highest scores of all leaves together, by one threshold.
 
     >>> global_topk_mask({"a": jnp.array([5, 1]), "b": jnp.array([[5, 5]])}, 2)
     {'a': Array([1, 0], dtype=uint8), 'b': Array([[1, 0]], dtype=uint8)}
 
     Args:
-      tree: leaves of real scores of one dtype, of any shapes, fewer than 2**31 each; their total
-        may be larger. None stands for no leaf.
-      k: number of entries to keep, in [0, total size]: an integer, or two uint32 words (high,
-        low) as `num_kept` returns them. A traced k is clamped.
+      tree: leaves of real scores of one dtype, of any shapes, fewer than 2**31 in total. None
+        stands for no leaf.
+      k: number of entries to keep, an integer in [0, total size]. A traced k is clamped.
       where: optional tree of masks like `tree`. Only entries that are not zero there may be
         kept; if there are fewer than k, all of them are.
 
@@ -139,10 +140,9 @@ def global_topk_mask(
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
-    words = _k_words(k, sum(x.scores.size for x in all_candidates), (1,))
-    return jax.tree.unflatten(
-        jax.tree.structure(tree), topk_masks(all_candidates, words, together=True)
-    )
+    k = _read_k(k, sum(x.scores.size for x in all_candidates), (1,))
+    masks = topk_masks(all_candidates, k, together=True)
+    return jax.tree.unflatten(jax.tree.structure(tree), masks)
 
 
 # ------------------------------------------------------------------ arguments
@@ -154,51 +154,26 @@ def _read_where(name: str, where: chex.Array | None, shape: tuple[int, ...]) -> 
     return jnp.asarray(where)
 
 
-def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
-    """Returns the words of k, [slices], or [1] if slices of this shape and n entries have one k.
+def _read_k(k: chex.Numeric, n: int, shape: tuple[int, ...]) -> jax.Array | np.ndarray:
+    """Returns k, [slices], or [1] if slices of this shape and n entries have one k.
 
-    A concrete k is checked, a traced one is clamped from below; the search clamps from above.
+    A concrete k is checked, a traced one is clamped.
     """
     if isinstance(k, int) and 0 <= k <= n:  # the checks of numpy take as long as a small search
-        return np.array(exact.split(k)).reshape(2, 1)
-    if isinstance(k, tuple) and len(k) != 2:
-        raise ValueError(f"k must be an integer or two words, got k = {k}.")
-    high, low = k if isinstance(k, tuple) else (0, k)
-    if is_traced(high) or is_traced(low):
-        _check_shape(low, shape)
-        words = k if isinstance(k, tuple) else exact.as_words(jnp.maximum(k, 0))
-        arrays = [jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in words]
-        return arrays[0].reshape(-1), arrays[1].reshape(-1)
-    counts = np.asarray(low)
-    if isinstance(k, tuple):
-        counts = (np.asarray(high).astype(np.uint64) << 32) | counts.astype(np.uint64)
-    if counts.dtype.kind not in "biuf" or not np.all((counts >= 0) & (counts <= n)):
-        raise ValueError(f"k must be in [0, {n}], got k = {counts}.")
-    if np.any(counts % 1 != 0):
-        raise ValueError(f"k must be an integer, got k = {counts}.")
-    _check_shape(counts, shape)
-    each = counts.astype(np.uint64)
-    each = (np.broadcast_to(each, shape) if each.ndim else each).reshape(-1)
-    return np.stack([each >> 32, each & 0xFFFFFFFF]).astype(np.uint32)
-
-
-def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
+        return np.array([k])
+    if not is_traced(k):
+        k = np.asarray(k)
+        if k.dtype.kind not in "biuf" or not np.all((k >= 0) & (k <= n) & (k % 1 == 0)):
+            raise ValueError(f"k must be in [0, {n}] and an integer, got k = {k}.")
     with contextlib.suppress(ValueError):
         if np.broadcast_shapes(np.shape(k), shape) == shape:
-            return
+            xp = jnp if is_traced(k) else np
+            clamped: jax.Array | np.ndarray = xp.clip(k, 0, min(n, 2**31 - 1)).astype(np.int32)
+            return xp.broadcast_to(clamped, shape).reshape(-1)
     raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
 
 
-@functools.partial(jax.jit, static_argnames="together")
-def _select(all_candidates: Sequence[Candidates], k: PyTree, *, together: bool) -> list[jax.Array]:
-    slices = 1 if together else sum(x.num_slices for x in all_candidates)
-    high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
-    return select(all_candidates, (high, low), together=together)[0]
-
-
-_MAX_SLICES = 4096  # of all parameters; more are searched by a compiled program
-
-
+# ------------------------------------------------------------------ on the host
 def is_on_host(all_candidates: Sequence[Candidates]) -> bool:
     """Returns whether concrete arrays of one CPU hold the scores, in few slices."""
     arrays = jax.tree.leaves(all_candidates)
@@ -210,30 +185,30 @@ def is_on_host(all_candidates: Sequence[Candidates]) -> bool:
     return is_few and is_here and len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
-def select_on_host(
-    all_candidates: Sequence[Candidates], k: Sequence[int], *, together: bool
+def _select_on_host(
+    all_candidates: Sequence[Candidates], k: np.ndarray, together: bool
 ) -> list[np.ndarray]:
-    """Returns the masks of `search.select` as arrays of numpy; `k` are plain numbers."""
+    """Returns the masks of `search.select` as arrays of numpy."""
     keys, where = list[np.ndarray](), list[np.ndarray]()
     for x in all_candidates:
         shape = x.num_slices, x.slice_size
         with np.errstate(invalid="ignore"):  # comparisons of NaN
             keys.append(to_keys(np.asarray(x.scores)).reshape(shape))
-        where.append(np.ones(shape, bool) if x.where is None else np.asarray(x.where) != 0)
+        where.append((np.ones(shape) if x.where is None else np.asarray(x.where)).reshape(shape))
     masks: Sequence[object]
     if together:
         joined = (np.concatenate([x.reshape(-1) for x in arrays]) for arrays in (keys, where))
         masks = np.split(_mask_best(k[0], *joined), np.cumsum([x.size for x in keys])[:-1])
     else:
-        counts = iter(k)
-        slices = [zip(x, w.reshape(x.shape), strict=True) for x, w in zip(keys, where, strict=True)]
+        counts = iter(np.broadcast_to(k, sum(map(len, keys))))
+        slices = [zip(*pair, strict=True) for pair in zip(keys, where, strict=True)]
         masks = [[_mask_best(next(counts), *row) for row in rows] for rows in slices]
     pairs = zip(all_candidates, masks, strict=True)
     return [np.asarray(mask, np.uint8).reshape(x.shape) for x, mask in pairs]
 
 
 def _mask_best(k: int, keys: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """Returns uint8[n] with ones at the k highest keys[n] where[n] is True, the first of ties."""
+    """Returns uint8[n] with ones at the k highest keys[n] where[n] is not 0, the first of ties."""
     places = np.flatnonzero(where)
     keys, k = keys[places], min(k, len(places))
     kept = np.zeros(len(keys), bool)
@@ -246,16 +221,21 @@ def _mask_best(k: int, keys: np.ndarray, where: np.ndarray) -> np.ndarray:
     return mask
 
 
-def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words:
+# ------------------------------------------------------------------ numbers of entries
+@overload
+def num_kept(n: int, sparsity: float) -> int: ...
+@overload
+def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array: ...
+def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array:
     """Returns k = max(1, round_half_even(n * (1 - float32(sparsity)))), exact; 0 for n = 0.
 
     Args:
-      n: number of weights: an int up to 2**40, or an array of integers below 2**31.
+      n: number of weights: an int, or an array of integers below 2**31.
       sparsity: fraction to remove, in [0, 1]. Traced: clamped, and NaN removes nothing.
 
     Returns:
       An int if both arguments are concrete scalars, else int32 of the shape to which they
-      broadcast; for an n of 2**31 and more two words of uint32.
+      broadcast.
 
     Raises:
       ValueError: if a concrete sparsity is outside [0, 1], or a concrete n outside its range.
@@ -264,30 +244,42 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
       >>> num_kept(5, 0.5), num_kept(7, 0.5), num_kept(10, 1.0)
       (2, 4, 1)
     """
-    one_n = not is_traced(n) and np.ndim(n) == 0
-    if not is_traced(n):
-        most = 2**40 if one_n else 2**31 - 1
-        counts = np.asarray(jax.device_get(n))
-        if counts.dtype.kind not in "iu" or np.any(counts < 0) or np.any(counts > most):
-            raise ValueError(f"n must be an integer in [0, {most}], got n = {n!r}.")
     if not is_traced(sparsity):
-        fraction = np.asarray(jax.device_get(sparsity))
-        if not is_real(fraction.dtype) or not np.all((fraction >= 0) & (fraction <= 1)):
-            raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity!r}.")
-        if one_n and fraction.ndim == 0:
-            n = int(counts)
-            return min(n, max(1, round(n * (1 - Fraction(float(np.float32(fraction)))))))
-    if one_n and int(counts) >= 2**31:
-        return count_kept_words(exact.split(int(counts)), sparsity)
-    low = jnp.asarray(n).astype(jnp.uint32)
-    return count_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
+        sparsity = np.asarray(jax.device_get(sparsity))
+        if not is_real(sparsity.dtype) or not np.all((sparsity >= 0) & (sparsity <= 1)):
+            raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity}.")
+    if not is_traced(n):
+        n = np.asarray(jax.device_get(n))
+        is_number = n.ndim == 0 and not is_traced(sparsity) and np.ndim(sparsity) == 0
+        if n.dtype.kind not in "iu" or np.any(n < 0) or (np.any(n >= 2**31) and not is_number):
+            raise ValueError(f"n must be an integer in [0, {2**31 - 1}], got n = {n}.")
+        if is_number:
+            n, share = int(n), 1 - Fraction(float(np.float32(sparsity)))
+            return min(n, max(1, round(n * share)))
+    return count_kept(jnp.asarray(n), sparsity)
 
 
-def count_kept_int(n: int, sparsity: float) -> int:
-    """Returns `num_kept` of Python numbers."""
-    kept = num_kept(n, sparsity)
-    assert isinstance(kept, int)
-    return kept
+@jax.jit
+def count_kept(n: jax.Array, sparsity: chex.Numeric) -> jax.Array:
+    """Returns `num_kept` of traced numbers, int32."""
+    n, sparsity = n.astype(jnp.uint32), jnp.asarray(sparsity, jnp.float32)
+    sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0)
+    bits = lax.bitcast_convert_type(sparsity, jnp.uint32)
+    # sparsity = mantissa / 2**(shift + 1); from 2**55 on nothing is removed, as at zero.
+    mantissa, shift = (bits & 0x7FFFFF) | 0x800000, jnp.minimum(149 - (bits >> 23), 63)
+    # n * mantissa = high * 2**32 + low, by halves of 16 bits
+    x, y, u, v = n & 0xFFFF, n >> 16, mantissa & 0xFFFF, mantissa >> 16
+    middle = y * u + (x * u >> 16)
+    high, low = y * v + (middle >> 16) + (x * v + (middle & 0xFFFF) >> 16), n * mantissa
+    # Twice the number to remove, rounded down, and whether there is a remainder.
+    near, far = jnp.minimum(shift, 31), jnp.maximum(shift, 32) - 32
+    doubled = jnp.where(shift < 32, (low >> near) | (high << (32 - near)), high >> far)
+    is_low_cut = (low & ((jnp.uint32(1) << near) - 1)) > 0
+    is_cut = jnp.where(shift < 32, is_low_cut, (low > 0) | (high != (high >> far) << far))
+    kept = n - (doubled >> 1)
+    is_rounded_down = ((doubled & 1) == 1) & (is_cut | ((kept & 1) == 1))
+    kept = kept - is_rounded_down.astype(jnp.uint32)
+    return jnp.maximum(kept, jnp.minimum(n, 1)).astype(jnp.int32)
 
 
 def lowest_sparsity(fits: Callable[[float], bool]) -> float:
@@ -309,27 +301,48 @@ def lowest_sparsity(fits: Callable[[float], bool]) -> float:
     return value(low)
 
 
-@jax.jit
-def count_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
-    """Returns `num_kept` of a traced number that may be 2**31 and more."""
-    sparsity = jnp.asarray(sparsity, jnp.float32)
-    sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0)
-    bits = lax.bitcast_convert_type(sparsity, jnp.uint32)
-    # sparsity = mantissa / 2**exponent; from 2**65 on nothing is removed, as at zero.
-    mantissa = (bits & 0x7FFFFF) | 0x800000
-    shift = jnp.minimum(149 - (bits >> 23), 64)
-    removed = exact.times(n, mantissa)
-    doubled = exact.shift_right(removed, shift)
-    # Some bit below the half is set just if one less has the same quotient.
-    bit = zero_like(n[0]), zero_like(n[1]) | 1
-    is_above_half = exact.equal(exact.shift_right(exact.minus(removed, bit), shift), doubled)
-    kept = exact.minus(n, (doubled[0] >> 1, (doubled[1] >> 1) | (doubled[0] << 31)))
-    down = ((doubled[1] & 1) == 1) & (is_above_half | ((kept[1] & 1) == 1))
-    kept = exact.minus(kept, (zero_like(n[0]), down.astype(jnp.uint32)))
-    one = (zero_like(n[0]), jnp.minimum(n[0] | n[1], 1))
-    return exact.choose(exact.at_least(kept, one), kept, one)
+# ------------------------------------------------------------------ moves
+def move_units(
+    drop: Sequence[Candidates],
+    grow: Sequence[Candidates],
+    fraction: chex.Numeric,
+    *,
+    together: bool = False,
+) -> list[jax.Array]:
+    """Returns masks with a fraction of their active entries replaced, by two searches.
+
+    Of the n active entries of every slice num_kept(n, fraction) stay, those with the highest drop
+    scores. As many entries as were dropped grow: those with the highest grow scores of all others.
+
+    Args:
+      drop: drop scores; `where` is the current mask.
+      grow: grow scores, without `where`.
+      fraction: in [0, 1], a scalar.
+      together: whether all parameters compete, under a constant total.
+
+    Returns:
+      uint8 masks, each with the shape and sharding of its parameter.
+    """
+    move = functools.partial(_move_units, together=together)
+    return sharding.shard_like([x.scores for x in drop], move, drop, grow, fraction)
 
 
+@functools.partial(jax.jit, static_argnames="together")
+def _move_units(
+    drop: Sequence[Candidates],
+    grow: Sequence[Candidates],
+    fraction: chex.Numeric,
+    *,
+    together: bool,
+) -> list[jax.Array]:
+    kept, lost = select(drop, lambda n: count_kept(n, fraction), together=together)
+    pairs = zip(grow, kept, strict=True)
+    free = [dataclasses.replace(x, where=mask == 0) for x, mask in pairs]
+    grown, _ = select(free, lost, together=together)
+    return [a | b for a, b in zip(kept, grown, strict=True)]
+
+
+# ------------------------------------------------------------------ groups
 def nm_mask(
     scores: chex.Array, n: chex.Numeric, m: int, *, axis: int = -1, keep: chex.Array | None = None
 ) -> jax.Array:
@@ -356,25 +369,16 @@ def nm_mask(
       Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
     """
     scores = readable(scores)
-    check_int("axis", axis)
-    if not -scores.ndim <= axis < scores.ndim:
-        raise ValueError(f"axis must name one of {scores.ndim} axes, got axis = {axis}.")
+    check_int("axis", axis, -scores.ndim, scores.ndim - 1)
     check_int("m", m, 1)
-    _check_n(n, m)
-    if keep is not None and np.shape(keep) != scores.shape:
-        raise ValueError(f"keep must have shape {scores.shape}, got keep.shape = {np.shape(keep)}.")
-    keep = None if keep is None else jnp.asarray(keep)
+    keep = _read_where("keep", keep, scores.shape)
     axis = int(axis) % scores.ndim
-    m = min(int(m), max(scores.shape[axis], 1))  # a larger group holds no other entries
-    fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, min(int(jax.device_get(n)), m))
-    return fn(scores, n, keep, m, axis)
-
-
-def _check_n(n: chex.Numeric, m: int) -> None:
-    count: jax.Array | np.ndarray = n if isinstance(n, jax.core.Tracer) else np.asarray(n)
-    is_count = count.shape == () and jnp.issubdtype(count.dtype, np.integer)
-    if not is_count or not (is_traced(n) or 0 <= count <= m):
-        raise ValueError(f"n must be an integer in [0, {m}], got n = {n!r}.")
+    size = min(int(m), max(scores.shape[axis], 1))  # a larger group holds no other entries
+    if is_traced(n):
+        return _nm_mask_traced(scores, n, keep, size, axis)
+    n = n.item() if isinstance(n, jax.Array) else n
+    check_int("n", n, 0, m)
+    return _nm_mask(scores, min(int(n), size), keep, size, axis)
 
 
 def _grouped_mask(
@@ -421,43 +425,3 @@ def _gather_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
         return x
     spec = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
-
-
-def move_units(
-    drop: Sequence[Candidates],
-    grow: Sequence[Candidates],
-    fraction: chex.Numeric,
-    *,
-    together: bool = False,
-) -> list[jax.Array]:
-    """Returns masks with a fraction of their active entries replaced, by two searches.
-
-    Of the n active entries of every slice num_kept(n, fraction) stay, those with the highest drop
-    scores. As many entries as were dropped grow: those with the highest grow scores of all others.
-
-    Args:
-      drop: drop scores; `where` is the current mask.
-      grow: grow scores, without `where`.
-      fraction: in [0, 1], a scalar.
-      together: whether all parameters compete, under a constant total.
-
-    Returns:
-      uint8 masks, each with the shape and sharding of its parameter.
-    """
-    move = functools.partial(_move_units, together=together)
-    return sharding.shard_like([x.scores for x in drop], move, drop, grow, fraction)
-
-
-@functools.partial(jax.jit, static_argnames="together")
-def _move_units(
-    drop: Sequence[Candidates],
-    grow: Sequence[Candidates],
-    fraction: chex.Numeric,
-    *,
-    together: bool,
-) -> list[jax.Array]:
-    kept, lost = select(drop, lambda n: count_kept_words(n, fraction), together=together)
-    pairs = zip(grow, kept, strict=True)
-    free = [dataclasses.replace(x, where=mask == 0) for x, mask in pairs]
-    grown, _ = select(free, lost, together=together)
-    return [a | b for a, b in zip(kept, grown, strict=True)]
