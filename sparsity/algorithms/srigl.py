@@ -98,7 +98,6 @@ class SRigL(RigL):
         for path, target in trees.leaves_by_path(targets).items():
             site = sites[path]
             self._check_pattern(site.pattern, f" for {site.name!r}")
-            site.check_size(leaves[path].shape)
             shape = leaves[path].shape[site.batch_axes :] or (1,)
             if not is_traced(target) and (
                 0 < num_kept(math.prod(shape), float(target)) < shape[-1]

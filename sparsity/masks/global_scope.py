@@ -23,7 +23,6 @@ from sparsity.masks.scopes import (
     Layerwise,
     MovingSite,
     ScoredSite,
-    check_slice_sizes,
     count_units,
     find_site_mesh,
     stack_sparsities,
@@ -197,7 +196,6 @@ def _split_overrides(parameters: Sequence[AnySite]) -> tuple[list[AnySite], list
     for site in (x.site for x in competitors):
         _check(site.pattern, site.batch_axes, None, f" for {site.name!r}")
     _check_meshes(competitors)
-    check_slice_sizes(competitors)
     return competitors, [x for x in parameters if x.site.has_override]
 
 

@@ -90,12 +90,6 @@ class MovingSite(NamedTuple):
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
 
 
-def check_slice_sizes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
-    """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
-    for competitor in competitors:
-        competitor.site.check_size(competitor.shape)
-
-
 def find_site_mesh(competitor: ScoredSite | MovingSite) -> Mesh | None:
     """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
     return sharding.find_mesh(competitor[1:])
@@ -346,7 +340,6 @@ class Layerwise(DataclassBase):
 
         if topk_fn is not None:
             return [select_alone(scored) for scored in scored_sites]
-        check_slice_sizes(scored_sites)
         return _search_alike(scored_sites, _select_units, select_alone)
 
     def move(
@@ -361,7 +354,6 @@ class Layerwise(DataclassBase):
                 moving.mask, *scores, drop_fraction, batch_axes=site.batch_axes
             )
 
-        check_slice_sizes(moving_sites)
         return _search_alike(
             moving_sites, functools.partial(_move_units, drop_fraction), move_alone
         )
