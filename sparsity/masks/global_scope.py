@@ -14,7 +14,7 @@ import numpy as np
 from sparsity.core import exact, sharding
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import finite, ordered_sum, scale_to_one
+from sparsity.core.exact_sums import scale_to_one
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import path_names
 from sparsity.masks.affordable import within_budget
@@ -248,11 +248,8 @@ def divide_by_norm(scores: jax.Array, eps: float) -> jax.Array:
 
 @jax.jit
 def _divide(scores: jax.Array, eps: float) -> jax.Array:
-    [wide], factors = scale_to_one([scores.astype(promote(scores.dtype, jnp.float32))])
-    squares = jnp.square(finite(wide))
-    # The sum of at most 2**29 squares has the same bits on any mesh, and so have masks.
-    add = ordered_sum if squares.size <= 2**29 else jnp.sum
-    norm = jnp.sqrt(add(squares, tuple(range(squares.ndim))))
-    divisor = norm + jnp.asarray(eps, wide.dtype) * factors[0] * factors[1]
+    [wide], factor = scale_to_one([scores.astype(promote(scores.dtype, jnp.float32))])
+    norm = jnp.sqrt(jnp.sum(jnp.square(jnp.where(jnp.isfinite(wide), wide, 0))))
+    divisor = norm + jnp.asarray(eps, wide.dtype) * factor
     # A product: XLA turns a division into a product in some kernels and not in others.
     return wide * (1 / jnp.maximum(divisor, jnp.finfo(wide.dtype).tiny))

@@ -29,7 +29,8 @@ from sparsity.core.checks import (
     check_real_array,
     check_values,
 )
-from sparsity.core.exact_sums import count, scale_for_sums
+from sparsity.core.dtypes import promote
+from sparsity.core.exact_sums import count
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.statements import is_stated
 
@@ -285,10 +286,9 @@ def keep_active(
     return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), num_active - k
 
 
-def prepare_sums(scores: jax.Array) -> jax.Array:
-    """Returns scores in at least float32, scaled if a sum of all would overflow."""
-    wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    return scale_for_sums([wide], wide.size)[0]
+def sum_units(scores: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
+    """Sums scores along axes in at least float32."""
+    return jnp.sum(scores, axes, promote(scores.dtype, jnp.float32))
 
 
 def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:

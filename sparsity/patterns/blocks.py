@@ -17,7 +17,7 @@ from sparsity.patterns.base import (
     SparsityType,
     absolute_axis,
     describe_parameter,
-    prepare_sums,
+    sum_units,
 )
 from sparsity.patterns.nm import check_axis
 from sparsity.selection.topk import num_kept
@@ -63,7 +63,7 @@ class Block(SparsityType):
         if not self.use_avg_pooling:
             # Repeated edge rows and columns change no maximum.
             return grid.reduce(scores, jnp.max, "edge")
-        total = grid.reduce(prepare_sums(scores), jnp.sum, "constant")
+        total = grid.reduce(scores, sum_units, "constant")
         counts = np.outer(*grid.list_block_sizes()).astype(total.dtype)
         counts = counts if is_traced(total) else jax.device_put(counts)
         return total / jnp.broadcast_to(counts, total.shape)
@@ -108,7 +108,7 @@ class Channel(SparsityType):
         return dataclasses.replace(self, axis=fn(self.axis))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        return jnp.sum(prepare_sums(scores), axis=self._list_other_axes(scores.ndim, batch_axes))
+        return sum_units(scores, self._list_other_axes(scores.ndim, batch_axes))
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         other_axes = self._list_other_axes(len(shape), batch_axes)
@@ -240,11 +240,10 @@ class FanIn(SparsityType):
         group = self._limit_group_size(outputs)
         if group == 1:  # in the dtype of the scores: a cast could make ties
             return rows
-        rows = prepare_sums(rows)
         if padding := -outputs % group:
             rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
-        return jnp.sum(groups, axis=batch_axes + 1)
+        return sum_units(groups, batch_axes + 1)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)

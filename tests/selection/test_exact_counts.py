@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sparsity.core.exact_sums import count, ordered_sum
+from sparsity.core.exact_sums import count
 from sparsity.selection.topk import num_kept
 from tests import helpers
 
@@ -76,7 +76,3 @@ def test_num_kept_refuses_concrete_and_clamps_traced_sparsities():
     for n in (-1, 2.0, np.array([3, -1]), np.array([2**31])):
         with pytest.raises(ValueError, match="n must be an integer in"):
             num_kept(n, 0.5)
-
-
-def test_the_sum_of_a_scalar_over_no_axis_is_the_scalar():
-    assert ordered_sum(jnp.float32(3.5), ()) == 3.5
