@@ -37,7 +37,6 @@ from sparsity.masks.scopes import (
     find_missing_scope_method as find_missing_scope_method,
     has_statement as has_statement,
     is_layerwise as is_layerwise,
-    is_per_slice as is_per_slice,
     takes_signed_scores as takes_signed_scores,
 )
 from sparsity.masks.sites import (

@@ -35,11 +35,10 @@ from sparsity.core.checks import (
     find_missing_method,
     is_traced,
 )
-from sparsity.core.statements import is_stated
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.bits import are_kept
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
-from sparsity.patterns.base import expand_units, is_ranking_units, pool_units
+from sparsity.patterns.base import expand_units, pool_units
 from sparsity.selection import Candidates, num_kept, topk_masks
 from sparsity.selection.keys import readable
 from sparsity.selection.topk import move_units
@@ -109,8 +108,7 @@ class Scope(Protocol):
       `Uniform(entries=)` relies on it.
     - `takes_signed_scores`: scores are summed, so that those of saliency keep their signs.
 
-    A subclass that overrides `select` or `move` states the first three again where they hold;
-    `oneshot` alone takes `per_slice` from the base.
+    A subclass inherits the statements: if its masks no longer keep one, it states False.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -193,23 +191,11 @@ def find_missing_scope_method(scope: object) -> str | None:
     return find_missing_method(scope, methods)
 
 
-def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Returns whether each slice of a parameter has a mask that depends on its own scores alone.
-
-    Whether moves do so as well says `has_statement(scope, "per_slice")`.
-    """
-    return getattr(scope, "per_slice", False) is True
-
-
 def has_statement(
     scope: object, attribute: Literal["per_slice", "keeps_targets", "keeps_total"]
-) -> bool:
-    """Returns whether a scope states that an attribute of `Scope` is True of `select` and `move`.
-
-    The statement of a class does not hold for methods that a subclass overrides.
-    """
-    is_true = getattr(scope, attribute, False) is True
-    return is_true and is_stated(type(scope), attribute, ("select", "move"))
+) -> TypeGuard[Scope]:
+    """Returns whether a scope states that an attribute of `Scope` is True."""
+    return getattr(scope, attribute, False) is True
 
 
 def takes_signed_scores(scope: Scope | TreeScope) -> bool:
@@ -379,7 +365,7 @@ def _search_alike(
     masks: dict[int, jax.Array] = {}
     members_by_mesh: dict[Mesh | None, list[int]] = {}
     for i, competitor in enumerate(competitors):
-        if is_ranking_units(competitor.site.pattern):
+        if competitor.site.pattern.ranks_units:
             members_by_mesh.setdefault(find_site_mesh(competitor), []).append(i)
         else:
             masks[i] = mask_alone(competitor)

@@ -19,28 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import selection
-from sparsity.core import sharding
-from sparsity.core.checks import (
-    DataclassBase,
-    as_float,
-    check_fraction,
-    check_function,
-    check_int,
-    check_real_array,
-    check_values,
-)
+from sparsity.core import checks, sharding
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import count
-from sparsity.core.sharding import evaluate_now
-from sparsity.core.statements import is_stated
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
     "dense with filter_fn or custom_sparsity_map={path: None}."
 )
+ROUNDING = 1e-6  # of sparsities that patterns compute
 
 
-class SparsityType(DataclassBase):
+class SparsityType(checks.DataclassBase):
     """Base of patterns, the units that are kept or removed together; here each entry is a unit.
 
     A subclass with units of several entries overrides `pool` and `expand`, and `check` if it does
@@ -63,11 +53,24 @@ class SparsityType(DataclassBase):
 
     # Whether each entry is a unit, so that entries of all leaves can compete.
     is_elementwise: ClassVar[bool] = False
-    # Whether a mask keeps the best units, so that one search serves many leaves. A class that
-    # overrides `select` or `move` states the attribute again where it holds.
-    ranks_units: ClassVar[bool] = True
     # Axes of the units, first after the batch axes, that index the groups in which units compete.
     group_axes: ClassVar[int] = 0
+
+    @property
+    def ranks_units(self) -> bool:
+        """Whether `select` and `move` are those of this class, so that one search serves many."""
+        cls = type(self)
+        return cls.select is SparsityType.select and cls.move is SparsityType.move
+
+    @property
+    def input_axes(self) -> tuple[int, ...]:
+        """Contracted axes of a slice along which entries compete; () if fields name none."""
+        return ()
+
+    @property
+    def inputs_per_group(self) -> int | None:
+        """Number of consecutive inputs that compete with each other; `None`: all inputs."""
+        return None
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         """Raises a ValueError that names the parameter if the pattern does not fit its shape.
@@ -102,6 +105,17 @@ class SparsityType(DataclassBase):
             )
         return self
 
+    def for_matrix(self) -> SparsityType | None:
+        """Returns the pattern of a matrix [inputs, outputs], whose inputs are pruned in order.
+
+        `None` if units hold entries of several inputs.
+        """
+        return None
+
+    def outputs_per_group(self, outputs: int) -> int:
+        """Returns how many neighbouring outputs keep the same inputs, 0 if their inputs differ."""
+        return 0
+
     def final_sparsity(self, target: float) -> float:
         """Returns the sparsity of a mask at the end of a ramp to `target`."""
         return target
@@ -112,7 +126,7 @@ class SparsityType(DataclassBase):
         """Returns the number of entries that `select` keeps of each slice, and `move` preserves.
 
         Returns `None` if the number depends on the scores, which is the default of a pattern with
-        units of its own.
+        units of its own. A class that overrides `select` or `pool` overrides this method too.
 
         Args:
           shape: shape of the parameter, batch axes included.
@@ -146,8 +160,9 @@ class SparsityType(DataclassBase):
         Returns:
           uint8 mask of the shape of `scores`.
         """
-        check_select(scores, sparsity, batch_axes)
-        check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
+        check_arrays(batch_axes, scores=scores)
+        checks.check_fraction("sparsity", sparsity)
+        checks.check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
 
         def create(scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
             leading = batch_axes + self.group_axes
@@ -160,11 +175,7 @@ class SparsityType(DataclassBase):
                 for _ in range(leading):
                     choose = jax.vmap(choose, in_axes=(0, None))
                 chosen = choose(units, sparsity)
-                if getattr(chosen, "shape", None) != units.shape:
-                    raise ValueError(
-                        f"topk_fn must return a mask of the shape of its scores, "
-                        f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."
-                    )
+                checks.check_real_array(f"the mask of topk_fn = {topk_fn!r}", chosen, units.shape)
                 mask = jnp.asarray(chosen).astype(bool).astype(jnp.uint8)
             return expand_units(self, mask, scores.shape, batch_axes)
 
@@ -194,51 +205,47 @@ class SparsityType(DataclassBase):
         Returns:
           uint8 mask of the same shape.
         """
+        check_arrays(batch_axes, mask=mask, drop_scores=drop_scores, grow_scores=grow_scores)
+        checks.check_fraction("drop_fraction", drop_fraction)
 
-        check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
-
-        def move(
-            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
-        ) -> jax.Array:
+        def move(fraction: chex.Numeric, *arrays: jax.Array) -> jax.Array:
             # A unit is all ones or all zeros.
-            active, drop_scores, grow_scores = (
-                pool_units(self, x, batch_axes) for x in (mask, drop_scores, grow_scores)
-            )
+            active, drop, grow = (pool_units(self, x, batch_axes) for x in arrays)
             leading = batch_axes + self.group_axes
-            kept, num_dropped = keep_active(active, drop_scores, fraction, leading)
-            grown = selection.topk_mask(
-                grow_scores, num_dropped, where=1 - kept, batch_axes=leading
-            )
+            kept, num_dropped = keep_active(active, drop, fraction, leading)
+            grown = selection.topk_mask(grow, num_dropped, where=1 - kept, batch_axes=leading)
             return expand_units(self, kept | grown, mask.shape, batch_axes)
 
-        return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
+        return sharding.shard_like(mask, move, drop_fraction, mask, drop_scores, grow_scores)
 
 
-def is_ranking_units(pattern: SparsityType) -> bool:
-    """Returns whether a pattern states that its `select` and `move` rank units."""
-    return pattern.ranks_units and is_stated(type(pattern), "ranks_units", ("select", "move"))
+@dataclasses.dataclass(frozen=True)
+class Unstructured(SparsityType):
+    """Keeps or removes each entry by itself.
+
+    Example:
+      >>> Unstructured().select(jnp.array([1.0, 3.0, 2.0, 0.0]), 0.5)
+      Array([0, 1, 1, 0], dtype=uint8)
+    """
+
+    is_elementwise = True
+
+    def for_matrix(self) -> SparsityType:
+        return Unstructured()  # the subclass of a user may have no hash
+
+    def count_kept(
+        self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
+    ) -> int | None:
+        return selection.num_kept(math.prod(shape[batch_axes:]), sparsity)
 
 
-def count_kept_entries(
-    pattern: SparsityType, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
-) -> int | None:
-    """Returns `count_kept` of a pattern; `None` if a subclass overrides what the method counts."""
-    counted = "select", "move", "pool", "expand"
-    is_counted = is_stated(type(pattern), "count_kept", counted)
-    return pattern.count_kept(shape, sparsity, batch_axes) if is_counted else None
-
-
+# ------------------------------------------------------------------ units
 def pool_units(
     pattern: SparsityType, scores: jax.Array, batch_axes: int, name: str = "scores"
 ) -> jax.Array:
     """Returns the scores of units by `pool` of a pattern; the error names the parameter."""
     units = pattern.pool(scores, batch_axes)
-    check_real_array(f"{pattern}.pool of {name!r}", units)
-    if units.ndim < (min_ndim := batch_axes + pattern.group_axes):
-        raise ValueError(
-            f"{pattern}.pool of {name!r} must have {min_ndim} axes or more, those of batches and "
-            f"of groups, got shape {units.shape}."
-        )
+    checks.check_real_array(f"{pattern}.pool of {name!r}", units)
     return units
 
 
@@ -251,30 +258,17 @@ def expand_units(
 ) -> jax.Array:
     """Returns the mask of entries by `expand` of a pattern; the error names the parameter."""
     mask = pattern.expand(units, shape, batch_axes)
-    check_real_array(f"{pattern}.expand of {name!r}", mask, shape)
+    checks.check_real_array(f"{pattern}.expand of {name!r}", mask, shape)
     return mask
 
 
-def check_select(scores: chex.Array, sparsity: chex.Numeric, batch_axes: int) -> None:
-    """Raises a ValueError that names a wrong argument of `select`."""
-    check_real_array("scores", scores)
-    check_int("batch_axes", batch_axes, 0, len(scores.shape))
-    check_fraction("sparsity", sparsity)
-
-
-def check_move(
-    mask: chex.Array,
-    drop_scores: chex.Array,
-    grow_scores: chex.Array,
-    drop_fraction: chex.Numeric,
-    batch_axes: int,
-) -> None:
-    """Raises a ValueError that names a wrong argument of `move`."""
-    check_real_array("mask", mask)
-    check_real_array("drop_scores", drop_scores, mask.shape)
-    check_real_array("grow_scores", grow_scores, mask.shape)
-    check_int("batch_axes", batch_axes, 0, len(mask.shape))
-    check_fraction("drop_fraction", drop_fraction)
+def check_arrays(batch_axes: int, **arrays: chex.Array) -> None:
+    """Raises a ValueError that names an array that is not real, or of another shape."""
+    shape = None
+    for name, array in arrays.items():
+        checks.check_real_array(name, array, shape)
+        shape = array.shape
+    checks.check_int("batch_axes", batch_axes, 0, len(shape or ()))
 
 
 def keep_active(
@@ -291,9 +285,20 @@ def sum_units(scores: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
     return jnp.sum(scores, axes, promote(scores.dtype, jnp.float32))
 
 
+# ------------------------------------------------------------------ axes
 def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:
     """Converts an axis within a slice to a non-negative axis of the array."""
     return (axis if axis < 0 else axis + batch_axes) % ndim
+
+
+def check_axis(
+    pattern: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
+) -> None:
+    """Raises a ValueError that names the parameter if its slices have no such axis."""
+    ndim = len(shape) - batch_axes
+    if not -ndim <= axis < ndim:
+        parameter = describe_parameter(shape, batch_axes, name)
+        raise ValueError(f"{pattern}: {parameter} has no axis {axis}. {REMEDY}")
 
 
 def describe_parameter(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
@@ -302,26 +307,7 @@ def describe_parameter(shape: tuple[int, ...], batch_axes: int, name: str) -> st
     return f"parameter {name!r} of shape {shape}{batch}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Unstructured(SparsityType):
-    """Keeps or removes each entry by itself.
-
-    Example:
-      >>> Unstructured().select(jnp.array([1.0, 3.0, 2.0, 0.0]), 0.5)
-      Array([0, 1, 1, 0], dtype=uint8)
-    """
-
-    is_elementwise = True
-
-    def count_kept(
-        self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
-    ) -> int | None:
-        return selection.num_kept(math.prod(shape[batch_axes:]), sparsity)
-
-
-ROUNDING = 1e-6  # of sparsities that patterns compute
-
-
+# ------------------------------------------------------------------ numbers without scores
 def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> float | None:
     """Returns the sparsity of masks at the end of a ramp, `None` if the pattern does not know it.
 
@@ -333,16 +319,13 @@ def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> floa
     Raises:
       ValueError: the sparsity of the pattern is no number in [0, 1], beyond rounding.
     """
-    with evaluate_now():
+    with sharding.evaluate_now():
         final: object = pattern.final_sparsity(target)
     if final is None:
         return None
-    label = f"{pattern}.final_sparsity of {name!r}"
-    check_values(label, final, "Return a number.")
-    number = as_float(final)
-    nearest = min(max(number, 0.0), 1.0)
-    if not abs(number - nearest) <= ROUNDING:  # NaN, too
-        check_fraction(label, final)
+    nearest = min(max(checks.as_float(final), 0.0), 1.0)
+    if not abs(checks.as_float(final) - nearest) <= ROUNDING:  # NaN, too
+        checks.check_fraction(f"{pattern}.final_sparsity of {name!r}", final)
     return nearest
 
 
@@ -354,15 +337,10 @@ def read_count(
     Raises:
       ValueError: `count_kept` of the pattern returns no number of entries of a slice.
     """
-    count: object = count_kept_entries(pattern, shape, sparsity, batch_axes)
-    if count is None:
+    if (number := pattern.count_kept(shape, sparsity, batch_axes)) is None:
         return None
     label = f"{pattern}.count_kept of {name!r}"
-    check_values(label, count, "Return a number.")
-    number = as_float(count)
-    check_int(
-        label, int(number) if number.is_integer() else count, 0, math.prod(shape[batch_axes:])
-    )
+    checks.check_int(label, int(number), 0, math.prod(shape[batch_axes:]))
     return int(number)
 
 
@@ -389,9 +367,9 @@ def entry_counter(
     slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
     if not slices * size:
         return lambda sparsity: 0
-    if count_kept_entries(pattern, shape, 0.5, batch_axes) is not None:
+    if pattern.count_kept(shape, 0.5, batch_axes) is not None:
         return lambda x: slices * (read_count(pattern, shape, x, batch_axes, name) or 0)
-    if not is_ranking_units(pattern):
+    if not pattern.ranks_units:
         return lambda x: math.ceil(
             slices * size * (1 - Fraction(read_final_sparsity(pattern, x, name) or 0))
         )
@@ -408,6 +386,6 @@ def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int)
     first_unit[
         (0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])
     ] = 1
-    with evaluate_now():
+    with sharding.evaluate_now():
         entries = np.count_nonzero(pattern.expand(jnp.asarray(first_unit), shape, batch_axes))
     return math.prod(units[leading:]), int(entries)

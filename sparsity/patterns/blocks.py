@@ -16,10 +16,10 @@ from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
     absolute_axis,
+    check_axis,
     describe_parameter,
     sum_units,
 )
-from sparsity.patterns.nm import check_axis
 from sparsity.selection.topk import num_kept
 
 
@@ -218,26 +218,25 @@ class FanIn(SparsityType):
         object.__setattr__(self, "axis", axes[0] if len(axes) == 1 else tuple(sorted(axes)))
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        """The contracted axes of a slice."""
+    def input_axes(self) -> tuple[int, ...]:
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
-        for axis in self.axes:
+        for axis in self.input_axes:
             check_axis(self, axis, shape, batch_axes, name)
-        axes = {absolute_axis(axis, batch_axes, len(shape)) for axis in self.axes}
-        if len(axes) < len(self.axes):
+        axes = {absolute_axis(axis, batch_axes, len(shape)) for axis in self.input_axes}
+        if len(axes) < len(self.input_axes):
             parameter = describe_parameter(shape, batch_axes, name)
             raise ValueError(f"{self}: two of the axes are one axis of {parameter}. {REMEDY}")
 
     def renumber_axes(self, fn: Callable[[int], int]) -> Self:
-        return dataclasses.replace(self, axis=tuple(map(fn, self.axes)))
+        return dataclasses.replace(self, axis=tuple(map(fn, self.input_axes)))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         """Returns the scores of the units, [*batch, groups, *inputs]."""
         order, batch, outputs, inputs = self._split_axes(scores.shape, batch_axes)
         rows = scores.transpose(order).reshape(*batch, outputs, *inputs)
-        group = self._limit_group_size(outputs)
+        group = self.outputs_per_group(outputs)
         if group == 1:  # in the dtype of the scores: a cast could make ties
             return rows
         if padding := -outputs % group:
@@ -247,7 +246,7 @@ class FanIn(SparsityType):
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)
-        rows = jnp.repeat(units, self._limit_group_size(outputs), axis=batch_axes)
+        rows = jnp.repeat(units, self.outputs_per_group(outputs), axis=batch_axes)
         rows = jax.lax.slice_in_dim(rows, 0, outputs, axis=batch_axes)
         return rows.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
@@ -255,8 +254,10 @@ class FanIn(SparsityType):
         _, _, outputs, inputs = self._split_axes(shape, batch_axes)
         return outputs * num_kept(math.prod(inputs), sparsity)
 
-    def _limit_group_size(self, outputs: int) -> int:
-        """Returns the outputs of a full group, not more than a slice has."""
+    def for_matrix(self) -> FanIn:
+        return FanIn(self.group, axis=0)
+
+    def outputs_per_group(self, outputs: int) -> int:
         return max(1, min(self.group, outputs))
 
     def _split_axes(
@@ -264,7 +265,7 @@ class FanIn(SparsityType):
     ) -> tuple[list[int], tuple[int, ...], int, tuple[int, ...]]:
         """Returns the axes by role; the sizes of the batch, the outputs as one, and the inputs."""
         ndim = len(shape)
-        inputs = sorted(absolute_axis(axis, batch_axes, ndim) for axis in self.axes)
+        inputs = sorted(absolute_axis(axis, batch_axes, ndim) for axis in self.input_axes)
         outputs = [axis for axis in range(batch_axes, ndim) if axis not in inputs]
         count = math.prod(shape[axis] for axis in outputs)
         order = [*range(batch_axes), *outputs, *inputs]

@@ -20,7 +20,6 @@ from sparsity.masks import (
     place_masks,
     read_masks,
 )
-from sparsity.patterns.base import is_ranking_units
 from sparsity.sparsity_schedules import has_updates
 from sparsity.training.hooks import StepInputs
 from sparsity.training.overrides import read_attribute
@@ -140,7 +139,7 @@ def _check_units(
     if path not in sites:
         return
     pattern, axes = sites[path].pattern, sites[path].batch_axes
-    if pattern.is_elementwise or not is_ranking_units(pattern):
+    if pattern.is_elementwise or not pattern.ranks_units:
         return
     shape = param.shape
     pattern.check(shape, axes, sites[path].name)

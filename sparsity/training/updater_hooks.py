@@ -32,7 +32,6 @@ from sparsity.masks import (
 )
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
-from sparsity.patterns.base import count_kept_entries
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import NO_EXTRA, ExtraArg, HookArgs, SliceRule, StepInputs
 from sparsity.training.overrides import KeepsCount, check_overrides, read_attribute
@@ -299,7 +298,7 @@ class UpdaterHooks(DataclassBase):
         Returns:
           `None` if the number depends on scores, as by default unless `keeps_count` is "exact".
         """
-        has_count = count_kept_entries(site.pattern, shape, 0.5, site.batch_axes) is not None
+        has_count = site.pattern.count_kept(shape, 0.5, site.batch_axes) is not None
         return kept if read_attribute(self, "keeps_count") == "exact" and has_count else None
 
     def slice_rule(self) -> SliceRule | None:

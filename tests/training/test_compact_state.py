@@ -295,6 +295,8 @@ def test_updaters_whose_numbers_change_are_refused(options, message):
 class More(sparsity.Layerwise):
     """Keeps one weight more of each parameter than its target."""
 
+    keeps_targets = False
+
     def select(self, leaves, topk_fn):
         masks = super().select(leaves, topk_fn)
         return [mask.at[(0,) * mask.ndim].set(1) for mask in masks]
@@ -302,6 +304,8 @@ class More(sparsity.Layerwise):
 
 class All(sparsity.Layerwise):
     """Keeps all weights after a move."""
+
+    keeps_targets = False
 
     def move(self, leaves, drop_fraction):
         return [jnp.ones_like(leaf.mask) for leaf in leaves]
