@@ -12,7 +12,7 @@ from sparsity.core import trees
 from sparsity.core.dtypes import multiply
 from sparsity.core.hashing import Draw, generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
-from sparsity.masks import takes_signed_scores
+from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
@@ -73,7 +73,7 @@ class SaliencyPruning(BaseUpdater):
             )
 
         # A scope that adds up the scores of channels takes the absolute value of the sum.
-        is_signed = takes_signed_scores(self.scope)
+        is_signed = has_statement(self.scope, "takes_signed_scores")
 
         def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
             if grad is None:

@@ -37,7 +37,6 @@ from sparsity.masks.scopes import (
     find_missing_scope_method as find_missing_scope_method,
     has_statement as has_statement,
     is_layerwise as is_layerwise,
-    takes_signed_scores as takes_signed_scores,
 )
 from sparsity.masks.sites import (
     BatchAxes as BatchAxes,

@@ -24,14 +24,12 @@ from sparsity.masks.scopes import (
     MovingSite,
     ScoredSite,
     count_units,
-    find_site_mesh,
     stack_sparsities,
 )
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import Candidates, num_kept, topk_masks
+from sparsity.selection import Candidates, move_units, num_kept, topk_masks
 from sparsity.selection.keys import readable
-from sparsity.selection.topk import move_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _check(
 
 def _check_meshes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for parameters on several meshes, which no program ranks together."""
-    names = {find_site_mesh(x): x.site.name for x in competitors}
+    names = {sharding.find_mesh(x[1:]): x.site.name for x in competitors}
     names.pop(None, None)  # a program moves what lies on no mesh
     if len(names) > 1:
         (mesh, name), (other_mesh, other), *_ = names.items()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     ClassVar,
     Literal,
     NamedTuple,
     Protocol,
     Self,
+    TypeAlias,
     TypeGuard,
     TypeVar,
     runtime_checkable,
@@ -25,23 +26,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from sparsity.core import sharding, trees
-from sparsity.core.checks import (
-    DataclassBase,
-    check_fraction,
-    check_real_array,
-    find_missing_method,
-    is_traced,
-)
+from sparsity.core import checks, sharding, trees
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.bits import are_kept
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
 from sparsity.patterns.base import expand_units, pool_units
-from sparsity.selection import Candidates, num_kept, topk_masks
+from sparsity.selection import Candidates, move_units, num_kept, topk_masks
 from sparsity.selection.keys import readable
-from sparsity.selection.topk import move_units
 
 
 class ScoredSite(NamedTuple):
@@ -59,11 +51,6 @@ class ScoredSite(NamedTuple):
     sparsity: chex.Numeric
     target: chex.Numeric
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.scores.shape
-
 
 class MovingSite(NamedTuple):
     """Site of a parameter whose mask moves, with its mask and scores.
@@ -80,18 +67,9 @@ class MovingSite(NamedTuple):
     drop_scores: jax.Array
     grow_scores: jax.Array
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.mask.shape
-
 
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
-
-
-def find_site_mesh(competitor: ScoredSite | MovingSite) -> Mesh | None:
-    """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
-    return sharding.find_mesh(competitor[1:])
+Arrays: TypeAlias = Sequence[jax.Array]
 
 
 class Scope(Protocol):
@@ -188,19 +166,15 @@ class TreeScope(Protocol):
 def find_missing_scope_method(scope: object) -> str | None:
     """Returns the first method of a `Scope` that a value lacks, `None` if it has all."""
     methods = () if isinstance(scope, TreeScope) else ("check", "select", "move")
-    return find_missing_method(scope, methods)
+    return checks.find_missing_method(scope, methods)
 
 
 def has_statement(
-    scope: object, attribute: Literal["per_slice", "keeps_targets", "keeps_total"]
+    scope: object,
+    attribute: Literal["per_slice", "keeps_targets", "keeps_total", "takes_signed_scores"],
 ) -> TypeGuard[Scope]:
     """Returns whether a scope states that an attribute of `Scope` is True."""
     return getattr(scope, attribute, False) is True
-
-
-def takes_signed_scores(scope: Scope | TreeScope) -> bool:
-    """Returns whether a scope adds up scores, so that those of saliency keep their signs."""
-    return bool(getattr(scope, "takes_signed_scores", False))
 
 
 def adapt_scope(
@@ -245,13 +219,13 @@ class AdaptedScope(TreeScope):
 
         def collect(key_path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
-                check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
+                checks.check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
                 target = sparsity if target is None else target
                 scored_sites.append(ScoredSite(self.sites[key_path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
         masks = self.scope.select(scored_sites, self.topk_fn)
-        return self._place("select", scored_sites, masks, scores)
+        return self._place("select", [x.site for x in scored_sites], masks, scores)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -264,33 +238,25 @@ class AdaptedScope(TreeScope):
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
         moved = self.scope.move(moving_sites, drop_fraction)
-        return self._place("move", moving_sites, moved, masks)
+        return self._place("move", [x.site for x in moving_sites], moved, masks)
 
-    def _place(
-        self,
-        method: str,
-        competitors: Sequence[ScoredSite | MovingSite],
-        masks: Iterable[jax.Array],
-        like: PyTree,
-    ) -> Masks:
-        """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+    def _place(self, method: str, sites: Sequence[Site], masks: object, like: PyTree) -> Masks:
+        """Returns the masks of sites in a tree like `like`, with `None` elsewhere."""
         method = f"{type(self.scope).__name__}.{method}"
-        if isinstance(masks, Iterator):
-            masks = list(masks)
-        if not isinstance(masks, Sequence) or len(masks) != len(competitors):
+        if not isinstance(masks, Sequence) or len(masks) != len(sites):
             raise ValueError(
-                f"{method} must return a list of masks, one for each of "
-                f"{len(competitors)} parameters, got {reprlib.repr(masks)}."
+                f"{method} must return a list of masks, one for each of {len(sites)} parameters, "
+                f"got {reprlib.repr(masks)}."
             )
         by_path = {}
-        for competitor, mask in zip(competitors, masks, strict=True):
-            check_real_array(f"the mask of {competitor.site.name!r} by {method}", mask)
-            by_path[competitor.site.key_path] = mask
+        for site, mask in zip(sites, masks, strict=True):
+            checks.check_real_array(f"the mask of {site.name!r} by {method}", mask)
+            by_path[site.key_path] = mask
         return trees.map_matched(lambda key_path, _: by_path.get(key_path), like)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layerwise(DataclassBase):
+class Layerwise(checks.DataclassBase):
     """Ranks the weights of each parameter alone, at its sparsity; with batch axes, of each slice.
 
     An override of `select` gets parameters whose leading `site.batch_axes` index slices.
@@ -315,14 +281,9 @@ class Layerwise(DataclassBase):
         """Returns a mask for each parameter, by the pattern of the parameter."""
 
         def select_alone(scored: ScoredSite) -> jax.Array:
-            site = scored.site
-            return site.pattern.select(
-                scored.scores,
-                scored.sparsity,
-                target=scored.target,
-                batch_axes=site.batch_axes,
-                topk_fn=topk_fn,
-            )
+            site, scores, sparsity, target = scored
+            options: PyTree = {"target": target, "batch_axes": site.batch_axes, "topk_fn": topk_fn}
+            return site.pattern.select(scores, sparsity, **options)
 
         if topk_fn is not None:
             return [select_alone(scored) for scored in scored_sites]
@@ -334,23 +295,18 @@ class Layerwise(DataclassBase):
         """Returns masks that keep the number of active weights of each parameter."""
 
         def move_alone(moving: MovingSite) -> jax.Array:
-            site = moving.site
-            scores = moving.drop_scores, moving.grow_scores
-            return site.pattern.move(
-                moving.mask, *scores, drop_fraction, batch_axes=site.batch_axes
-            )
+            site, mask, drop, grow = moving
+            options = {"batch_axes": site.batch_axes}
+            return site.pattern.move(mask, drop, grow, drop_fraction, **options)
 
-        return _search_alike(
-            moving_sites, functools.partial(_move_units, drop_fraction), move_alone
-        )
+        move = functools.partial(_move_units, drop_fraction)
+        return _search_alike(moving_sites, move, move_alone)
 
 
 def is_layerwise(scope: object) -> bool:
     """Returns whether a scope makes the masks of `Layerwise`, so that a pruner need not call it."""
-    if not isinstance(scope, Layerwise):
-        return False
-    cls = type(scope)
-    return cls.select is Layerwise.select and cls.move is Layerwise.move
+    cls = type(scope) if isinstance(scope, Layerwise) else None
+    return bool(cls and cls.select is Layerwise.select and cls.move is Layerwise.move)
 
 
 def _search_alike(
@@ -363,10 +319,10 @@ def _search_alike(
     No program reads arrays of several meshes.
     """
     masks: dict[int, jax.Array] = {}
-    members_by_mesh: dict[Mesh | None, list[int]] = {}
+    members_by_mesh: dict[object, list[int]] = {}
     for i, competitor in enumerate(competitors):
         if competitor.site.pattern.ranks_units:
-            members_by_mesh.setdefault(find_site_mesh(competitor), []).append(i)
+            members_by_mesh.setdefault(sharding.find_mesh(competitor[1:]), []).append(i)
         else:
             masks[i] = mask_alone(competitor)
     for members in members_by_mesh.values():
@@ -376,38 +332,29 @@ def _search_alike(
 
 def _select_units(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
     """Returns the masks of the highest units of each parameter, or of each slice of a parameter."""
-    sites = [scored.site for scored in scored_sites]
+    sites, scores, sparsities, _ = zip(*scored_sites, strict=True)
 
-    def select(scores: Sequence[jax.Array], sparsities: Sequence[chex.Numeric]) -> list[jax.Array]:
+    def select(scores: Arrays, sparsities: Sequence[chex.Numeric]) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        sizes = [candidates.slice_size for candidates in units]
+        k = count_units([candidates.slice_size for candidates in units], sparsities)
         leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
-        masks = topk_masks(units, count_units(sizes, sparsities)[leaf_index])
+        masks = topk_masks(units, k[leaf_index])
         return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
 
-    scores = [scored.scores for scored in scored_sites]
-    return sharding.shard_like(scores, select, scores, [x.sparsity for x in scored_sites])
+    return sharding.shard_like(list(scores), select, scores, sparsities)
 
 
 def _move_units(drop_fraction: chex.Numeric, moving_sites: Sequence[MovingSite]) -> list[jax.Array]:
     """Returns masks with some active units of each parameter, or of each slice, replaced."""
-    sites = [moving.site for moving in moving_sites]
+    sites, masks, drop, grow = zip(*moving_sites, strict=True)
 
-    def move(
-        masks: Sequence[jax.Array],
-        drop: Sequence[jax.Array],
-        grow: Sequence[jax.Array],
-        fraction: chex.Numeric,
-    ) -> list[jax.Array]:
+    def move(masks: Arrays, drop: Arrays, grow: Arrays, fraction: chex.Numeric) -> list[jax.Array]:
         active = [_pool_scores(*x) for x in zip(sites, drop, masks, strict=True)]
         growing = [_pool_scores(*x) for x in zip(sites, grow, strict=True)]
         moved = move_units(active, growing, fraction)
         return [_expand_mask(*x) for x in zip(sites, moved, masks, strict=True)]
 
-    masks = [moving.mask for moving in moving_sites]
-    drop = [moving.drop_scores for moving in moving_sites]
-    grow = [moving.grow_scores for moving in moving_sites]
-    return sharding.shard_like(masks, move, masks, drop, grow, drop_fraction)
+    return sharding.shard_like(list(masks), move, masks, drop, grow, drop_fraction)
 
 
 def _pool_scores(site: Site, scores: jax.Array, mask: jax.Array | None = None) -> Candidates:
@@ -423,15 +370,14 @@ def _pool_scores(site: Site, scores: jax.Array, mask: jax.Array | None = None) -
 
 def _expand_mask(site: Site, units: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the mask of the entries of a parameter from the mask of its units."""
-    pattern = site.pattern
-    if pattern.is_elementwise:
+    if site.pattern.is_elementwise:
         return units
-    return expand_units(pattern, units, like.shape, site.batch_axes, site.name)
+    return expand_units(site.pattern, units, like.shape, site.batch_axes, site.name)
 
 
 def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array | np.ndarray:
     """Counts the units that stay of each parameter, int32; of numpy for plain sparsities."""
-    if any(map(is_traced, sparsities)):
+    if any(map(checks.is_traced, sparsities)):
         return jnp.asarray(num_kept(np.array(sizes), stack_sparsities(sparsities)))
     pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
     return np.array([num_kept(n, float(x)) for n, x in pairs])

@@ -410,15 +410,6 @@ def test_masks_of_a_scope_of_ones_own_are_checked(returned, got):
         _make(sparsity.MagnitudePruning, scope=Returning()).instant_sparsify(_params())
 
 
-def test_a_scope_may_return_an_iterator_of_masks():
-    class Mapped(FirstServed):
-        def select(self, leaves, topk_fn):
-            return map(jnp.asarray, super().select(leaves, topk_fn))
-
-    masks = _make(sparsity.MagnitudePruning, scope=Mapped()).instant_sparsify(_params())[1]
-    assert _counts(masks) == {"a": 48, "b": 24, "c": 4}
-
-
 def test_layerwise_is_the_scope_at_the_top():
     assert sparsity.Layerwise is LayerwiseScope
 
