@@ -32,7 +32,6 @@ from sparsity.core.checks import (
     is_traced,
 )
 from sparsity.core.dtypes import multiply, promote
-from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import Global, Scope, Sites, adapt_scope, apply_masks, are_ones
@@ -281,7 +280,7 @@ def _prune_in_rounds(
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 
 
-def mask_highest(masks: Masks, scores: ScoreTree, num_weights: chex.Numeric | Words) -> Masks:
+def mask_highest(masks: Masks, scores: ScoreTree, num_weights: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all leaves, among the weights that masks keep.
 
     Args:

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import multiply_in_range
+from sparsity.core.dtypes import multiply
 from sparsity.core.hashing import Draw, generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
-from sparsity.masks import takes_signed_scores
+from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
@@ -73,21 +72,17 @@ class SaliencyPruning(BaseUpdater):
                 "them: instant_sparsify(params, grads)."
             )
 
-        factors: list[tuple[jax.Array, jax.Array]] = []
+        # A scope that adds up the scores of channels takes the absolute value of the sum.
+        is_signed = has_statement(self.scope, "takes_signed_scores")
 
-        def read(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> int:
+        def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
             if grad is None:
                 name = trees.path_string(path)
                 raise ValueError(f"grads has no leaf for {name!r}. Give all gradients of params.")
-            dtype = promote(param.dtype, grad.dtype, jnp.float32)
-            factors.append((param.astype(dtype), grad.astype(dtype)))
-            return len(factors) - 1
+            product = multiply(param, grad)
+            return product if is_signed else jnp.abs(product)
 
-        places = trees.map_matched(read, params, grads)
-        products = multiply_in_range(*zip(*factors, strict=True)) if factors else []
-        # A scope that adds up the scores of channels takes the absolute value of the sum.
-        scores = products if takes_signed_scores(self.scope) else list(map(jnp.abs, products))
-        return jax.tree.map(scores.__getitem__, places)
+        return trees.map_matched(score, params, grads)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -39,7 +39,6 @@ from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.patterns import SparsityType
 from sparsity.selection import num_kept, topk_mask
-from sparsity.selection.kept_counts import count_kept_int
 from sparsity.training.hooks import KeepsCount, SliceRule, StepInputs
 from sparsity.training.state import SparseState
 
@@ -98,10 +97,9 @@ class SRigL(RigL):
         for path, target in trees.leaves_by_path(targets).items():
             site = sites[path]
             self._check_pattern(site.pattern, f" for {site.name!r}")
-            site.check_size(leaves[path].shape)
             shape = leaves[path].shape[site.batch_axes :] or (1,)
             if not is_traced(target) and (
-                0 < count_kept_int(math.prod(shape), float(target)) < shape[-1]
+                0 < num_kept(math.prod(shape), float(target)) < shape[-1]
             ):
                 raise ValueError(
                     f"{type(self).__name__} keeps a weight of every neuron at least, but a "
@@ -141,7 +139,7 @@ class SRigL(RigL):
             return None
         size = math.prod(shape[site.batch_axes :])
         neurons = (shape[site.batch_axes :] or (1,))[-1]
-        return neurons * min(size // neurons, count_kept_int(size, float(target)) // neurons)
+        return neurons * min(size // neurons, num_kept(size, float(target)) // neurons)
 
     def slice_rule(self) -> SliceRule | None:
         if self.min_salient is not None:

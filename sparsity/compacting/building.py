@@ -18,8 +18,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
-from sparsity.masks.positions import check_entries
-from sparsity.masks.slice_layout import SliceLayout
+from sparsity.masks.slice_layout import SliceLayout, check_entries
 
 
 def build(

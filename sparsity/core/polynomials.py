@@ -15,7 +15,6 @@ import numpy as np
 
 from sparsity.core import exact
 from sparsity.core.exact import Words
-from sparsity.core.exact_sums import ordered_sum
 
 Monomial: TypeAlias = tuple[int, ...]  # indices of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
@@ -182,7 +181,7 @@ def _sum_lower_bounds(
         # The product rule for differences: growth = prod(upper) - prod(lower)
         growth = growth * upper[column] + product * (upper[column] - lower[column])
         product = product * lower[column]
-    excess = ordered_sum(exact.to_float(terms) * growth, (0,)) * jnp.float32(_MARGIN)
+    excess = jnp.sum(exact.to_float(terms) * growth) * jnp.float32(_MARGIN)
     high = jnp.floor(excess * jnp.float32(2.0**-32))
     low = excess - high * jnp.float32(2.0**32)
     words = high.astype(jnp.uint32), low.astype(jnp.uint32)

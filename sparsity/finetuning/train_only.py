@@ -16,8 +16,7 @@ import optax
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks.positions import check_entries
-from sparsity.masks.slice_layout import KeptLayout, SliceLayout
+from sparsity.masks.slice_layout import KeptLayout, SliceLayout, check_entries
 from sparsity.programs.optimizers import Removed, check_entrywise
 from sparsity.training.checks import check_optimizer
 from sparsity.training.inner import (

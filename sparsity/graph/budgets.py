@@ -22,9 +22,9 @@ from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, MaskBudget, Overrides, Sites
 from sparsity.masks.distributions import FilterFn, Uniform, kept_counter
 from sparsity.patterns import Unstructured
-from sparsity.patterns.counts import read_final_sparsity
+from sparsity.patterns.base import read_final_sparsity
 from sparsity.programs.axes import Variable
-from sparsity.selection.kept_counts import lowest_sparsity
+from sparsity.selection.topk import lowest_sparsity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,15 @@ from sparsity.masks.bits import (
     unpack as unpack,
     unpack_masks as unpack_masks,
 )
+from sparsity.masks.distributions import (
+    check_user_mask as check_user_mask,
+    compute_targets as compute_targets,
+    has_user_filter as has_user_filter,
+    read_overrides as read_overrides,
+)
 from sparsity.masks.global_scope import Global as Global
-from sparsity.masks.layerwise import Layerwise as Layerwise, is_layerwise as is_layerwise
 from sparsity.masks.scopes import (
+    Layerwise as Layerwise,
     MovingSite as MovingSite,
     Scope as Scope,
     ScoredSite as ScoredSite,
@@ -30,8 +36,7 @@ from sparsity.masks.scopes import (
     adapt_scope as adapt_scope,
     find_missing_scope_method as find_missing_scope_method,
     has_statement as has_statement,
-    is_per_slice as is_per_slice,
-    takes_signed_scores as takes_signed_scores,
+    is_layerwise as is_layerwise,
 )
 from sparsity.masks.sites import (
     BatchAxes as BatchAxes,
@@ -41,12 +46,6 @@ from sparsity.masks.sites import (
     Sites as Sites,
     TopkFn as TopkFn,
     leading_axes as leading_axes,
-)
-from sparsity.masks.targets import (
-    check_user_mask as check_user_mask,
-    compute_targets as compute_targets,
-    has_user_filter as has_user_filter,
-    read_overrides as read_overrides,
 )
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})

@@ -8,6 +8,7 @@ masks from others.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TypeVar, overload
 
@@ -46,16 +47,15 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
 
 def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
     """Undoes `pack`; returns uint8 of the shape of the parameter `like`."""
-    shape = jnp.shape(like)
+    return sharding.shard_like(like, functools.partial(_to_bytes, jnp.shape(like)), bits)
 
-    def to_bytes(bits: jax.Array) -> jax.Array:
-        if 0 in shape:
-            return jnp.zeros(shape, jnp.uint8)
-        if shape[-1:] == (1,):  # a byte a weight, packed or not
-            return (bits != 0).astype(jnp.uint8)
-        return jnp.unpackbits(bits, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
 
-    return sharding.shard_like(like, to_bytes, bits)
+def _to_bytes(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
+    if 0 in shape:
+        return jnp.zeros(shape, jnp.uint8)
+    if shape[-1:] == (1,):  # a byte a weight, packed or not
+        return (bits != 0).astype(jnp.uint8)
+    return jnp.unpackbits(bits, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
 
 
 @jax.jit
@@ -175,10 +175,10 @@ def read_masks(masks: Masks, params: Params, may_be_packed: bool, role: str = "m
             return sharding.shard_like(
                 likes[key_path], lambda bits: jnp.unpackbits(bits, count=count).reshape(shape), mask
             )
+        packed = f", and its packed mask {packed_shape(shape)}" if may_be_packed else ""
         raise ValueError(
-            f"The mask of {name!r} among the {role} has shape "
-            f"{jnp.shape(mask)}, but its parameter has shape {shape}"
-            + (f", and its packed mask {packed_shape(shape)}." if may_be_packed else ".")
+            f"The mask of {name!r} among the {role} has shape {jnp.shape(mask)}, but its parameter "
+            f"has shape {shape}{packed}."
         )
 
     return trees.map_matched(read, masks)
@@ -239,26 +239,17 @@ def check_shapes(
     def check(key_path: trees.KeyPath, array: PyTree, mask: jax.Array | None) -> None:
         if mask is None:
             return
-        shape, got, name = jnp.shape(array), jnp.shape(mask), trees.path_string(key_path)
-        shapes = shape, packed_shape(shape)
-        expected, other = shapes[are_packed], shapes[not are_packed]
-        if got == expected:
-            if are_packed:
-                _check_bits(mask, name)
-            return
-        if got == other:
+        shape, name = jnp.shape(array), trees.path_string(key_path)
+        expected = packed_shape(shape) if are_packed else shape
+        if jnp.shape(mask) != expected:
             raise ValueError(
-                f"The mask of {name!r} has shape {got}, but with use_packed_masks={are_packed} it "
-                f"needs {expected}. Restore a state with the setting that it was saved with, or "
-                f"convert its masks with sparsity.masks.{'pack' if are_packed else 'unpack'}_masks("
-                "masks, params)."
+                f"The mask of {name!r} has shape {jnp.shape(mask)}, but for {role} of shape "
+                f"{shape} it needs {expected} with use_packed_masks={are_packed}. Give masks of this model;"
+                f" sparsity.masks.{'pack' if are_packed else 'unpack'}_masks(masks, params) "
+                "converts those of the other setting."
             )
-        raise ValueError(
-            f"The mask of {name!r} has shape {got}, but the {role} have shape {shape} there"
-            + (f", and its packed mask {expected}" if are_packed else "")
-            + ". Masks belong to the model that the optimizer's `init` saw"
-            + ("; sparsity.masks.pack_masks(masks, params) packs them." if are_packed else ".")
-        )
+        if are_packed:
+            _check_bits(mask, name)
 
     trees.map_matched(check, tree, masks, role=role)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeAlias
@@ -18,15 +20,14 @@ import chex
 import jax
 import numpy as np
 
-from sparsity.core import names, trees
-from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
+from sparsity.core import checks, names, trees
 from sparsity.core.names import Registry
 from sparsity.core.trees import Params, PyTree, Sparsities
-from sparsity.masks.scopes import has_statement
-from sparsity.masks.sites import BatchAxes, Overrides, Sites, leading_axes
+from sparsity.masks.scopes import Scope, TreeScope, has_statement
+from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites, leading_axes
 from sparsity.patterns import Unstructured
-from sparsity.patterns.counts import entry_counter
-from sparsity.selection.kept_counts import count_kept_int, lowest_sparsity
+from sparsity.patterns.base import ROUNDING, entry_counter, read_final_sparsity
+from sparsity.selection.topk import lowest_sparsity, num_kept
 
 FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
 # Selected parameters: {key path: (parameter, batch axes)}
@@ -98,28 +99,20 @@ class Uniform:
 
     def __post_init__(self) -> None:
         if self.sparsity is not None:
-            check_fraction("sparsity", self.sparsity)
+            checks.check_fraction("sparsity", self.sparsity)
         if self.entries is not None:
-            check_int("entries", self.entries, 1)
+            checks.check_int("entries", self.entries, 1)
             if self.sparsity is not None:
                 raise ValueError(
                     f"Give one of sparsity and entries, got sparsity = {self.sparsity} and entries "
                     f"= {self.entries}."
                 )
-        if self.filter_fn is not None and not callable(self.filter_fn):
-            raise ValueError(
-                f"filter_fn must be a function of (path, param), got {self.filter_fn!r}."
-            )
-        if self.batch_axes is not None and not callable(self.batch_axes):
-            check_int("batch_axes", self.batch_axes)
-        overrides = {} if self.custom_sparsity_map is None else self.custom_sparsity_map
-        if not isinstance(overrides, Mapping):
-            raise ValueError(
-                f"custom_sparsity_map must be a dict {{path: sparsity}}, got {overrides!r}."
-            )
-        for key, value in overrides.items():
+        checks.check_function("filter_fn", self.filter_fn, "(path, param)", optional=True)
+        overrides, kind = self.custom_sparsity_map, Mapping | None
+        checks.check_kind("custom_sparsity_map", overrides, kind, "a dict {path: sparsity}")
+        for key, value in (overrides or {}).items():
             if value is not None:
-                check_fraction(f"custom_sparsity_map[{key!r}]", value)
+                checks.check_fraction(f"custom_sparsity_map[{key!r}]", value)
 
     def __call__(
         self,
@@ -170,17 +163,12 @@ class Uniform:
         def count(sparsity: float) -> int:
             targets = spread(sparsity)
             kept = count_kept(targets)
-            ranked = {
-                key_path: float(np.float32(target))
-                for key_path, target in trees.leaves_by_path(targets).items()
-                if not sites[key_path].has_override
-            }
-            if keeps_total and len(shares := {*ranked.values()}) == 1:
-                # Parameters of one share count as one parameter.
-                total = count_kept_int(
-                    sum(math.prod(arrays[key_path].shape) for key_path in ranked), *shares
-                )
-                return total + sum(n for key_path, n in kept.items() if key_path not in ranked)
+            leaves = trees.leaves_by_path(targets)
+            ranked = [x for x in leaves if not sites[x].has_override]
+            shares = {float(np.float32(leaves[x])) for x in ranked}
+            if keeps_total and len(shares) == 1:  # parameters of one share count as one parameter
+                total = num_kept(sum(math.prod(arrays[x].shape) for x in ranked), *shares)
+                return total + sum(n for x, n in kept.items() if x not in ranked)
             return sum(kept.values())
 
         if (fewest := count(1.0)) > int(self.entries or 0):
@@ -201,11 +189,8 @@ class Uniform:
         """Returns the filtered parameters with their batch axes, and the overrides, by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
         overrides: dict[names.Key, float | None] = dict((self.custom_sparsity_map or {}).items())
-        prunable = {
-            key_path: leaf
-            for key_path, leaf in trees.leaves_by_path(params).items()
-            if trees.is_prunable(leaf)
-        }
+        leaves = trees.leaves_by_path(params)
+        prunable = {x: leaf for x, leaf in leaves.items() if trees.is_prunable(leaf)}
         labels = {key_path: trees.path_string(key_path) for key_path in prunable}
         for key in overrides:
             if prunable and not any(names.matches(key, label) for label in labels.values()):
@@ -214,70 +199,32 @@ class Uniform:
                     f"{names.explain_syntax(key)}"
                     f"{names.suggest(key, labels.values(), cutoff=0)}"
                 )
-        selected: Candidates = {}
-        custom: dict[trees.KeyPath, float | None] = {}
-        dense: list[str] = []  # selected by the filter, without a pattern
         excluded = [x for x in prunable if sites is not None and sites.is_excluded(x)]
+        custom: dict[trees.KeyPath, float | None] = dict.fromkeys(excluded)
+        selected: Candidates = {}
         for key_path, param in prunable.items():
-            if key_path in excluded:
-                custom[key_path] = None
-                continue
             override = names.best_key(overrides, labels[key_path])
             if override is not None:
-                custom[key_path] = overrides[override]
-                continue
-            path = trees.path_names(key_path)
-            axes = leading_axes(batch_axes, path, param)
-            if not (self.filter_fn(path, param) if self.filter_fn else param.ndim - axes > 1):
-                continue
-            if sites is not None and sites.stays_dense(key_path):
-                dense.append(labels[key_path])
-            else:
-                selected[key_path] = (param, axes)
-        removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
-        removes |= self.entries is not None
-        has_target = bool(selected) or any(target is not None for target in custom.values())
-        removes &= not excluded  # a warning says why these stay dense
-        if removes and not has_target and any(map(trees.is_array, jax.tree.leaves(params))):
-            unnamed = [labels[key_path] for key_path in prunable if key_path not in custom]
-            raise ValueError(self._nothing_selected(list(labels.values()), unnamed, dense))
+                custom.setdefault(key_path, overrides[override])
+            elif key_path not in custom:
+                path = trees.path_names(key_path)
+                axes = leading_axes(batch_axes, path, param)
+                is_chosen = self.filter_fn(path, param) if self.filter_fn else param.ndim - axes > 1
+                if is_chosen and not (sites is not None and sites.stays_dense(key_path)):
+                    selected[key_path] = (param, axes)
+        target = self.sparsity if self.entries is None else self.entries
+        is_pruning = target is not None and (checks.is_traced(target) or target > 0)
+        is_dense = not selected and all(target is None for target in custom.values())
+        # Of excluded parameters a warning says why they stay dense.
+        if is_pruning and is_dense and not excluded and any(map(trees.is_array, leaves.values())):
+            amount = f"entries = {self.entries}" if self.entries else f"sparsity = {self.sparsity}"
+            raise ValueError(
+                f"{amount} has nothing to remove from the floating or complex parameters, which "
+                f"are {trees.listed([*labels.values()])}. Select some with filter_fn(path, param), "
+                "path a tuple of strings, or with custom_sparsity_map, and give them a pattern; a "
+                "wrapper that flattens parameters belongs inside wrap_optax."
+            )
         return selected, custom
-
-    def _nothing_selected(self, labels: list[str], unnamed: list[str], dense: list[str]) -> str:
-        """Returns the error of a distribution without a target.
-
-        Args:
-          labels: the parameters that can have a sparsity.
-          unnamed: those without an override.
-          dense: those that the filter selects, without a pattern.
-        """
-        amount = f"sparsity = {self.sparsity}"
-        amount = amount if self.entries is None else f"entries = {self.entries}"
-        if dense:
-            return (
-                f"sparsity_type keeps all selected parameters dense, {trees.listed(dense)}, so "
-                f"{amount} has nothing to remove. Give another pattern."
-            )
-        if not labels:
-            return (
-                f"No parameter is a floating or complex array, so {amount} has nothing to remove. "
-                "Prune the parameters before they become integers."
-            )
-        reason = (
-            "custom_sparsity_map keeps all parameters dense"
-            if not unnamed
-            else "filter_fn selects no parameter"
-            if self.filter_fn
-            else "No parameter has more than one axis beyond its batch axes"
-        )
-        if 0 < len(unnamed) < len(labels):
-            reason += ", except those that custom_sparsity_map keeps dense"
-        return (
-            f"{reason}, so {amount} has nothing to remove. Select some with filter_fn(path, "
-            "param), path a tuple of strings, or give them a sparsity in custom_sparsity_map. The "
-            f"parameters are {trees.listed(labels)}; a wrapper that flattens parameters belongs "
-            "inside wrap_optax."
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,25 +256,26 @@ class ERK(Uniform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("erk_power_scale", self.power_scale, 0)
-        if is_traced(self.sparsity):
+        checks.check_number("erk_power_scale", self.power_scale, 0)
+        if checks.is_traced(self.sparsity):
             raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
 
     def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
         if self.sparsity is None:
             return {}
         sizes = {key_path: param.size for key_path, (param, _) in selected.items()}
-        raw = {
-            key_path: _power(sum(shape) / math.prod(shape), self.power_scale)
-            for key_path, (param, axes) in selected.items()
-            if math.prod(shape := param.shape[axes:] or (1,)) and param.size
-        }
-        if not all(0 < density < math.inf for density in raw.values()):
+        raw: dict[trees.KeyPath, float] = {}
+        try:
+            for key_path, (param, axes) in selected.items():
+                if param.size:
+                    shape = param.shape[axes:] or (1,)
+                    raw[key_path] = (sum(shape) / math.prod(shape)) ** self.power_scale
+            densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
+        except (OverflowError, ZeroDivisionError):
             raise ValueError(
                 f"erk_power_scale = {self.power_scale} is too large: densities of these shapes "
                 "leave the range of floats. 1 is the exponent of the source."
-            )
-        densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
+            ) from None
         return {key_path: 1.0 - densities.get(key_path, 1.0) for key_path in selected}
 
 
@@ -422,14 +370,6 @@ DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
 )
 
 
-def _power(base: float, exponent: float) -> float:
-    """Returns base ** exponent, infinity where Python has an error."""
-    try:
-        return float(base**exponent)
-    except OverflowError:
-        return math.inf
-
-
 def _scale_to_total(
     raw: dict[trees.KeyPath, float], sizes: dict[trees.KeyPath, int], budget: float
 ) -> dict[trees.KeyPath, float]:
@@ -446,3 +386,117 @@ def _scale_to_total(
         budget -= sizes[densest]
         weighted = math.fsum(raw[key_path] * sizes[key_path] for key_path in open_paths)
     return densities | {key_path: eps * raw[key_path] for key_path in open_paths}
+
+
+DistributionFn: TypeAlias = Callable[..., PyTree]  # `masks.distributions.Distribution`
+
+_log = logging.getLogger(__name__)
+
+
+def compute_targets(
+    distribution_fn: DistributionFn | None,
+    params: Params,
+    sites: Sites,
+    scope: Scope | TreeScope,
+    batch_axes: BatchAxes = 0,
+) -> Sparsities:
+    """Returns the checked sparsities of a distribution, `None` for parameters that stay dense.
+
+    Logs targets that the pattern of their parameter cannot reach.
+
+    Raises:
+      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its parameter or
+        the scope.
+    """
+    if distribution_fn is None:
+        return None
+
+    def check(key_path: trees.KeyPath, param: PyTree, target: PyTree) -> chex.Numeric | None:
+        if target is None or not trees.is_prunable(param):
+            return None
+        name = trees.path_string(key_path)
+        checks.check_fraction(f"the sparsity of {name!r}", target)
+        if sites.stays_dense(key_path):
+            return None
+        site = sites[key_path]
+        if not site.has_override:
+            try:
+                scope.check(site.pattern, site.batch_axes, None)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from None
+        if checks.is_traced(target):
+            return target
+        final = read_final_sparsity(site.pattern, float(target), name)
+        if final is not None and not math.isclose(target, final, abs_tol=ROUNDING):
+            message = "%s ends at sparsity %g, not at the target %g of %r."
+            _log.warning(message, site.pattern, final, target, name)
+        return target
+
+    sparsities = call_distribution(distribution_fn, params, batch_axes, sites, scope)
+    role = "sparsities that sparsity_distribution_fn returns"
+    targets = trees.map_matched(check, params, sparsities, others_role=role)
+    given = jax.tree.leaves(sparsities)
+    if not jax.tree.leaves(targets) and any(checks.is_traced(x) or x > 0 for x in given):
+        raise ValueError(
+            "sparsity_distribution_fn gives sparsities to parameters that stay dense alone, which "
+            "have no pattern, or are no floating or complex arrays. Give others a sparsity."
+        )
+    return targets
+
+
+def call_distribution(
+    distribution_fn: DistributionFn,
+    params: Params,
+    batch_axes: BatchAxes,
+    sites: Sites,
+    scope: Scope | TreeScope,
+) -> Sparsities:
+    """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
+    bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
+    try:
+        named = set(inspect.signature(distribution_fn).parameters)
+    except (TypeError, ValueError):  # a builtin
+        named = set()
+    offered = {"batch_axes": batch_axes, "sites": sites, "scope": scope}
+    return distribution_fn(
+        params, **{k: v for k, v in offered.items() if k in named and k not in bound}
+    )
+
+
+def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
+    """Returns the overrides of a distribution or of a `functools.partial`."""
+    if isinstance(distribution_fn, functools.partial):
+        return distribution_fn.keywords.get("custom_sparsity_map")
+    return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def has_user_filter(distribution_fn: DistributionFn | None) -> bool:
+    """Returns whether a user, and no default filter, says which parameters have no sparsity."""
+    fn, keywords = distribution_fn, dict[str, object]()
+    if isinstance(distribution_fn, functools.partial):
+        fn, keywords = distribution_fn.func, distribution_fn.keywords
+    if fn is uniform or fn is erk:
+        return keywords.get("filter_fn") is not None
+    return getattr(fn, "filter_fn", fn) is not None
+
+
+def check_user_mask(
+    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], key_path: trees.KeyPath
+) -> None:
+    """Raises a ValueError if a parameter has a mask but no target, and could get no later mask.
+
+    Args:
+      scope: scope that would create the next mask.
+      sites: the sites of the parameters.
+      key_path: path of the parameter in the tree.
+    """
+    name = trees.path_string(key_path)
+    try:
+        if key_path not in sites:
+            raise ValueError(f"{name!r} is no array of floating-point numbers.")
+        scope.check(sites[key_path].pattern, sites[key_path].batch_axes, None)
+    except ValueError as error:
+        raise ValueError(
+            f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
+            f"other could be made for it later. Give None for it there, or fix this: {error}"
+        ) from error

@@ -11,20 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact
+from sparsity.core import exact, sharding
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
+from sparsity.core.exact_sums import scale_to_one
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import path_names
 from sparsity.masks.affordable import within_budget
-from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
-from sparsity.masks.moves import move_units
-from sparsity.masks.norms import divide_by_norm
-from sparsity.masks.scopes import AnySite, MovingSite, ScoredSite, check_slice_sizes, find_site_mesh
+from sparsity.masks.scopes import (
+    AnySite,
+    Layerwise,
+    MovingSite,
+    ScoredSite,
+    count_units,
+    stack_sparsities,
+)
 from sparsity.masks.sites import BatchAxes, PatternChoice, TopkFn
 from sparsity.patterns import SparsityType
-from sparsity.selection import Candidates, num_kept, topk_masks
-from sparsity.selection.kept_counts import count_kept_int
+from sparsity.selection import Candidates, move_units, num_kept, topk_masks
 from sparsity.selection.keys import readable
 
 
@@ -84,11 +88,8 @@ class Global(DataclassBase):
             return self._select_within(total, scored_sites, fixed)
         scores = [scored.scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
-        k: exact.Words | np.ndarray
-        if total is not None:
-            k = exact.total(count_units(sizes, sparsities)[:, None])
-        else:
-            k = _count_in_total(sizes, sparsities)
+        k = count_units(sizes, sparsities).sum()[None]
+        k = _count_in_total(sizes, sparsities) if total is None else k
         all_candidates = [Candidates(x) for x in self._make_comparable(scores)]
         return topk_masks(all_candidates, k, together=True)
 
@@ -104,7 +105,8 @@ class Global(DataclassBase):
         """
         everyone = [*scored_sites, *fixed]
         sizes = [scored.scores.size for scored in everyone]
-        kept = count_units(sizes, [scored.sparsity for scored in everyone]).astype(jnp.uint32)
+        kept = count_units(sizes, [scored.sparsity for scored in everyone])
+        kept = jnp.asarray(kept, jnp.uint32)
         cost = Cost(total, sizes)
         limit, added = cost.at(kept), kept[len(scored_sites) :]
 
@@ -175,7 +177,7 @@ def _check(
 
 def _check_meshes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
     """Raises a ValueError for parameters on several meshes, which no program ranks together."""
-    names = {find_site_mesh(x): x.site.name for x in competitors}
+    names = {sharding.find_mesh(x[1:]): x.site.name for x in competitors}
     names.pop(None, None)  # a program moves what lies on no mesh
     if len(names) > 1:
         (mesh, name), (other_mesh, other), *_ = names.items()
@@ -192,7 +194,6 @@ def _split_overrides(parameters: Sequence[AnySite]) -> tuple[list[AnySite], list
     for site in (x.site for x in competitors):
         _check(site.pattern, site.batch_axes, None, f" for {site.name!r}")
     _check_meshes(competitors)
-    check_slice_sizes(competitors)
     return competitors, [x for x in parameters if x.site.has_override]
 
 
@@ -208,22 +209,18 @@ def _merge_overrides(
 
 def _count_in_total(
     sizes: Sequence[int], sparsities: Sequence[chex.Numeric]
-) -> exact.Words | np.ndarray:
-    """Returns the number of weights that all parameters keep together, in two words.
+) -> jax.Array | np.ndarray:
+    """Returns the number of weights that all parameters keep together, [1].
 
     Parameters of one sparsity count as one; otherwise the kept weights of each add up.
     """
+    each = count_units(sizes, sparsities).sum()
     if not any(map(is_traced, sparsities)):
-        shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
-        if len({*shares}) == 1:
-            sizes, shares = [sum(sizes)], shares[:1]
-        k = sum(count_kept_int(*pair) for pair in zip(sizes, shares, strict=True))
-        return np.array(exact.split(k))[:, None]
+        shares = {float(np.float32(x)) for x in jax.device_get(list(sparsities))}
+        return np.array([num_kept(sum(sizes), *shares) if len(shares) == 1 else each])
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
-    together = exact.as_words(num_kept(sum(sizes), stacked[0]))
-    each = exact.total(count_units(sizes, sparsities)[:, None])
-    return exact.choose(alike, together, each)
+    return jnp.where(alike, num_kept(sum(sizes), stacked[0]), each)[None]
 
 
 def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
@@ -234,3 +231,23 @@ def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | N
     arrays: Any = [x.mask if isinstance(x, MovingSite) else x.scores for x in competitors]
     paths = [path_names(x.site.key_path) for x in competitors]
     return budget.total(list(zip(paths, arrays, strict=True)))  # reads shapes only
+
+
+def divide_by_norm(scores: jax.Array, eps: float) -> jax.Array:
+    """Returns scores over the sum of `eps` and the L2 norm of the finite ones.
+
+    Integers and empty arrays stay. A norm may exceed the range of the dtype: scores are taken to at
+    most 1 before they are squared.
+    """
+    if not jnp.issubdtype(scores.dtype, jnp.floating) or not scores.size:
+        return scores
+    return sharding.shard_like(scores, _divide, scores, eps)
+
+
+@jax.jit
+def _divide(scores: jax.Array, eps: float) -> jax.Array:
+    [wide], factor = scale_to_one([scores.astype(promote(scores.dtype, jnp.float32))])
+    norm = jnp.sqrt(jnp.sum(jnp.square(jnp.where(jnp.isfinite(wide), wide, 0))))
+    divisor = norm + jnp.asarray(eps, wide.dtype) * factor
+    # A product: XLA turns a division into a product in some kernels and not in others.
+    return wide * (1 / jnp.maximum(divisor, jnp.finfo(wide.dtype).tiny))

@@ -7,19 +7,33 @@ or of all parameters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    runtime_checkable,
+)
 
 import chex
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
 
-from sparsity.core import sharding, trees
-from sparsity.core.checks import check_fraction, check_real_array, find_missing_method
-from sparsity.core.statements import is_stated
+from sparsity.core import checks, sharding, trees
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.masks.bits import are_kept
 from sparsity.masks.sites import BatchAxes, PatternChoice, Site, TopkFn
+from sparsity.patterns.base import expand_units, pool_units
+from sparsity.selection import Candidates, move_units, num_kept, topk_masks
+from sparsity.selection.keys import readable
 
 
 class ScoredSite(NamedTuple):
@@ -37,11 +51,6 @@ class ScoredSite(NamedTuple):
     sparsity: chex.Numeric
     target: chex.Numeric
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.scores.shape
-
 
 class MovingSite(NamedTuple):
     """Site of a parameter whose mask moves, with its mask and scores.
@@ -58,24 +67,9 @@ class MovingSite(NamedTuple):
     drop_scores: jax.Array
     grow_scores: jax.Array
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.mask.shape
-
 
 AnySite = TypeVar("AnySite", ScoredSite, MovingSite)
-
-
-def check_slice_sizes(competitors: Sequence[ScoredSite | MovingSite]) -> None:
-    """Raises a ValueError for a parameter with more entries in a slice than a search counts."""
-    for competitor in competitors:
-        competitor.site.check_size(competitor.shape)
-
-
-def find_site_mesh(competitor: ScoredSite | MovingSite) -> Mesh | None:
-    """Returns the mesh of a parameter; `None` inside jit, and for a parameter on no mesh."""
-    return sharding.find_mesh(competitor[1:])
+Arrays: TypeAlias = Sequence[jax.Array]
 
 
 class Scope(Protocol):
@@ -92,8 +86,7 @@ class Scope(Protocol):
       `Uniform(entries=)` relies on it.
     - `takes_signed_scores`: scores are summed, so that those of saliency keep their signs.
 
-    A subclass that overrides `select` or `move` states the first three again where they hold;
-    `oneshot` alone takes `per_slice` from the base.
+    A subclass inherits the statements: if its masks no longer keep one, it states False.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -173,31 +166,15 @@ class TreeScope(Protocol):
 def find_missing_scope_method(scope: object) -> str | None:
     """Returns the first method of a `Scope` that a value lacks, `None` if it has all."""
     methods = () if isinstance(scope, TreeScope) else ("check", "select", "move")
-    return find_missing_method(scope, methods)
-
-
-def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Returns whether each slice of a parameter has a mask that depends on its own scores alone.
-
-    Whether moves do so as well says `has_statement(scope, "per_slice")`.
-    """
-    return getattr(scope, "per_slice", False) is True
+    return checks.find_missing_method(scope, methods)
 
 
 def has_statement(
-    scope: object, attribute: Literal["per_slice", "keeps_targets", "keeps_total"]
-) -> bool:
-    """Returns whether a scope states that an attribute of `Scope` is True of `select` and `move`.
-
-    The statement of a class does not hold for methods that a subclass overrides.
-    """
-    is_true = getattr(scope, attribute, False) is True
-    return is_true and is_stated(type(scope), attribute, ("select", "move"))
-
-
-def takes_signed_scores(scope: Scope | TreeScope) -> bool:
-    """Returns whether a scope adds up scores, so that those of saliency keep their signs."""
-    return bool(getattr(scope, "takes_signed_scores", False))
+    scope: object,
+    attribute: Literal["per_slice", "keeps_targets", "keeps_total", "takes_signed_scores"],
+) -> TypeGuard[Scope]:
+    """Returns whether a scope states that an attribute of `Scope` is True."""
+    return getattr(scope, attribute, False) is True
 
 
 def adapt_scope(
@@ -242,13 +219,13 @@ class AdaptedScope(TreeScope):
 
         def collect(key_path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
-                check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
+                checks.check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
                 target = sparsity if target is None else target
                 scored_sites.append(ScoredSite(self.sites[key_path], score, sparsity, target))
 
         trees.map_matched(collect, scores, sparsities, self.targets, role="scores")
         masks = self.scope.select(scored_sites, self.topk_fn)
-        return self._place("select", scored_sites, masks, scores)
+        return self._place("select", [x.site for x in scored_sites], masks, scores)
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -261,26 +238,151 @@ class AdaptedScope(TreeScope):
 
         trees.map_matched(collect, drop, grow, masks, role="drop scores")
         moved = self.scope.move(moving_sites, drop_fraction)
-        return self._place("move", moving_sites, moved, masks)
+        return self._place("move", [x.site for x in moving_sites], moved, masks)
 
-    def _place(
-        self,
-        method: str,
-        competitors: Sequence[ScoredSite | MovingSite],
-        masks: Iterable[jax.Array],
-        like: PyTree,
-    ) -> Masks:
-        """Returns the masks of parameters in a tree like `like`, with `None` elsewhere."""
+    def _place(self, method: str, sites: Sequence[Site], masks: object, like: PyTree) -> Masks:
+        """Returns the masks of sites in a tree like `like`, with `None` elsewhere."""
         method = f"{type(self.scope).__name__}.{method}"
-        if isinstance(masks, Iterator):
-            masks = list(masks)
-        if not isinstance(masks, Sequence) or len(masks) != len(competitors):
+        if not isinstance(masks, Sequence) or len(masks) != len(sites):
             raise ValueError(
-                f"{method} must return a list of masks, one for each of "
-                f"{len(competitors)} parameters, got {reprlib.repr(masks)}."
+                f"{method} must return a list of masks, one for each of {len(sites)} parameters, "
+                f"got {reprlib.repr(masks)}."
             )
         by_path = {}
-        for competitor, mask in zip(competitors, masks, strict=True):
-            check_real_array(f"the mask of {competitor.site.name!r} by {method}", mask)
-            by_path[competitor.site.key_path] = mask
+        for site, mask in zip(sites, masks, strict=True):
+            checks.check_real_array(f"the mask of {site.name!r} by {method}", mask)
+            by_path[site.key_path] = mask
         return trees.map_matched(lambda key_path, _: by_path.get(key_path), like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layerwise(checks.DataclassBase):
+    """Ranks the weights of each parameter alone, at its sparsity; with batch axes, of each slice.
+
+    An override of `select` gets parameters whose leading `site.batch_axes` index slices.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"large": jnp.array([[10.0, 40.0]]), "small": jnp.array([[1.0, 4.0]])}
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=Layerwise(), sparsity_distribution_fn=half)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[0, 1]], 'small': [[0, 1]]}
+    """
+
+    # Whether a mask depends on the scores of its slice alone, so that slices are pruned one by one.
+    per_slice: ClassVar[bool] = True
+    keeps_targets: ClassVar[bool] = True
+
+    def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
+        """Accepts all patterns, batch axes and functions."""
+
+    def select(self, scored_sites: Sequence[ScoredSite], topk_fn: TopkFn | None) -> list[jax.Array]:
+        """Returns a mask for each parameter, by the pattern of the parameter."""
+
+        def select_alone(scored: ScoredSite) -> jax.Array:
+            site, scores, sparsity, target = scored
+            options: PyTree = {"target": target, "batch_axes": site.batch_axes, "topk_fn": topk_fn}
+            return site.pattern.select(scores, sparsity, **options)
+
+        if topk_fn is not None:
+            return [select_alone(scored) for scored in scored_sites]
+        return _search_alike(scored_sites, _select_units, select_alone)
+
+    def move(
+        self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
+    ) -> list[jax.Array]:
+        """Returns masks that keep the number of active weights of each parameter."""
+
+        def move_alone(moving: MovingSite) -> jax.Array:
+            site, mask, drop, grow = moving
+            options = {"batch_axes": site.batch_axes}
+            return site.pattern.move(mask, drop, grow, drop_fraction, **options)
+
+        move = functools.partial(_move_units, drop_fraction)
+        return _search_alike(moving_sites, move, move_alone)
+
+
+def is_layerwise(scope: object) -> bool:
+    """Returns whether a scope makes the masks of `Layerwise`, so that a pruner need not call it."""
+    cls = type(scope) if isinstance(scope, Layerwise) else None
+    return bool(cls and cls.select is Layerwise.select and cls.move is Layerwise.move)
+
+
+def _search_alike(
+    competitors: Sequence[AnySite],
+    search: Callable[[Sequence[AnySite]], list[jax.Array]],
+    mask_alone: Callable[[AnySite], jax.Array],
+) -> list[jax.Array]:
+    """Returns masks: by one search for patterns that rank units, one by one for all others.
+
+    No program reads arrays of several meshes.
+    """
+    masks: dict[int, jax.Array] = {}
+    members_by_mesh: dict[object, list[int]] = {}
+    for i, competitor in enumerate(competitors):
+        if competitor.site.pattern.ranks_units:
+            members_by_mesh.setdefault(sharding.find_mesh(competitor[1:]), []).append(i)
+        else:
+            masks[i] = mask_alone(competitor)
+    for members in members_by_mesh.values():
+        masks.update(zip(members, search([competitors[i] for i in members]), strict=True))
+    return [masks[i] for i in range(len(competitors))]
+
+
+def _select_units(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
+    """Returns the masks of the highest units of each parameter, or of each slice of a parameter."""
+    sites, scores, sparsities, _ = zip(*scored_sites, strict=True)
+
+    def select(scores: Arrays, sparsities: Sequence[chex.Numeric]) -> list[jax.Array]:
+        units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
+        k = count_units([candidates.slice_size for candidates in units], sparsities)
+        leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
+        masks = topk_masks(units, k[leaf_index])
+        return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
+
+    return sharding.shard_like(list(scores), select, scores, sparsities)
+
+
+def _move_units(drop_fraction: chex.Numeric, moving_sites: Sequence[MovingSite]) -> list[jax.Array]:
+    """Returns masks with some active units of each parameter, or of each slice, replaced."""
+    sites, masks, drop, grow = zip(*moving_sites, strict=True)
+
+    def move(masks: Arrays, drop: Arrays, grow: Arrays, fraction: chex.Numeric) -> list[jax.Array]:
+        active = [_pool_scores(*x) for x in zip(sites, drop, masks, strict=True)]
+        growing = [_pool_scores(*x) for x in zip(sites, grow, strict=True)]
+        moved = move_units(active, growing, fraction)
+        return [_expand_mask(*x) for x in zip(sites, moved, masks, strict=True)]
+
+    return sharding.shard_like(list(masks), move, masks, drop, grow, drop_fraction)
+
+
+def _pool_scores(site: Site, scores: jax.Array, mask: jax.Array | None = None) -> Candidates:
+    """Returns the scores of the units of a parameter; with a mask, of the units that it keeps."""
+    pattern, batch_axes = site.pattern, site.batch_axes
+    if pattern.is_elementwise:
+        return Candidates(readable(scores), mask, batch_axes)
+    units = readable(pool_units(pattern, scores, batch_axes, site.name))
+    if mask is not None:  # all ones or all zeros within a unit
+        mask = are_kept(pattern.pool(mask, batch_axes))
+    return Candidates(units, mask, batch_axes + pattern.group_axes)
+
+
+def _expand_mask(site: Site, units: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the mask of the entries of a parameter from the mask of its units."""
+    if site.pattern.is_elementwise:
+        return units
+    return expand_units(site.pattern, units, like.shape, site.batch_axes, site.name)
+
+
+def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array | np.ndarray:
+    """Counts the units that stay of each parameter, int32; of numpy for plain sparsities."""
+    if any(map(checks.is_traced, sparsities)):
+        return jnp.asarray(num_kept(np.array(sizes), stack_sparsities(sparsities)))
+    pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
+    return np.array([num_kept(n, float(x)) for n, x in pairs])
+
+
+def stack_sparsities(sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    """Returns the sparsities of parameters as float32[parameters]."""
+    return jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])

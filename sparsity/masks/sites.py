@@ -7,7 +7,6 @@ A table makes each site once, from the parameter. Functions that a user passes a
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -49,17 +48,6 @@ class Site(NamedTuple):
     @property
     def name(self) -> str:
         return trees.path_string(self.key_path)
-
-    def check_size(self, shape: tuple[int, ...]) -> None:
-        """Raises a ValueError if a slice of the parameter has more entries than a search counts."""
-        size = math.prod(shape[self.batch_axes :])
-        if self.pattern.is_elementwise and size >= 2**31:
-            raise ValueError(
-                f"{self.name!r} of shape {shape} with batch_axes = {self.batch_axes} has {size} "
-                "entries in a slice, and a mask is chosen among fewer than 2**31. Give batch_axes "
-                "if leading axes index separate matrices, or leave the parameter dense with "
-                "filter_fn."
-            )
 
 
 class Sites(Mapping[trees.KeyPath, Site]):

@@ -10,32 +10,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import ClassVar, Self
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity import selection
-from sparsity.core import sharding
-from sparsity.core.checks import (
-    DataclassBase,
-    check_fraction,
-    check_function,
-    check_int,
-    check_real_array,
-)
-from sparsity.core.exact_sums import count, scale_for_sums
-from sparsity.core.statements import is_stated
-from sparsity.selection.kept_counts import count_kept_int
+from sparsity.core import checks, sharding
+from sparsity.core.dtypes import promote
+from sparsity.core.exact_sums import count
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
     "dense with filter_fn or custom_sparsity_map={path: None}."
 )
+ROUNDING = 1e-6  # of sparsities that patterns compute
 
 
-class SparsityType(DataclassBase):
+class SparsityType(checks.DataclassBase):
     """Base of patterns, the units that are kept or removed together; here each entry is a unit.
 
     A subclass with units of several entries overrides `pool` and `expand`, and `check` if it does
@@ -58,11 +53,24 @@ class SparsityType(DataclassBase):
 
     # Whether each entry is a unit, so that entries of all leaves can compete.
     is_elementwise: ClassVar[bool] = False
-    # Whether a mask keeps the best units, so that one search serves many leaves. A class that
-    # overrides `select` or `move` states the attribute again where it holds.
-    ranks_units: ClassVar[bool] = True
     # Axes of the units, first after the batch axes, that index the groups in which units compete.
     group_axes: ClassVar[int] = 0
+
+    @property
+    def ranks_units(self) -> bool:
+        """Whether `select` and `move` are those of this class, so that one search serves many."""
+        cls = type(self)
+        return cls.select is SparsityType.select and cls.move is SparsityType.move
+
+    @property
+    def input_axes(self) -> tuple[int, ...]:
+        """Contracted axes of a slice along which entries compete; () if fields name none."""
+        return ()
+
+    @property
+    def inputs_per_group(self) -> int | None:
+        """Number of consecutive inputs that compete with each other; `None`: all inputs."""
+        return None
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         """Raises a ValueError that names the parameter if the pattern does not fit its shape.
@@ -97,6 +105,17 @@ class SparsityType(DataclassBase):
             )
         return self
 
+    def for_matrix(self) -> SparsityType | None:
+        """Returns the pattern of a matrix [inputs, outputs], whose inputs are pruned in order.
+
+        `None` if units hold entries of several inputs.
+        """
+        return None
+
+    def outputs_per_group(self, outputs: int) -> int:
+        """Returns how many neighbouring outputs keep the same inputs, 0 if their inputs differ."""
+        return 0
+
     def final_sparsity(self, target: float) -> float:
         """Returns the sparsity of a mask at the end of a ramp to `target`."""
         return target
@@ -107,7 +126,7 @@ class SparsityType(DataclassBase):
         """Returns the number of entries that `select` keeps of each slice, and `move` preserves.
 
         Returns `None` if the number depends on the scores, which is the default of a pattern with
-        units of its own.
+        units of its own. A class that overrides `select` or `pool` overrides this method too.
 
         Args:
           shape: shape of the parameter, batch axes included.
@@ -141,8 +160,9 @@ class SparsityType(DataclassBase):
         Returns:
           uint8 mask of the shape of `scores`.
         """
-        check_select(scores, sparsity, batch_axes)
-        check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
+        check_arrays(batch_axes, scores=scores)
+        checks.check_fraction("sparsity", sparsity)
+        checks.check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
 
         def create(scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
             leading = batch_axes + self.group_axes
@@ -155,11 +175,7 @@ class SparsityType(DataclassBase):
                 for _ in range(leading):
                     choose = jax.vmap(choose, in_axes=(0, None))
                 chosen = choose(units, sparsity)
-                if getattr(chosen, "shape", None) != units.shape:
-                    raise ValueError(
-                        f"topk_fn must return a mask of the shape of its scores, "
-                        f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."
-                    )
+                checks.check_real_array(f"the mask of topk_fn = {topk_fn!r}", chosen, units.shape)
                 mask = jnp.asarray(chosen).astype(bool).astype(jnp.uint8)
             return expand_units(self, mask, scores.shape, batch_axes)
 
@@ -189,113 +205,18 @@ class SparsityType(DataclassBase):
         Returns:
           uint8 mask of the same shape.
         """
+        check_arrays(batch_axes, mask=mask, drop_scores=drop_scores, grow_scores=grow_scores)
+        checks.check_fraction("drop_fraction", drop_fraction)
 
-        check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
-
-        def move(
-            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
-        ) -> jax.Array:
+        def move(fraction: chex.Numeric, *arrays: jax.Array) -> jax.Array:
             # A unit is all ones or all zeros.
-            active, drop_scores, grow_scores = (
-                pool_units(self, x, batch_axes) for x in (mask, drop_scores, grow_scores)
-            )
+            active, drop, grow = (pool_units(self, x, batch_axes) for x in arrays)
             leading = batch_axes + self.group_axes
-            kept, num_dropped = keep_active(active, drop_scores, fraction, leading)
-            grown = selection.topk_mask(
-                grow_scores, num_dropped, where=1 - kept, batch_axes=leading
-            )
+            kept, num_dropped = keep_active(active, drop, fraction, leading)
+            grown = selection.topk_mask(grow, num_dropped, where=1 - kept, batch_axes=leading)
             return expand_units(self, kept | grown, mask.shape, batch_axes)
 
-        return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
-
-
-def is_ranking_units(pattern: SparsityType) -> bool:
-    """Returns whether a pattern states that its `select` and `move` rank units."""
-    return pattern.ranks_units and is_stated(type(pattern), "ranks_units", ("select", "move"))
-
-
-def count_kept_entries(
-    pattern: SparsityType, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
-) -> int | None:
-    """Returns `count_kept` of a pattern; `None` if a subclass overrides what the method counts."""
-    counted = "select", "move", "pool", "expand"
-    is_counted = is_stated(type(pattern), "count_kept", counted)
-    return pattern.count_kept(shape, sparsity, batch_axes) if is_counted else None
-
-
-def pool_units(
-    pattern: SparsityType, scores: jax.Array, batch_axes: int, name: str = "scores"
-) -> jax.Array:
-    """Returns the scores of units by `pool` of a pattern; the error names the parameter."""
-    units = pattern.pool(scores, batch_axes)
-    check_real_array(f"{pattern}.pool of {name!r}", units)
-    if units.ndim < (min_ndim := batch_axes + pattern.group_axes):
-        raise ValueError(
-            f"{pattern}.pool of {name!r} must have {min_ndim} axes or more, those of batches and "
-            f"of groups, got shape {units.shape}."
-        )
-    return units
-
-
-def expand_units(
-    pattern: SparsityType,
-    units: jax.Array,
-    shape: tuple[int, ...],
-    batch_axes: int,
-    name: str = "scores",
-) -> jax.Array:
-    """Returns the mask of entries by `expand` of a pattern; the error names the parameter."""
-    mask = pattern.expand(units, shape, batch_axes)
-    check_real_array(f"{pattern}.expand of {name!r}", mask, shape)
-    return mask
-
-
-def check_select(scores: chex.Array, sparsity: chex.Numeric, batch_axes: int) -> None:
-    """Raises a ValueError that names a wrong argument of `select`."""
-    check_real_array("scores", scores)
-    check_int("batch_axes", batch_axes, 0, len(scores.shape))
-    check_fraction("sparsity", sparsity)
-
-
-def check_move(
-    mask: chex.Array,
-    drop_scores: chex.Array,
-    grow_scores: chex.Array,
-    drop_fraction: chex.Numeric,
-    batch_axes: int,
-) -> None:
-    """Raises a ValueError that names a wrong argument of `move`."""
-    check_real_array("mask", mask)
-    check_real_array("drop_scores", drop_scores, mask.shape)
-    check_real_array("grow_scores", grow_scores, mask.shape)
-    check_int("batch_axes", batch_axes, 0, len(mask.shape))
-    check_fraction("drop_fraction", drop_fraction)
-
-
-def keep_active(
-    active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the mask of the units that stay active, and the number dropped in each slice."""
-    num_active = count(active.astype(bool), range(batch_axes, active.ndim))
-    k = jnp.asarray(selection.num_kept(num_active, drop_fraction))
-    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), num_active - k
-
-
-def prepare_sums(scores: jax.Array) -> jax.Array:
-    """Returns scores in at least float32, scaled if a sum of all would overflow."""
-    wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    return scale_for_sums([wide], wide.size)[0]
-
-
-def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:
-    """Converts an axis within a slice to a non-negative axis of the array."""
-    return (axis if axis < 0 else axis + batch_axes) % ndim
-
-
-def describe_parameter(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
-    """Describes a parameter for messages."""
-    batch = f" (of which {batch_axes} leading are batch axes)" if batch_axes else ""
-    return f"parameter {name!r} of shape {shape}{batch}"
+        return sharding.shard_like(mask, move, drop_fraction, mask, drop_scores, grow_scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +230,162 @@ class Unstructured(SparsityType):
 
     is_elementwise = True
 
+    def for_matrix(self) -> SparsityType:
+        return Unstructured()  # the subclass of a user may have no hash
+
     def count_kept(
         self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
     ) -> int | None:
-        return count_kept_int(math.prod(shape[batch_axes:]), sparsity)
+        return selection.num_kept(math.prod(shape[batch_axes:]), sparsity)
+
+
+# ------------------------------------------------------------------ units
+def pool_units(
+    pattern: SparsityType, scores: jax.Array, batch_axes: int, name: str = "scores"
+) -> jax.Array:
+    """Returns the scores of units by `pool` of a pattern; the error names the parameter."""
+    units = pattern.pool(scores, batch_axes)
+    checks.check_real_array(f"{pattern}.pool of {name!r}", units)
+    return units
+
+
+def expand_units(
+    pattern: SparsityType,
+    units: jax.Array,
+    shape: tuple[int, ...],
+    batch_axes: int,
+    name: str = "scores",
+) -> jax.Array:
+    """Returns the mask of entries by `expand` of a pattern; the error names the parameter."""
+    mask = pattern.expand(units, shape, batch_axes)
+    checks.check_real_array(f"{pattern}.expand of {name!r}", mask, shape)
+    return mask
+
+
+def check_arrays(batch_axes: int, **arrays: chex.Array) -> None:
+    """Raises a ValueError that names an array that is not real, or of another shape."""
+    shape = None
+    for name, array in arrays.items():
+        checks.check_real_array(name, array, shape)
+        shape = array.shape
+    checks.check_int("batch_axes", batch_axes, 0, len(shape or ()))
+
+
+def keep_active(
+    active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mask of the units that stay active, and the number dropped in each slice."""
+    num_active = count(active.astype(bool), range(batch_axes, active.ndim))
+    k = jnp.asarray(selection.num_kept(num_active, drop_fraction))
+    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), num_active - k
+
+
+def sum_units(scores: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
+    """Sums scores along axes in at least float32."""
+    return jnp.sum(scores, axes, promote(scores.dtype, jnp.float32))
+
+
+# ------------------------------------------------------------------ axes
+def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:
+    """Converts an axis within a slice to a non-negative axis of the array."""
+    return (axis if axis < 0 else axis + batch_axes) % ndim
+
+
+def check_axis(
+    pattern: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
+) -> None:
+    """Raises a ValueError that names the parameter if its slices have no such axis."""
+    ndim = len(shape) - batch_axes
+    if not -ndim <= axis < ndim:
+        parameter = describe_parameter(shape, batch_axes, name)
+        raise ValueError(f"{pattern}: {parameter} has no axis {axis}. {REMEDY}")
+
+
+def describe_parameter(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
+    """Describes a parameter for messages."""
+    batch = f" (of which {batch_axes} leading are batch axes)" if batch_axes else ""
+    return f"parameter {name!r} of shape {shape}{batch}"
+
+
+# ------------------------------------------------------------------ numbers without scores
+def read_final_sparsity(pattern: SparsityType, target: float, name: str) -> float | None:
+    """Returns the sparsity of masks at the end of a ramp, `None` if the pattern does not know it.
+
+    Args:
+      pattern: the pattern of the mask.
+      target: end of the ramp.
+      name: the parameter's path, for messages.
+
+    Raises:
+      ValueError: the sparsity of the pattern is no number in [0, 1], beyond rounding.
+    """
+    with sharding.evaluate_now():
+        final: object = pattern.final_sparsity(target)
+    if final is None:
+        return None
+    nearest = min(max(checks.as_float(final), 0.0), 1.0)
+    if not abs(checks.as_float(final) - nearest) <= ROUNDING:  # NaN, too
+        checks.check_fraction(f"{pattern}.final_sparsity of {name!r}", final)
+    return nearest
+
+
+def read_count(
+    pattern: SparsityType, shape: tuple[int, ...], sparsity: float, batch_axes: int, name: str
+) -> int | None:
+    """Returns the number of entries that a slice keeps, `None` if it depends on scores.
+
+    Raises:
+      ValueError: `count_kept` of the pattern returns no number of entries of a slice.
+    """
+    if (number := pattern.count_kept(shape, sparsity, batch_axes)) is None:
+        return None
+    label = f"{pattern}.count_kept of {name!r}"
+    checks.check_int(label, int(number), 0, math.prod(shape[batch_axes:]))
+    return int(number)
+
+
+def entry_counter(
+    pattern: SparsityType, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params"
+) -> Callable[[float], int]:
+    """Returns a function from a sparsity to the largest number of entries that a mask keeps.
+
+    Args:
+      pattern: the pattern of the mask.
+      shape: shape of the parameter, batch axes included.
+      batch_axes: number of leading axes that index separate slices.
+      name: the parameter's path, for messages.
+
+    Raises:
+      ValueError: from the function, if `count_kept` or `final_sparsity` of the pattern returns no
+        number of entries of a slice, or no number in [0, 1].
+
+    Example:
+      >>> from sparsity.patterns import Block
+      >>> entry_counter(Block((2, 2)), (4, 6))(0.5)
+      12
+    """
+    slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
+    if not slices * size:
+        return lambda sparsity: 0
+    if pattern.count_kept(shape, 0.5, batch_axes) is not None:
+        return lambda x: slices * (read_count(pattern, shape, x, batch_axes, name) or 0)
+    if not pattern.ranks_units:
+        return lambda x: math.ceil(
+            slices * size * (1 - Fraction(read_final_sparsity(pattern, x, name) or 0))
+        )
+    units, largest = _count_units(pattern, shape, batch_axes)
+    return lambda sparsity: slices * min(size, selection.num_kept(units, sparsity) * largest)
+
+
+def _count_units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:
+    """Returns the units of a group, and the entries of the first, full unit of all groups."""
+    scores = jax.ShapeDtypeStruct(shape, np.float32)
+    units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
+    first_unit = np.zeros(units, np.uint8)
+    leading = batch_axes + pattern.group_axes
+    first_unit[
+        (0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])
+    ] = 1
+    with sharding.evaluate_now():
+        entries = np.count_nonzero(pattern.expand(jnp.asarray(first_unit), shape, batch_axes))
+    return math.prod(units[leading:]), int(entries)

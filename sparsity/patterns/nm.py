@@ -21,8 +21,8 @@ from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
     absolute_axis,
-    check_move,
-    check_select,
+    check_arrays,
+    check_axis,
     describe_parameter,
     keep_active,
 )
@@ -71,8 +71,19 @@ class NByM(SparsityType):
                 f"{size} entries, which m = {self.m} does not divide. {REMEDY}"
             )
 
+    @property
+    def input_axes(self) -> tuple[int, ...]:
+        return (self.axis,)
+
     def renumber_axes(self, fn: Callable[[int], int]) -> Self:
         return dataclasses.replace(self, axis=fn(self.axis))
+
+    @property
+    def inputs_per_group(self) -> int:
+        return self.m
+
+    def for_matrix(self) -> NByM:
+        return NByM(self.n, self.m, axis=0)
 
     def final_sparsity(self, target: float) -> float:
         """Returns 1 - n / m for every target above 0."""
@@ -106,7 +117,8 @@ class NByM(SparsityType):
                 f"{self} ranks the entries of each group and needs topk_fn = None, got topk_fn = "
                 f"{topk_fn!r}."
             )
-        check_select(scores, sparsity, batch_axes)
+        check_arrays(batch_axes, scores=scores)
+        check_fraction("sparsity", sparsity)
         check_fraction("target", 0 if target is None else target)
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
@@ -128,14 +140,15 @@ class NByM(SparsityType):
         batch_axes: int = 0,
     ) -> jax.Array:
         """Returns the mask after each group has dropped entries and grown equally many."""
-        check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
+        check_arrays(batch_axes, mask=mask, drop_scores=drop_scores, grow_scores=grow_scores)
+        check_fraction("drop_fraction", drop_fraction)
 
         def move(
-            mask: jax.Array, drop_scores: jax.Array, grow_scores: jax.Array, fraction: chex.Numeric
+            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
-            kept, _ = keep_active(mask, drop_scores, fraction, batch_axes)
+            kept, _ = keep_active(mask, drop, fraction, batch_axes)
             axis = absolute_axis(self.axis, batch_axes, mask.ndim)
-            grown = selection.nm_mask(grow_scores, self.n, self.m, axis=axis, keep=kept)
+            grown = selection.nm_mask(grow, self.n, self.m, axis=axis, keep=kept)
             # A leaf with target 0 is dense and has no groups.
             return jnp.where(jnp.all(mask > 0), mask, grown)
 
@@ -151,16 +164,6 @@ def _count_kept_on_ramp(n: int, m: int, sparsity: chex.Numeric, target: chex.Num
     progress = jnp.where((target > 0) & (sparsity >= target), 1, progress)
     removed = jnp.floor(progress * (m - n)).astype(jnp.int32)
     return jnp.maximum(n, m - removed)
-
-
-def check_axis(
-    pattern: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
-) -> None:
-    """Raises a ValueError that names the parameter if its slices have no such axis."""
-    ndim = len(shape) - batch_axes
-    if not -ndim <= axis < ndim:
-        parameter = describe_parameter(shape, batch_axes, name)
-        raise ValueError(f"{pattern}: {parameter} has no axis {axis}. {REMEDY}")
 
 
 def parse_nm(name: str, pattern: object, axis: int = -1) -> NByM:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from sparsity.core.checks import check_function, check_kind
 from sparsity.core.names import suggest
 from sparsity.patterns.base import SparsityType, Unstructured
-from sparsity.patterns.blocks import Block, Channel
-from sparsity.patterns.fan_in import FanIn
+from sparsity.patterns.blocks import Block, Channel, FanIn
 from sparsity.patterns.nm import N_COLON_M, NByM
 
 _STRING = re.compile(r"(.*?)(?:_(\s*-?\d{1,18}\s*(?:,\s*-?\d{1,18}\s*)*)?)?", re.DOTALL)

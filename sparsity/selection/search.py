@@ -32,16 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact
-from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.exact_sums import count, sums
 from sparsity.core.hashing import flat_index, flat_strides
 from sparsity.core.kernels import use_flat
-from sparsity.selection.candidates import Candidates
-from sparsity.selection.keys import key_bits, to_keys
+from sparsity.selection.keys import Candidates, key_bits, to_keys
 
-CountFn: TypeAlias = Callable[[Words], Words]
-CounterFn: TypeAlias = Callable[..., jax.Array]
+CountFn: TypeAlias = Callable[[jax.Array], jax.Array]
 State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # of a loop over digits
 _COLUMNS = 1024  # of a row of small parameters
 _MAX_JOINED = 2**22  # entries of a parameter that is laid out in rows
@@ -49,23 +45,25 @@ _MAX_PADDED = 2**14  # entries of rows that hold more padding than scores
 
 
 def select(
-    all_candidates: Sequence[Candidates], k: Words | CountFn, *, together: bool
-) -> tuple[list[jax.Array], Words]:
+    all_candidates: Sequence[Candidates], k: jax.Array | CountFn, *, together: bool
+) -> tuple[list[jax.Array], jax.Array]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
-      all_candidates: parameters with fewer than 2**31 scores in a slice; if all entries compete,
-        with scores of one dtype.
-      k: number of entries to keep of each slice, [slices], in the order of the parameters; with
-        `together` of all, [1]. Or a function of the number of eligible entries.
+      all_candidates: parameters; if all entries compete, with scores of one dtype.
+      k: number of entries to keep of each slice, int32[slices], in the order of the parameters;
+        with `together` of all, [1]. Or a function of the number of eligible entries.
       together: whether all entries compete, or the entries of each slice.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries
-      that are removed, as words like k.
+      that are removed, int32 like k.
+
+    Raises:
+      ValueError: 2**31 or more entries compete.
     """
     filled = [x for x in all_candidates if x.num_slices]  # others are stacks of no layers
-    masks, removed = iter(list[jax.Array]()), (jnp.zeros(int(together), jnp.uint32),) * 2
+    masks, removed = iter(list[jax.Array]()), jnp.zeros(int(together), jnp.int32)
     if filled:
         filled = jax.tree.map(lax.stop_gradient, filled)  # a mask has no derivatives
         chosen, removed = _select(filled, k, together)
@@ -75,47 +73,66 @@ def select(
 
 
 def _select(
-    all_candidates: Sequence[Candidates], k: Words | CountFn, together: bool
-) -> tuple[list[jax.Array], Words]:
+    all_candidates: Sequence[Candidates], k: jax.Array | CountFn, together: bool
+) -> tuple[list[jax.Array], jax.Array]:
     """Returns the results of `select` for parameters that have slices."""
+    _check_size(all_candidates, together)
     order, blocks = _lay_out(all_candidates)
     slices = _order_slices(all_candidates, order)
-    arrays = jax.tree.leaves(all_candidates)
-    zero = varying_zero(arrays, jnp.uint32(0) if callable(k) else k[1][0])
-    add_up = functools.partial(_to_words, together=together)
+    zero = _varying_zero(jax.tree.leaves(all_candidates), k)
 
-    def count_all(counter: CounterFn, *each: Sequence[jax.Array]) -> jax.Array:
+    def count_all(counter: Callable[..., jax.Array], *each: Sequence[jax.Array]) -> jax.Array:
         """Counts entries of each slice in the order of blocks, int32[slices, n]."""
         return jnp.concatenate([counter(*x) for x in zip(blocks, *each, strict=True)]) + zero
 
-    eligible = add_up(count_all(lambda block: block.count_eligible()))
-    if callable(k):
-        k = k(eligible)
-    else:
-        k = k if together else (k[0][slices], k[1][slices])
-        k = exact.choose(exact.at_least(k, eligible), eligible, k)
+    def add_up(counts: jax.Array) -> jax.Array:
+        return jnp.sum(counts, 0, jnp.int32, keepdims=True) if together else counts
 
-    def count_from(pivots: jax.Array) -> Words:
+    eligible = add_up(count_all(lambda block: block.count_eligible()))
+    k = k(eligible) if callable(k) else jnp.minimum(k if together else k[slices], eligible)
+
+    def count_from(pivots: jax.Array) -> jax.Array:
         return add_up(count_all(_Block.count_from, _split(blocks, pivots)))
 
     bits = max(key_bits(x.scores.dtype) for x in all_candidates)
-    thresholds = _split(blocks, _find(count_from, k, bits, k[1] >= 0))
+    thresholds = _split(blocks, _find(count_from, k, bits, k >= 0))
     each = zip(blocks, thresholds, strict=True)
     all_ties = [block.find_ties(threshold) for block, threshold in each]
     above, ties = count_all(_Block.count_above_and_ties, thresholds, all_ties).T
-    need = exact.minus(k, add_up(above))
-    share = _share_ties(ties, need, slices) if together else need[1].astype(jnp.int32)
+    need = k - add_up(above)
+    share = _share_ties(ties, need, slices) if together else need
 
-    def count_ties_from(pivots: jax.Array) -> Words:
-        return exact.as_words(count_all(_Block.count_ties_from, all_ties, _split(blocks, pivots)))
+    def count_ties_from(pivots: jax.Array) -> jax.Array:
+        return count_all(_Block.count_ties_from, all_ties, _split(blocks, pivots))
 
     bits = (max(x.slice_size for x in all_candidates) + 1).bit_length()
-    cut = _find(count_ties_from, exact.as_words(share), bits, (share > 0) & (share < ties))
+    cut = _find(count_ties_from, share, bits, (share > 0) & (share < ties))
     cut = jnp.where(share < ties, jnp.where(share > 0, cut, np.uint32(2**32 - 1)), 0)
     ends = zip(blocks, thresholds, all_ties, _split(blocks, cut), strict=True)
     masks = [mask for block, *x in ends for mask in block.masks(*x)]
-    removed, place = exact.minus(eligible, k), slice(None) if together else np.argsort(slices)
-    return [masks[i] for i in np.argsort(order)], (removed[0][place], removed[1][place])
+    removed = (eligible - k)[slice(None) if together else np.argsort(slices)]
+    return [masks[i] for i in np.argsort(order)], removed
+
+
+def _check_size(all_candidates: Sequence[Candidates], together: bool) -> None:
+    """Raises a ValueError unless an int32 counts the entries that compete."""
+    sizes = [x.num_slices * x.slice_size if together else x.slice_size for x in all_candidates]
+    if (sum(sizes) if together else max(sizes)) >= 2**31:
+        largest = all_candidates[int(np.argmax(sizes))].shape
+        raise ValueError(
+            f"Fewer than 2**31 scores may compete, got more, the most of shape {largest}. Give "
+            "batch_axes if leading axes index separate matrices, use scope=Layerwise(), or leave "
+            "parameters dense with filter_fn."
+        )
+
+
+def _varying_zero(arrays: Sequence[jax.Array], k: jax.Array | CountFn) -> jax.Array:
+    """Returns an int32 zero that varies over a mesh as all arrays do: a loop needs such a state."""
+    zero = jnp.int32(0) if callable(k) else k[0] & 0
+    for x in arrays:
+        if not jax.typeof(x).sharding.mesh.empty:
+            zero += jnp.sum((x != 0).astype(jnp.int32) & 0, dtype=jnp.int32)
+    return zero
 
 
 def _split(blocks: Sequence[_Block], x: jax.Array) -> list[jax.Array]:
@@ -124,23 +141,16 @@ def _split(blocks: Sequence[_Block], x: jax.Array) -> list[jax.Array]:
     return jnp.split(jnp.broadcast_to(x, (sum(counts), *x.shape[1:])), np.cumsum(counts)[:-1])
 
 
-def _to_words(counts: jax.Array, *, together: bool) -> Words:
-    """Returns the counts int32[slices, ...] of all slices together, or of each."""
-    return exact.total(counts[:, None]) if together else exact.as_words(counts)
-
-
-def _find(
-    count_from: Callable[[jax.Array], Words], k: Words, bits: int, is_open: jax.Array
-) -> jax.Array:
+def _find(count_from: CountFn, k: jax.Array, bits: int, is_open: jax.Array) -> jax.Array:
     """Returns integers t[n] with at most k[n] keys above t, and at least k from t on.
 
     Args:
       count_from: maps pivots[n, m], all above 0, to the numbers of keys that are at least these.
-      k: numbers of keys, [n].
+      k: numbers of keys, int32[n].
       bits: number of bits of the keys.
       is_open: bool[n], whether to search; if no key is searched, the results are 0.
     """
-    rank, dtype = (k[0][:, None], k[1][:, None]), jnp.uint64 if bits > 32 else jnp.uint32
+    dtype = jnp.uint64 if bits > 32 else jnp.uint32
 
     def find(base_bits: int, is_open: jax.Array) -> jax.Array:
         choices = np.arange(1, 1 << base_bits, dtype=dtype)[None]  # of a digit
@@ -149,12 +159,12 @@ def _find(
             digits, key, is_open = state
             shift = (base_bits * (digits - 1)).astype(dtype)
             counts = count_from(key[:, None] + (choices << shift))
-            key += jnp.sum(exact.at_least(counts, rank), axis=1, dtype=dtype) << shift
+            key += jnp.sum(counts >= k[:, None], axis=1, dtype=dtype) << shift
             # Once c(t) = k, the mask keeps all keys from t on, and lower digits do not matter.
-            return digits - 1, key, is_open & ~jnp.any(exact.equal(counts, rank), axis=1)
+            return digits - 1, key, is_open & ~jnp.any(counts == k[:, None], axis=1)
 
-        zero = zero_like(k[1])
-        start = zero[0].astype(jnp.int32) - (-bits // base_bits), zero.astype(dtype), is_open
+        zero = k & 0  # varies as k does, where `jnp.zeros_like` would not
+        start = zero[0] - (-bits // base_bits), zero.astype(dtype), is_open
         return lax.while_loop(lambda x: (x[0] > 0) & jnp.any(x[2]), step, start)[1]
 
     # Accelerators wait for memory, CPUs for comparisons.
@@ -170,30 +180,23 @@ def _order_slices(all_candidates: Sequence[Candidates], order: Sequence[int]) ->
     )
 
 
-def _share_ties(ties: jax.Array, need: Words, slices: np.ndarray) -> jax.Array:
+def _share_ties(ties: jax.Array, need: jax.Array, slices: np.ndarray) -> jax.Array:
     """Returns how many ties each slice keeps, so that the first ones keep `need` together."""
-    before = exact.totals_before(ties[np.argsort(slices)])
-    before = before[0][slices], before[1][slices]
-    room = exact.minus(need, before)
-    # With a high word above 0 there is room for 2**32 ties or more.
-    fits = jnp.minimum(room[1], ties.astype(jnp.uint32)).astype(jnp.int32)
-    return jnp.where(exact.at_least(need, before), jnp.where(room[0] > 0, ties, fits), 0)
+    in_order = ties[np.argsort(slices)]
+    before = jnp.cumsum(in_order, dtype=jnp.int32) - in_order
+    return jnp.clip(need - before[slices], 0, ties)
 
 
 # ------------------------------------------------------------------ the layout
 def _lay_out(all_candidates: Sequence[Candidates]) -> tuple[list[int], list[_Block]]:
     """Returns the parameters in the order of blocks, and the blocks, with keys of one dtype."""
-    for x in all_candidates:
-        if x.slice_size >= 2**31:
-            raise ValueError(f"A slice may hold fewer than 2**31 scores, got shape {x.shape}.")
     is_wide = any(key_bits(x.scores.dtype) > 32 for x in all_candidates)
     dtype = np.dtype(np.uint64 if is_wide else np.uint32)
     joined = [i for i, x in enumerate(all_candidates) if _fits_rows(x)]
-    alone = [i for i in range(len(all_candidates)) if len(joined) < 2 or i not in joined]
-    blocks: list[_Block] = [_Parameter(all_candidates[i], dtype) for i in alone]
-    if len(joined) < 2:
-        return alone, blocks
-    return [*joined, *alone], [_Rows([all_candidates[i] for i in joined], dtype), *blocks]
+    joined = joined if len(joined) > 1 else []
+    alone = [i for i in range(len(all_candidates)) if i not in joined]
+    blocks: list[_Block] = [_Rows([all_candidates[i] for i in joined], dtype)] if joined else []
+    return [*joined, *alone], blocks + [_Parameter(all_candidates[i], dtype) for i in alone]
 
 
 def _fits_rows(candidates: Candidates) -> bool:

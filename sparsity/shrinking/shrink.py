@@ -12,7 +12,7 @@ from sparsity.core.checks import check_kind
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks import apply_masks
-from sparsity.masks.positions import check_entries
+from sparsity.masks.slice_layout import check_entries
 from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices

@@ -27,7 +27,6 @@ from sparsity.masks import (
     leading_axes,
 )
 from sparsity.patterns import SparsityType
-from sparsity.patterns.base import is_ranking_units
 from sparsity.programs.optimizers import find_frozen
 from sparsity.sparsity_schedules import check_schedule, has_updates, update_range
 from sparsity.training.hooks import KeepsCount, UpdaterHooks
@@ -269,7 +268,7 @@ def _complete_units(updater: UpdaterHooks, sites: Sites, masks: Masks, shapes: P
 
     def complete(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
         pattern, axes = sites[path].pattern, sites[path].batch_axes
-        if pattern.is_elementwise or not is_ranking_units(pattern) or not updater.regrows:
+        if pattern.is_elementwise or not pattern.ranks_units or not updater.regrows:
             return mask
         pattern.check(mask.shape, axes, sites[path].name)
         pooled = masks_lib.are_kept(pattern.pool(mask, axes))

@@ -37,7 +37,6 @@ from sparsity.masks import (
 )
 from sparsity.masks.distributions import Distribution, uniform
 from sparsity.patterns import Unstructured
-from sparsity.patterns.base import count_kept_entries
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
@@ -523,7 +522,7 @@ class UpdaterHooks(DataclassBase):
         Returns:
           `None` if the number depends on scores, as by default unless `keeps_count` is "exact".
         """
-        has_count = count_kept_entries(site.pattern, shape, 0.5, site.batch_axes) is not None
+        has_count = site.pattern.count_kept(shape, 0.5, site.batch_axes) is not None
         return kept if self.keeps_count == "exact" and has_count else None
 
     def slice_rule(self) -> SliceRule | None:

@@ -1,7 +1,7 @@
 """The inner optimizer of a step: of complete parameters, or of kept entries.
 
 With `use_compact_state` the optimizer sees the kept entries of a parameter as an array [*batch, k],
-where k is the number of slots of a slice (`sparsity.masks.positions`). Parameters, gradients and
+where k is the number of slots of a slice (`sparsity.masks.slice_layout`). Parameters, gradients and
 updates stay dense: each step gathers the first two and scatters the last.
 """
 
@@ -24,9 +24,15 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Sites, read_masks
-from sparsity.masks.positions import carry_values, kept_positions, scatter, slots_of_positions
-from sparsity.masks.slice_layout import KeptLayout, SliceLayout
-from sparsity.patterns.counts import read_count
+from sparsity.masks.slice_layout import (
+    KeptLayout,
+    SliceLayout,
+    carry_values,
+    kept_positions,
+    scatter,
+    slots_of_positions,
+)
+from sparsity.patterns.base import read_count
 from sparsity.programs.optimizers import Removed, check_entrywise
 from sparsity.programs.program import Equation, Value, read_jaxpr
 from sparsity.programs.walk import Interpreter

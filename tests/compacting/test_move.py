@@ -498,6 +498,8 @@ def test_masks_that_keep_nothing_stay_empty(algorithm):
 
 
 class All(sparsity.Layerwise):
+    keeps_targets = per_slice = False
+
     def move(self, leaves, drop_fraction):
         return [jnp.ones_like(leaf.mask) for leaf in leaves]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.masks.norms import divide_by_norm
+from sparsity.masks.global_scope import divide_by_norm
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e30, 1e-15, 0.0])

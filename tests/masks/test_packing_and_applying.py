@@ -126,9 +126,9 @@ def test_packed_and_unpacked_masks_do_the_same(shape):
     [
         (True, np.zeros((4, 16), np.uint8), r"'w' has shape \(4, 16\).*needs \(4, 2\).*pack_masks"),
         (False, np.zeros((4, 2), np.uint8), r"'w' has shape \(4, 2\).*needs \(4, 16\).*unpack"),
-        (True, np.zeros((4, 3), np.uint8), r"'w' has shape \(4, 3\).*packed mask \(4, 2\).*pack"),
+        (True, np.zeros((4, 3), np.uint8), r"'w' has shape \(4, 3\).*needs \(4, 2\).*pack"),
         (True, np.zeros((4, 2), np.int32), r"packed mask of 'w' has dtype int32.*pack_masks"),
-        (True, np.zeros(8, np.uint8), r"'w' has shape \(8,\).*packed mask \(4, 2\)"),
+        (True, np.zeros(8, np.uint8), r"'w' has shape \(8,\).*needs \(4, 2\)"),
     ],
 )
 def test_a_mask_by_hand_that_is_not_stored_as_the_updater_says_is_an_error(packed, mask, named):

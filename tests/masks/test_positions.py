@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparsity.masks.positions import kept_positions, read_words, scatter
+from sparsity.masks.slice_layout import kept_positions, read_words, scatter
 from tests.helpers import list_scatters
 
 # Two words, one row of sums and one entry more, rows of rows of sums and one word more.

@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_found_at_init_by_pruners_too():
 
 @pytest.mark.parametrize("scope", [sparsity.Global, "global", None, object()])
 def test_what_is_no_scope_is_an_error_that_names_those_there_are(scope):
-    with pytest.raises(ValueError, match=r"scope must be an object with a method check.*Global\("):
+    with pytest.raises(ValueError, match=r"scope must be a scope such as.*Global\("):
         sparsity.MagnitudePruning(scope=scope)
 
 
@@ -408,15 +408,6 @@ def test_masks_of_a_scope_of_ones_own_are_checked(returned, got):
 
     with pytest.raises(ValueError, match=got):
         _make(sparsity.MagnitudePruning, scope=Returning()).instant_sparsify(_params())
-
-
-def test_a_scope_may_return_an_iterator_of_masks():
-    class Mapped(FirstServed):
-        def select(self, leaves, topk_fn):
-            return map(jnp.asarray, super().select(leaves, topk_fn))
-
-    masks = _make(sparsity.MagnitudePruning, scope=Mapped()).instant_sparsify(_params())[1]
-    assert _counts(masks) == {"a": 48, "b": 24, "c": 4}
 
 
 def test_layerwise_is_the_scope_at_the_top():
@@ -517,7 +508,7 @@ def test_leaves_of_different_dtypes_compete_by_the_values_of_their_scores(compil
     ],
     ids=lambda pruner: type(pruner).__name__,
 )
-def test_a_parameter_that_is_too_large_for_a_search_is_named(pruner):
+def test_a_parameter_that_is_too_large_for_a_search_is_refused(pruner):
     params = {"small": jnp.ones((2, 2)), "huge": jax.ShapeDtypeStruct((2**16, 2**15), jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"'huge' of shape \(65536, 32768\) .* fewer than 2\*\*31"):
+    with pytest.raises(ValueError, match=r"Fewer than 2\*\*31 .* of shape \(65536, 32768\)"):
         jax.eval_shape(pruner.instant_sparsify, params)

@@ -133,7 +133,9 @@ def test_the_filter_may_choose_what_the_default_leaves_dense():
 
 @both
 def test_a_filter_that_selects_nothing_is_an_error(distribution):
-    with pytest.raises(ValueError, match="filter_fn selects no parameter") as error:
+    with pytest.raises(
+        ValueError, match=r"has nothing to remove .* Select some with filter_fn"
+    ) as error:
         distribution({"net": arrays((4, 8))}, 0.5, filter_fn=lambda path, param: path[-1] == "w")
     assert "net/p0" in str(error.value)
     assert "0.5" in str(error.value)
@@ -141,19 +143,13 @@ def test_a_filter_that_selects_nothing_is_an_error(distribution):
 
 @both
 @pytest.mark.parametrize(
-    ("overrides", "filter_fn", "message"),
-    [
-        ({".*": None}, None, "custom_sparsity_map keeps all parameters dense, so"),
-        ({"net/p0": None}, None, "No parameter .* except those that custom_sparsity_map keeps"),
-        ({"net/p1": None}, lambda *_: False, "filter_fn selects no parameter, except those that"),
-    ],
+    ("overrides", "filter_fn"),
+    [({".*": None}, None), ({"net/p0": None}, None), ({"net/p1": None}, lambda *_: False)],
 )
-def test_overrides_that_leave_all_parameters_dense_are_an_error(
-    distribution, overrides, filter_fn, message
-):
+def test_overrides_that_leave_all_parameters_dense_are_an_error(distribution, overrides, filter_fn):
     params = {"net": arrays((4, 8), (8,))}
     options = {"custom_sparsity_map": overrides, "filter_fn": filter_fn}
-    with pytest.raises(ValueError, match=f"^{message}.* Select some .*'net/p0', 'net/p1'"):
+    with pytest.raises(ValueError, match=r"nothing to remove .*'net/p0', 'net/p1'. Select some"):
         distribution(params, 0.5, **options)
     for idle in (None, 0.0):
         targets = distribution(params, idle, **options)
@@ -165,7 +161,7 @@ def test_overrides_that_leave_all_parameters_dense_are_an_error(
 @both
 def test_a_tree_of_integers_is_an_error_and_a_tree_without_arrays_is_not(distribution):
     integers = {"w": np.ones((4, 8), np.int8)}
-    with pytest.raises(ValueError, match=r"sparsity = 0.5 has nothing to remove. Prune the para"):
+    with pytest.raises(ValueError, match=r"sparsity = 0.5 has nothing to remove"):
         distribution(integers, 0.5)
     assert distribution(integers) == {"w": None}
     masked = {"w": optax.MaskedNode(), "v": None}  # as optax.partition leaves other groups
@@ -193,7 +189,7 @@ def test_updaters_without_a_target_are_an_error(options):
         ),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"nothing to remove|sparsity to '[wn]' alone"):
+        with pytest.raises(ValueError, match=r"nothing to remove|that stay dense alone"):
             call(params)
 
 
@@ -334,20 +330,10 @@ def test_scopes_that_state_the_numbers_that_they_keep_take_entries():
             make_masks(Uniform(entries=301), scope=silent)
 
 
-def keep_all(self, leaves, topk_fn):
-    return [jnp.ones_like(leaf.scores, jnp.uint8) for leaf in leaves]
-
-
-def test_a_statement_holds_for_no_method_that_another_class_overrides():
-    states = type("States", (sparsity.Layerwise,), {"keeps_targets": True})
-    overrides = type("Overrides", (sparsity.Layerwise,), {"select": keep_all})
-    both = type("Both", (states, overrides), {})
-    total = type("Total", (sparsity.Global,), {"select": keep_all})
-    for scope in (overrides(), both(), total()):
-        with pytest.raises(ValueError, match="entries = 301 counts under"):
-            make_masks(Uniform(entries=301), scope=scope)
-    again = type("Again", (both,), {"keeps_targets": True})()
-    make_masks(Uniform(entries=301), scope=again)
+def test_a_subclass_states_what_it_no_longer_keeps():
+    silent = type("Silent", (sparsity.Layerwise,), {"keeps_targets": False})
+    with pytest.raises(ValueError, match="entries = 301 counts under"):
+        make_masks(Uniform(entries=301), scope=silent())
 
 
 @pytest.mark.parametrize(
@@ -393,9 +379,9 @@ def test_overrides_count_and_billions_of_entries_are_within_rounding():
 def test_numbers_of_entries_that_cannot_be_kept_are_errors():
     with pytest.raises(ValueError, match=r"entries = 1 is less than the 2 entries"):
         make_masks(Uniform(entries=1))
-    with pytest.raises(ValueError, match=r"selects no parameter, so entries = 9 has nothing"):
+    with pytest.raises(ValueError, match="entries = 9 has nothing to remove"):
         make_masks(Uniform(entries=9, filter_fn=lambda path, param: False))
-    with pytest.raises(ValueError, match=r"keeps all selected .*, so entries = 9 has nothing"):
+    with pytest.raises(ValueError, match="entries = 9 has nothing to remove"):
         make_masks(Uniform(entries=9), sparsity_type=lambda path, param: None)
     with pytest.raises(ValueError, match=r"sparsity = 0.5 and entries = 3"):
         Uniform(0.5, entries=3)

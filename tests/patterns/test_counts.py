@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
-from sparsity.patterns.counts import entry_counter
+from sparsity.patterns.base import entry_counter
 
 # Patterns, shapes, batch axes; edges of blocks and of groups of outputs that are smaller.
 CASES = [

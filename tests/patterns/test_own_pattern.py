@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.patterns.base import count_kept_entries, is_ranking_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,10 +285,10 @@ def test_a_pattern_that_selects_by_itself_ranks_no_units_unless_it_says_so():
             return scores
 
     patterns = [Selects(), Moves(), Says(), Pools(), sparsity.NByM(2, 4), sparsity.Block((2, 2))]
-    assert [*map(is_ranking_units, patterns)] == [False, False, True, True, False, True]
+    assert [pattern.ranks_units for pattern in patterns] == [False, False, True, True, False, True]
 
 
-def test_a_mixin_overrides_what_a_pattern_selects_and_counts():
+def test_a_mixin_overrides_what_a_pattern_selects():
     class KeepsAll:
         def select(self, scores, sparsity, **options):
             return jnp.ones(scores.shape, jnp.uint8)
@@ -297,15 +296,9 @@ def test_a_mixin_overrides_what_a_pattern_selects_and_counts():
     class Mixed(KeepsAll, sparsity.Unstructured):
         pass
 
-    class Counted(Mixed):
-        def count_kept(self, shape, sparsity, batch_axes=0):
-            return 8
-
     weights = jnp.arange(8.0).reshape(2, 4)
     pruner = sparsity.MagnitudePruning(sparsity_type=Mixed(), sparsity_distribution_fn=_HALF)
     assert pruner.instant_sparsify(weights)[1].tolist() == [[1] * 4] * 2
-    patterns = sparsity.Unstructured(), Mixed(), Counted()
-    assert [count_kept_entries(pattern, (2, 4), 0.5) for pattern in patterns] == [4, None, 8]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -504,7 +504,7 @@ def test_a_mask_that_topk_fn_returns_is_checked(mask):
     pruner = sparsity.MagnitudePruning(
         sparsity_distribution_fn=half, topk_fn=lambda scores, sparsity: mask
     )
-    with pytest.raises(ValueError, match=r"topk_fn must return a mask .* \(8, 3\)"):
+    with pytest.raises(ValueError, match=r"the mask of topk_fn = .* must"):
         pruner.instant_sparsify(world()["params"])
 
 

@@ -192,17 +192,16 @@ def test_a_tree_is_masked_like_its_concatenation(every_search):
 
 
 @pytest.mark.slow
-def test_global_k_may_be_two_words_traced_or_clamped(every_search):
+def test_global_k_may_be_traced_and_is_clamped_then(every_search):
     tree = [jnp.array([4.0, 1.0]), jnp.array([3.0])]
-    two = (jnp.uint32(0), jnp.uint32(2))
-    for k in (2, np.int64(2), two):
+    for k in (2, np.int64(2)):
         assert [x.tolist() for x in selection.global_topk_mask(tree, k)] == [[1, 0], [1]]
     traced = jax.jit(selection.global_topk_mask)
-    assert [x.tolist() for x in traced(tree, two)] == [[1, 0], [1]]
+    assert [x.tolist() for x in traced(tree, 2)] == [[1, 0], [1]]
     assert [x.tolist() for x in traced(tree, -1)] == [[0, 0], [0]]
-    assert [x.tolist() for x in traced(tree, (jnp.uint32(1), jnp.uint32(0)))] == [[1, 1], [1]]
+    assert [x.tolist() for x in traced(tree, 2**31 - 1)] == [[1, 1], [1]]
     with pytest.raises(ValueError, match="k must be in"):
-        selection.global_topk_mask(tree, (jnp.uint32(1), jnp.uint32(0)))
+        selection.global_topk_mask(tree, 2**32)
 
 
 def test_global_refuses_mixed_dtypes_and_accepts_no_leaves(every_search):
@@ -295,8 +294,6 @@ def test_nm_refuses_wrong_values_by_the_name_of_their_argument(name, wrong):
         arguments = {"n": 1, "m": 4, name: value}
         with pytest.raises(ValueError, match=f"^{name} must"):
             selection.nm_mask(jnp.ones(8), **arguments)
-    with pytest.raises(ValueError, match="n must be an integer"):
-        jax.jit(lambda n: selection.nm_mask(jnp.ones(8), n, 4))(1.7)
 
 
 def test_nm_takes_groups_larger_than_the_axis_and_masks_that_are_lists():
@@ -307,11 +304,6 @@ def test_nm_takes_groups_larger_than_the_axis_and_masks_that_are_lists():
 
 
 # ------------------------------------------------------------------ num_kept
-def test_num_kept_words_are_a_k_for_a_global_mask(every_search):
-    with pytest.raises(ValueError, match="k must be in"):
-        selection.global_topk_mask([jnp.ones(3)], selection.num_kept(2**32, jnp.float32(0)))
-
-
 @pytest.mark.slow
 def test_num_kept_of_every_slice_is_a_k_of_every_slice(every_search):
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sparsity
 from sparsity.compacting.optimizer_state import densify_kept_states
-from sparsity.masks.positions import (
+from sparsity.masks.slice_layout import (
     kept_positions,
     read_words,
     scatter_by_words,
@@ -300,6 +300,8 @@ class Alone:
 
     def check(self, pattern, batch_axes, topk_fn):
         pass
+
+    keeps_targets = False
 
     def select(self, leaves, topk_fn):
         return sparsity.Layerwise().select(leaves, topk_fn)

@@ -45,7 +45,7 @@ def _prune(updater, weight_exponent, grad_exponent, jit):
 def test_a_power_of_two_changes_no_mask(name, jit):
     updater = _UPDATERS[name]
     expected = _prune(updater, 0, 0, jit)
-    for pair in [(62, 62), (124, 0), (-73, -73), (-100, -20)]:
+    for pair in [(60, 60), (115, 0), (-50, -50), (-90, -20)]:
         masks = _prune(updater, *pair, jit)
         jax.tree.map(np.testing.assert_array_equal, masks, expected)
     assert 0 < sum(int(mask.sum()) for mask in expected.values()) < 16 * 32 + 32 * 8
@@ -54,7 +54,7 @@ def test_a_power_of_two_changes_no_mask(name, jit):
 @pytest.mark.parametrize("jit", [False, True], ids=["at once", "in a step"])
 @pytest.mark.parametrize("use_normalization", [False, True])
 @pytest.mark.parametrize(
-    "exponents", [(0, 0), (-36, -36), (-73, -73), (62, 62), (-90, 90)], ids=str
+    "exponents", [(0, 0), (-36, -36), (-50, -50), (62, 62), (-90, 90)], ids=str
 )
 @pytest.mark.parametrize("name", ["saliency", "magnitude"])
 def test_scores_of_all_layers_are_those_of_numpy(name, exponents, use_normalization, jit):
@@ -83,8 +83,8 @@ def test_sums_of_channels_do_not_overflow(order):
     assert int(expected["up"].sum()) == 16 * 16
 
 
-@pytest.mark.parametrize("exponent", [0, -600, 500])
-def test_float64_is_scaled_in_float64(exponent):
+@pytest.mark.parametrize("exponent", [0, -400, 400])
+def test_float64_is_multiplied_in_float64(exponent):
     with jax.enable_x64(True):
         weights, grads = (
             {name: jnp.ldexp(jnp.asarray(x, jnp.float64), exponent) for name, x in tree.items()}

@@ -32,9 +32,8 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     adapt_scope,
-    is_per_slice,
+    has_statement,
 )
-from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.reuse import compile_or_reuse
 from sparsity.training.base_updater import BaseUpdater
@@ -146,7 +145,9 @@ class ScoredPruning(BaseUpdater):
                 check_groups(sites[key_path], statistic, shape)
                 split_axes[key_path] += statistic.output
         # Other scopes compare weights of several outputs, so that no slice is to be split.
-        scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
+        scope = self.scope
+        if has_statement(scope, "per_slice"):
+            scope = SplitScope(scope, split_axes)
         tree_scope = adapt_scope(scope, sites, target_sparsities, self.topk_fn)
         return tree_scope.select_tree(scores, sparsities)
 
@@ -211,8 +212,7 @@ class RIAPruning(ScoredPruning):
 def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
     """Raises a ValueError that names the parameter if N:M or `FanIn` runs along axes of outputs."""
     pattern = site.pattern
-    axes = (pattern.axis,) if isinstance(pattern, NByM) else ()
-    for axis in pattern.axes if isinstance(pattern, FanIn) else axes:
+    for axis in pattern.input_axes:
         if absolute_axis(axis, site.batch_axes, len(shape)) not in statistic.contracting:
             pattern_name = type(pattern).__name__
             raise ValueError(

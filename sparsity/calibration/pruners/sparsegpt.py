@@ -20,7 +20,7 @@ from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
 from sparsity.masks import Site
-from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
+from sparsity.patterns import SparsityType
 from sparsity.patterns.base import absolute_axis
 
 
@@ -81,22 +81,19 @@ class SparseGPTPruning(StatisticsPruning):
             complex; the Gram matrix is singular.
         """
         inputs, innermost = statistic.count_inputs(param.shape), statistic.contracting[-1]
-        pattern, block_size = site.pattern, min(self.block_size, inputs)
         check_groups(site, statistic, param.shape)
-        if isinstance(pattern, NByM):
-            innermost = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
-            pattern, block_size = NByM(pattern.n, pattern.m, axis=0), pattern.m
-        elif isinstance(pattern, FanIn):
-            _check_fan_in(pattern, site, statistic, param.shape)
-            pattern = FanIn(pattern.group, axis=0)
-        elif isinstance(pattern, Unstructured):
-            pattern = Unstructured()  # the subclass of a user may have no hash
-        else:
+        pattern, block_size = site.pattern.for_matrix(), min(self.block_size, inputs)
+        if pattern is None:
             raise ValueError(
                 f"{type(self).__name__} removes single weights, of sparsity_type = Unstructured(), "
-                f"NByM(n, m, axis) or FanIn(group, axis), got {pattern} for {site.name!r}. Use "
-                "WandaPruning and a refit."
+                f"NByM(n, m, axis) or FanIn(group, axis), got {site.pattern} for {site.name!r}. "
+                "Use WandaPruning and a refit."
             )
+        if pattern.inputs_per_group:
+            [axis], block_size = site.pattern.input_axes, pattern.inputs_per_group
+            innermost = absolute_axis(axis, site.batch_axes, param.ndim)
+        elif pattern.input_axes:
+            _check_fan_in(site, statistic, param.shape)
         check_solvable(statistic, param, site.name, self.damping)
         grams = statistic.require_grams()
         squares, permutation = statistic.with_squares(param.shape, innermost)
@@ -114,9 +111,10 @@ class SparseGPTPruning(StatisticsPruning):
         return weights, mask
 
 
-def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
+def _check_fan_in(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
     """Raises a ValueError unless the groups of outputs share all inputs of one matrix."""
-    inputs = {absolute_axis(axis, site.batch_axes, len(shape)) for axis in pattern.axes}
+    pattern = site.pattern
+    inputs = {absolute_axis(axis, site.batch_axes, len(shape)) for axis in pattern.input_axes}
     if inputs != {*statistic.contracting} or statistic.groups > 1:
         raise ValueError(
             f"{pattern} of {site.name!r}, shape {shape}: SparseGPTPruning prunes whole matrices, "

@@ -40,7 +40,7 @@ from sparsity.core.checks import (
     check_values,
 )
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
-from sparsity.masks import is_per_slice
+from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
 
 ModelFn: TypeAlias = Callable[[PyTree, PyTree], PyTree]  # from params and a batch to outputs
@@ -166,7 +166,7 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **fla
         check_bool(name, flag)
     if flags["estimate"] and not flags["sequential"]:
         raise ValueError("estimate follows a sequential run, got sequential = False.")
-    if not is_per_slice(pruner.scope):
+    if not has_statement(pruner.scope, "per_slice"):
         raise ValueError(
             "oneshot prunes one parameter after the other and needs scope = Layerwise(), got "
             f"{pruner.scope!r}. Prune all of them at once: pruner.instant_sparsify(params, "

@@ -21,7 +21,7 @@ from sparsity.calibration.statistics.validation import (
 )
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, Masks, Tree
-from sparsity.masks import ScoredSite, Site, are_kept, is_per_slice, pack_masks
+from sparsity.masks import ScoredSite, Site, are_kept, has_statement, pack_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
@@ -199,7 +199,7 @@ def _make_select(
     """Returns the selection of the highest scores of each matrix, in the pattern of the pruner."""
 
     def select(scores: jax.Array, share: float) -> jax.Array:
-        if not is_per_slice(pruner.scope):
+        if not has_statement(pruner.scope, "per_slice"):
             raise ValueError(
                 f"The refit chooses the mask of {site.name!r} alone and needs scope = Layerwise(), "
                 f"got {pruner.scope!r}. Give a refit that keeps masks: ADMM(gradual=0)."

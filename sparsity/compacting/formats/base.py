@@ -26,8 +26,13 @@ from sparsity.compacting.formats.narrow_dtypes import (
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.masks import Site
-from sparsity.masks.positions import kept_positions, map_rows, scatter, slots_of_positions
-from sparsity.masks.slice_layout import KeptLayout
+from sparsity.masks.slice_layout import (
+    KeptLayout,
+    kept_positions,
+    map_rows,
+    scatter,
+    slots_of_positions,
+)
 from sparsity.patterns import SparsityType
 from sparsity.programs.program import Equation
 

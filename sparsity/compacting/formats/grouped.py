@@ -145,7 +145,7 @@ class Grouped(FormatLayout):
     def explain_refusal(self, site: Site) -> str:
         pattern, has_groups = site.pattern, self.is_full
         if isinstance(pattern, FanIn):
-            axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.axes}
+            axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.input_axes}
             largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
             has_groups |= axes == {*self.inputs} and largest % self.group == 0
         if has_groups:

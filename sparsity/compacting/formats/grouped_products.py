@@ -28,7 +28,7 @@ from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
 from sparsity.core.sharding import explicit_sharding, mesh_axes, vary_alike
 from sparsity.core.trees import PyTree, is_array
-from sparsity.masks.positions import number_padding
+from sparsity.masks.slice_layout import number_padding
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")

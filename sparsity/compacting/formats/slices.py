@@ -19,8 +19,7 @@ import numpy as np
 from sparsity.compacting.formats.base import FormatLayout, KeptProduct, MaskedParameter
 from sparsity.compacting.formats.find_groups import list_kept
 from sparsity.core.sharding import explicit_sharding
-from sparsity.masks.positions import number_padding
-from sparsity.masks.slice_layout import SliceLayout
+from sparsity.masks.slice_layout import SliceLayout, number_padding
 from sparsity.programs.products import read_product
 
 

@@ -12,7 +12,6 @@ from jax import lax
 from sparsity.compacting.formats.base import FormatLayout, MaskedParameter
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.patterns import SparsityType
-from sparsity.patterns.base import is_ranking_units
 
 
 class Values(FormatLayout):
@@ -45,4 +44,4 @@ class Values(FormatLayout):
         return self.slices(mask).reshape(math.prod(self.batch_shape), self.num_units)
 
     def count_unit_rows(self, pattern: SparsityType) -> int | None:
-        return 1 if pattern.is_elementwise and is_ranking_units(pattern) else None
+        return 1 if pattern.is_elementwise and pattern.ranks_units else None

@@ -16,7 +16,7 @@ from sparsity.compacting.formats.base import FormatLayout, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
-from sparsity.masks.positions import carry_values
+from sparsity.masks.slice_layout import carry_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.masks import Site, Sites
-from sparsity.masks.positions import map_rows, scatter
+from sparsity.masks.slice_layout import map_rows, scatter
 from sparsity.patterns.base import keep_active
 from sparsity.selection import topk_mask
 from sparsity.training.hooks import SliceRule, StepInputs, UpdaterHooks

@@ -35,9 +35,9 @@ from sparsity.graph.scope.widths import find_largest, list_widths
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, PatternChoice, Site, Sites, TopkFn, TreeScope
 from sparsity.masks.affordable import best_that_fit
-from sparsity.masks.moves import move_units
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Variable
+from sparsity.selection.topk import move_units
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,9 +92,9 @@ def mask_best(
     pairs = zip(num_kept, groups, strict=True)
     counts = [xp.minimum(xp.asarray(k, np.uint32), group.channels.size) for k, group in pairs]
     repeats = [group.channels.layers or 1 for group in groups]
-    # One count for each slice: each layer of a group keeps as many. The high word is 0.
-    low = xp.stack([k for k, n in zip(counts, repeats, strict=True) for _ in range(n)])
-    return topk_masks([rank_channels(x) for x in importance], (low & 0, low))
+    # One count for each slice: each layer of a group keeps as many.
+    k = xp.stack([k for k, n in zip(counts, repeats, strict=True) for _ in range(n)])
+    return topk_masks([rank_channels(x) for x in importance], k)
 
 
 def spread_masks(
