@@ -14,10 +14,10 @@ Pruners and distributions ask a `Graph`: `scope/` holds `Coupled`, `budgets.py` 
 
 from sparsity.graph.budgets import Budget as Budget, budget as budget
 from sparsity.graph.channels.groups import ChannelGroup as ChannelGroup, Refusal as Refusal
+from sparsity.graph.coupled import Coupled as Coupled
 from sparsity.graph.graph import Graph as Graph
 from sparsity.graph.readers.biases import Bias as Bias
 from sparsity.graph.readers.uses import Use as Use
 from sparsity.graph.readers.views import View as View
-from sparsity.graph.scope.coupled import Coupled as Coupled
 from sparsity.graph.trace import trace as trace
 from sparsity.graph.traced_model import Parameter as Parameter

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -14,12 +13,12 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind, check_values
-from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import KeyPath, Params, Path, PyTree, Sparsities
+from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
-from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, MaskBudget, Overrides, Sites
+from sparsity.masks.budgets import Cost
 from sparsity.masks.distributions import FilterFn, Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import read_final_sparsity
@@ -60,15 +59,15 @@ class Budget(MaskBudget):
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
-    def total(self, leaves: Sequence[tuple[Path, chex.Array]]) -> Polynomial:
-        """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
-        find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
-        parameters = [find(path, param) for path, param in leaves]
-        num_kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
+    def total(self, leaves: Sequence[tuple[Path, chex.Array]]) -> Cost:
+        """Returns the cost of some parameters in the numbers of weights kept."""
+        parameters = [self.graph.parameters.find(*x, may_be_smaller=True) for x in leaves]
+        num_kept = [Cost.variable(i) for i in range(len(parameters))]
+        pairs = zip(parameters, num_kept, strict=True)
         if self.quantity == "nbytes":
-            return sum((num_kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
-        shares = {x.path: num_kept[x.path] / x.size for x in parameters if x.size}
-        return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
+            return sum((n * x.dtype.itemsize for x, n in pairs), Cost({}))
+        densities = {x.path: n * Fraction(1, x.size) for x, n in pairs if x.size}
+        return Cost.convert(self.graph.costs.count_sparse_macs(densities))
 
     def __call__(
         self,
@@ -88,18 +87,36 @@ class Budget(MaskBudget):
         Raises:
           ValueError: even with the sparsest masks, or the fewest channels, the model costs more.
         """
-        if isinstance(scope, Coupled):
-            self._check_scope(scope)
         has_filter, overrides = self.filter_fn is not None, self.custom_sparsity_map
         pattern = Unstructured()
         sites = sites or Sites(params, pattern, batch_axes, overrides, has_user_filter=has_filter)
         leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
-            count = self._make_channel_counter(params, leaves, scope.bind(sites, None))
+            self._check_scope(scope)
             fewest_text = "the fewest channels that may stay"
+            bound, paths = scope.bind(sites, None), {x.path for x in leaves.values()}
+
+            def count_small(sizes: Mapping[Variable, Fraction]) -> Fraction | int:
+                if self.quantity == "macs":
+                    return self.graph.costs.count_small_macs(sizes)
+                return self.graph.costs.count_small_bytes(sizes, paths)
+
+            # A fractional number of channels may cost more than the integer below.
+            rounds_down = scope.across and isinstance(count_small({}), int)
+
+            def count(targets: Sparsities) -> Fraction:
+                """Returns the cost of the smaller arrays."""
+                cost = count_small(bound.count_channels(params, targets))
+                return Fraction(math.floor(cost) if rounds_down else cost)
+
         else:
-            count = self._make_mask_counter(params, leaves, sites)
             fewest_text = "the sparsest masks of this distribution and its patterns"
+            count_kept = kept_counter(params, sites)
+
+            def count(targets: Sparsities) -> Fraction:
+                """Returns the cost of the masked arrays."""
+                return self._count_cost(leaves, count_kept(targets))
+
         dense = self._count_cost(leaves, {})
         allowed = Fraction(self.share) * dense
 
@@ -121,7 +138,12 @@ class Budget(MaskBudget):
             lower_sparsity = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
             lower_targets = trees.leaves_by_path(compute_targets(lower_sparsity))
             for key_path, lower_target in lower_targets.items():
-                raised = _replace_target(targets, key_path, lower_target)
+                raised = trees.map_matched(
+                    lambda path, old, key_path=key_path, new=lower_target: (
+                        new if path == key_path else old
+                    ),
+                    targets,
+                )
                 targets = raised if count(raised) <= allowed else targets
 
         def read_final(key_path: KeyPath, target: float) -> float:
@@ -143,32 +165,6 @@ class Budget(MaskBudget):
                 f"The budget and Coupled count channels of two graphs, {self.graph!r} and "
                 f"{scope.graph!r}. Give both the same result of sparsity.trace."
             )
-
-    def _make_channel_counter(
-        self, params: Params, leaves: Mapping[KeyPath, Parameter], scope: Coupled
-    ) -> Callable[[PyTree], Fraction]:
-        """Returns a function from sparsities to the cost of the smaller arrays."""
-        costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
-        count_small: Callable[[Mapping[Variable, Fraction]], Fraction | int] = (
-            costs.count_small_macs
-        )
-        if self.quantity == "nbytes":
-            count_small = functools.partial(costs.count_small_bytes, paths=paths)
-        # A fractional number of channels may cost more than the integer below.
-        rounds_down = scope.across and isinstance(count_small({}), int)
-
-        def count(targets: Sparsities) -> Fraction:
-            cost = count_small(scope.count_channels(params, targets))
-            return Fraction(math.floor(cost) if rounds_down else cost)
-
-        return count
-
-    def _make_mask_counter(
-        self, params: Params, leaves: Mapping[KeyPath, Parameter], sites: Sites
-    ) -> Callable[[PyTree], Fraction]:
-        """Returns a function from sparsities to the cost of the masked arrays."""
-        count_kept = kept_counter(params, sites)
-        return lambda targets: self._count_cost(leaves, count_kept(targets))
 
     def _count_cost(
         self, leaves: Mapping[KeyPath, Parameter], num_kept: Mapping[KeyPath, int]
@@ -237,9 +233,3 @@ def budget(
             f"got sparsity = {distribution.sparsity}, entries = {distribution.entries}."
         )
     return Budget(graph, quantity, float(share), distribution)
-
-
-def _replace_target(targets: Sparsities, key_path: KeyPath, target: float) -> PyTree:
-    return trees.map_matched(
-        lambda other_path, old_target: target if other_path == key_path else old_target, targets
-    )

@@ -6,20 +6,19 @@ import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.removal.removable import Removal
 from sparsity.graph.traced_model import Model
+from sparsity.masks.budgets import Cost
 from sparsity.programs.axes import Axis, Variable, count_entries
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
 
-N = TypeVar("N", int, Fraction, Polynomial)
-Quantity: TypeAlias = N | Fraction | int  # at sizes or densities of this type
+Number: TypeAlias = Any  # int, Fraction or Cost
 
 
 class Costs:
@@ -38,13 +37,13 @@ class Costs:
         """Counts multiply-adds of all products of a parameter; each product counts once."""
         return sum(use.macs for use in self._list_largest_uses(path))
 
-    def count_sparse_macs(self, density: Mapping[Path, N]) -> Quantity[N]:
+    def count_sparse_macs(self, density: Mapping[Path, Number]) -> Number:
         """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
         readers: dict[Equation, list[Use]] = {}
         for use in self._tracker.products:
             readers.setdefault(use.equation, []).append(use)
 
-        def count(product: Equation) -> Quantity[N]:
+        def count(product: Equation) -> Number:
             uses = readers.get(product, ())
             lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
             return (
@@ -56,11 +55,11 @@ class Costs:
         return _sum_products(self._model.program, count)
 
     def count_small_macs(
-        self, sizes: Mapping[Variable, N], path: Path | None = None
-    ) -> Quantity[N]:
+        self, sizes: Mapping[Variable, Number], path: Path | None = None
+    ) -> Number:
         """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
 
-        def count(equation: Equation) -> Quantity[N]:
+        def count(equation: Equation) -> Number:
             product, axes = read_product(equation), self._removal.coupling.axes
             macs = _multiply_sizes([axes(value)[axis] for value, axis in product.cost], sizes)
             return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
@@ -72,7 +71,7 @@ class Costs:
             for use in self._list_largest_uses(path)
         )
 
-    def count_small_bytes(self, sizes: Mapping[Variable, N], paths: Container[Path]) -> N | int:
+    def count_small_bytes(self, sizes: Mapping[Variable, Number], paths: Container[Path]) -> Number:
         """Counts bytes of some parameters at smaller sizes of some axes."""
         return sum(
             _multiply_sizes(axes, sizes) * parameter.dtype.itemsize
@@ -96,9 +95,9 @@ class Costs:
         return list({use.equation: use for use in uses}.values())
 
 
-def _sum_products(program: Program, count: Callable[[Equation], Quantity[N]]) -> Quantity[N]:
+def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
     """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
-    total: Quantity[N] = 0
+    total: Number = 0
     for equation in program.flat_equations():
         if equation.name in PRODUCTS:
             total = total + count(equation)
@@ -107,32 +106,27 @@ def _sum_products(program: Program, count: Callable[[Equation], Quantity[N]]) ->
                 _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
                 for body in equation.list_bodies()
             ]
-            total = total + (_find_largest_cost(counts) if equation.is_choice else sum(counts))
+            if not equation.is_choice:
+                total = total + sum(counts)
+            elif any(isinstance(count, Cost) for count in counts):
+                total = total + Cost({}, [[Cost.convert(count) for count in counts]])
+            else:
+                total = total + max(counts)
     return total
 
 
-def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Variable, N]) -> N | int:
+def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Variable, Number]) -> Number:
     """Returns the product of the sizes of axes, at smaller sizes of some variables."""
     return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 
 
-def _find_largest_cost(counts: Sequence[Quantity[N]]) -> Quantity[N]:
-    largest = counts[0]
-    for count in counts[1:]:
-        if isinstance(largest, Polynomial) or isinstance(count, Polynomial):
-            largest = Polynomial.maximum(largest, count)
-        else:
-            largest = max(largest, count)
-    return largest
-
-
-def _compute_operand_density(uses: Sequence[Use], density: Mapping[Path, N]) -> N | Fraction:
+def _compute_operand_density(uses: Sequence[Use], density: Mapping[Path, Number]) -> Number:
     """Returns the part of the entries of an operand that may differ from 0.
 
     Parameters that were joined add up. Parameters that were multiplied bound each other: a
     parameter with a density counts.
     """
-    total: N | Fraction = Fraction(0)
+    total: Number = Fraction(0)
     uncovered = Fraction(1)  # the part of the operand that no earlier parameter has
     # Parameters with a density come first: dense ones do not bound the entries.
     for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
