@@ -244,15 +244,6 @@ class Program:
         """{value: equation that computes the value}, outside of loops and branches."""
         return {value: equation for equation in self.flat_equations() for value in equation.outputs}
 
-    @functools.cached_property
-    def readers(self) -> dict[Value, list[Equation]]:
-        """{value: equations that read the value}, outside of loops and branches."""
-        readers: dict[Value, list[Equation]] = {}
-        for equation in self.flat_equations():
-            for value in equation.inputs:
-                readers.setdefault(value, []).append(equation)
-        return readers
-
     def calls_with_rules(self) -> Iterator[tuple[Equation, Program]]:
         """Yields all calls with a custom rule for derivatives, also within calls, and the rules."""
         for equation in self.equations:

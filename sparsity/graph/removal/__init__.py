@@ -4,5 +4,4 @@
 - `proof.py` follows the constants at masked entries through a program, up to each reduction.
 - `constants.py` describes these constants.
 - `shared_entries.py` finds entries that are equal in all removed channels, though not constant.
-- `reductions.py` describes a reduction that needs channels, in the words of layers.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from sparsity.programs.axes import AxisIndex, Variable
-from sparsity.programs.entrywise import is_same, repeat_constant
+from sparsity.programs.entrywise import is_same
 
 # An axis, and the variable that loses entries.
 RemovedEntry: TypeAlias = tuple[AxisIndex, Variable]
@@ -22,26 +21,22 @@ class Constants:
       may_be_nan: entries may be NaN in place of the constants, as where a lookup is out of range.
     """
 
-    __slots__ = ("at", "everywhere", "may_be_nan")
-
     def __init__(
         self,
         at: Mapping[RemovedEntry, float | None] | None = None,
         everywhere: float | None = None,
         may_be_nan: bool = False,
     ):
-        pairs = (at or {}).items()
-        self.at: dict[RemovedEntry, float] = {entry: c for entry, c in pairs if c is not None}
-        self.everywhere: float | None = everywhere
-        self.may_be_nan: bool = may_be_nan
+        self.at = {entry: c for entry, c in (at or {}).items() if c is not None}
+        self.everywhere, self.may_be_nan = everywhere, may_be_nan
 
     def __getitem__(self, entry: RemovedEntry) -> float | None:
         return self.at.get(entry, self.everywhere)
 
     def renumber_axes(self, renumber: Callable[[int], int | None]) -> Constants:
         """Returns the constants with other indices of axes, `None` for an axis that is gone."""
-        renumbered = {(renumber(i), v): c for (i, v), c in self.at.items()}
-        at = {(i, v): c for (i, v), c in renumbered.items() if i is not None}
+        renumbered = ((renumber(i), v, c) for (i, v), c in self.at.items())
+        at = {(i, v): c for i, v, c in renumbered if i is not None}
         return Constants(at, self.everywhere, self.may_be_nan)
 
     def meet(self, other: Constants) -> Constants:
@@ -51,18 +46,6 @@ class Constants:
         at |= {entry: c for entry, c in other.at.items() if is_same(self[entry], c)}
         everywhere = self.everywhere if is_same(self.everywhere, other.everywhere) else None
         return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
-
-    def reduce(self, name: str) -> Constants:
-        """Returns the constants of a reduction along entries that are equal."""
-        return Constants({entry: repeat_constant(name, c) for entry, c in self.at.items()})
-
-    def join_fill(self, fill: float | None) -> Constants:
-        """Returns the constants if `fill` may take the place of entries that are out of range."""
-        if fill is None:
-            return self
-        if math.isnan(fill):
-            return self.with_nan()
-        return self.meet(Constants(everywhere=fill))
 
     def with_nan(self) -> Constants:
         """Returns the constants of an array that may be NaN in their place."""

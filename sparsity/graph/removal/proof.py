@@ -9,12 +9,12 @@ adds: see `shared_entries`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 from sparsity.graph.channels.coupling import Coupling
 from sparsity.graph.removal.constants import Constants, RemovedEntry
-from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.graph.removal.shared_entries import (
     AvailableValues,
     SharedEntry,
@@ -50,7 +50,6 @@ class Proof(Flow[Constants]):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Variable]]] = {}
-        self._program = program  # or the body, or the rule, that is followed
         self._available: dict[Equation, AvailableValues] = {}
         self.refused: dict[Variable, Reason] = {}
         self.shared_entries: dict[Equation, SharedEntry] = {}
@@ -62,10 +61,8 @@ class Proof(Flow[Constants]):
     def _list_free_variables(self, value: Value) -> list[list[Variable]]:
         """Returns for each axis the variables that the first pass did not pin."""
         if value not in self._free:
-            axes = self._coupling.axes(value)
-            self._free[value] = [
-                [v for v in list_variables(axis) if v.pin is None] for axis in axes
-            ]
+            axes = map(list_variables, self._coupling.axes(value))
+            self._free[value] = [[v for v in axis if v.pin is None] for axis in axes]
         return self._free[value]
 
     def _list_free_entries(self, value: Value) -> list[RemovedEntry]:
@@ -75,7 +72,8 @@ class Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.find_uniform_value(value.constant))
 
     def run(self, program: Program) -> None:
-        self._run_program(program)
+        self._available |= find_available_values(program)
+        super().run(program)
         for equation, rule in program.calls_with_rules():
             constants = [self.fact(value) for value in equation.inputs]
             # A rule has more inputs than its call: tangents or cotangents, which come last.
@@ -84,13 +82,8 @@ class Proof(Flow[Constants]):
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
-            self._run_program(rule)
-
-    def _run_program(self, program: Program) -> None:
-        outer, self._program = self._program, program
-        self._available |= find_available_values(program)
-        super().run(program)
-        self._program = outer
+            self._available |= find_available_values(rule)
+            super().run(rule)
 
     def enters(self, equation: Equation) -> bool:
         return equation.name in CONTROL
@@ -132,14 +125,10 @@ class Proof(Flow[Constants]):
             self.facts[output] = Constants()
             return
         at: dict[RemovedEntry, float | None] = {}
-        results: dict[tuple[float | None, ...], float | None] = {}
-        for entry in (entry for fact in inputs for entry in fact.at if entry not in at):
-            arguments = tuple([fact[entry] for fact in inputs])
-            if arguments not in results:
-                results[arguments] = entrywise.fold_constant(equation, arguments)
-            at[entry] = results[arguments]
-        everywhere = entrywise.fold_constant(equation, [fact.everywhere for fact in inputs])
-        self.facts[output] = Constants(at, everywhere)
+        fold = functools.cache(functools.partial(entrywise.fold_constant, equation))
+        for entry in (entry for fact in inputs for entry in fact.at):
+            at[entry] = fold(tuple(fact[entry] for fact in inputs))
+        self.facts[output] = Constants(at, fold(tuple(fact.everywhere for fact in inputs)))
 
     def _visit_reduction(self, equation: Equation) -> None:
         (value,), axes, rule = equation.inputs, equation.params["axes"], REDUCTIONS[equation.name]
@@ -152,13 +141,16 @@ class Proof(Flow[Constants]):
                 if not is_neutral and variable not in self.refused:
                     if constant is None and self._note_shared_entry(equation, axis, variable):
                         continue
-                    text = describe_reduction(equation, self._program)
-                    self.refused[variable] = _explain_not_neutral(equation, text, constant, neutral)
+                    name = equation.name.removeprefix("reduce_")
+                    text = f"{name} over the channels, where removed entries are "
+                    text += f"{_show(constant)}, not {_show(neutral)}"
+                    self.refused[variable] = Reason(equation, text)
         kept_axes = [i for i in range(len(value.shape)) if i not in axes]
         reduced = constants.renumber_axes(lambda i: kept_axes.index(i) if i in kept_axes else None)
         # A reduction of no entries has its neutral number as result, not the constants.
         is_empty = 0 in [value.shape[axis] for axis in axes]
-        self.facts[equation.outputs[0]] = Constants() if is_empty else reduced.reduce(equation.name)
+        (output,), name = equation.outputs, equation.name
+        self.facts[output] = Constants() if is_empty else _reduce(reduced, name)
 
     def _note_shared_entry(self, reduction: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
@@ -191,10 +183,14 @@ class Proof(Flow[Constants]):
                 axes = sources.get(Place(index, axis), [])
                 at[axis, variable] = self._meet_inputs(inputs, axes, variable)
             everywhere = _find_common([self.fact(value).everywhere for value in inputs.values()])
-            constants = Constants(at, everywhere)
+            constants, fill = Constants(at, everywhere), rule.fill(equation)
             if reduction is not None:
-                constants = constants.reduce(reduction)
-            self.facts[output] = constants.join_fill(rule.fill(equation))
+                constants = _reduce(constants, reduction)
+            if fill is not None and math.isnan(fill):
+                constants = constants.with_nan()
+            elif fill is not None:  # takes the place of entries that are out of range
+                constants = constants.meet(Constants(everywhere=fill))
+            self.facts[output] = constants
 
     def _meet_inputs(
         self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Variable
@@ -227,7 +223,8 @@ class Proof(Flow[Constants]):
             for variable in self._list_free_variables(values[1])[axis]:
                 one, other = find_factors(1, axis, variable)
                 if entrywise.multiply_constants(one, other) != 0:
-                    self.refused.setdefault(variable, _explain_not_zero(equation, (other, one)))
+                    text = f"a product along the channels of {_show(other)} and {_show(one)}"
+                    self.refused.setdefault(variable, Reason(equation, f"{text} where removed"))
         (result,) = equation.outputs
         at = {
             (place, variable): entrywise.sum_constant_products(
@@ -240,27 +237,17 @@ class Proof(Flow[Constants]):
         self.facts[result] = Constants(at)
 
 
+def _reduce(constants: Constants, name: str) -> Constants:
+    """Returns the constants of a reduction along entries that are equal."""
+    return Constants(
+        {entry: entrywise.repeat_constant(name, c) for entry, c in constants.at.items()}
+    )
+
+
 def _find_common(constants: Sequence[float | None]) -> float | None:
     """Returns the constant that all are, `None` if they differ or one is NaN."""
     return constants[0] if constants and all(x == constants[0] for x in constants) else None
 
 
-def _explain_not_neutral(
-    equation: Equation, text: str, constant: float | None, neutral: float | None
-) -> Reason:
-    if neutral is None:
-        return Reason(equation, f"{text} (its result depends on where in the axis an entry lies)")
-    shown = "not known" if constant is None else f"{constant:g}"
-    reason = (
-        f"{text} (it joins entries that are {shown} where channels are masked, not {neutral:g})"
-    )
-    return Reason(equation, reason)
-
-
-def _explain_not_zero(equation: Equation, factors: tuple[float | None, float | None]) -> Reason:
-    shown = ["not known" if x is None else f"{x:g}" for x in factors]
-    text = (
-        "a product along the channels (it sums products whose factors are "
-        f"{' and '.join(shown)} where channels are masked)"
-    )
-    return Reason(equation, text)
+def _show(constant: float | None) -> str:
+    return "not known" if constant is None else f"{constant:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,8 +18,6 @@ from sparsity.graph.traced_model import Model, Parameter
 from sparsity.programs.axes import Axis, AxisIndex, Reason, Variable, list_variables
 from sparsity.programs.program import Equation, Program, Value
 
-_ProofResult: TypeAlias = tuple[dict[Variable, Reason], dict[Equation, SharedEntry]]
-
 
 class Removal:
     """Channels that can be removed from a model; computed when first asked for.
@@ -31,8 +29,7 @@ class Removal:
 
     def __init__(self, model: Model, products: Sequence[Use]) -> None:
         self._model, self._products = model, products
-        # Results of proofs, without the facts from which they follow.
-        self._proofs: dict[frozenset[tuple[object, ...]], _ProofResult] = {}
+        self._proofs: dict[frozenset[tuple[object, ...]], Any] = {}
 
     def list_members(self) -> set[tuple[Path, AxisIndex]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
@@ -64,26 +61,25 @@ class Removal:
         """{sum along channels: the entry that removed channels share}, which a cut model adds."""
         return self._prove(self._maskable_entries)[1]
 
-    def _prove(self, masked: Mapping[Path, Collection[tuple[AxisIndex, Variable]]]) -> _ProofResult:
+    def _prove(
+        self, masked: Mapping[Path, Collection[tuple[AxisIndex, Variable]]]
+    ) -> tuple[dict[Variable, Reason], dict[Equation, SharedEntry]]:
         """Returns `refused` and `shared_entries` of a proof; removed entries are 0."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:
             values = self._model.parameter_inputs.items()
             entries = {value: masked[x.path] for value, x in values if x.path in masked}
             proof = Proof(self._model.program, self.coupling, entries)
+            # Without the facts from which they follow.
             self._proofs[key] = proof.refused, proof.shared_entries
         return self._proofs[key]
 
     @functools.cached_property
     def updated_state(self) -> set[Path]:
         """Paths of the parameters that a call replaces, so that masks do not keep zeros there."""
-        inputs, outputs = self._model.program.inputs, self._model.program.outputs
+        program, parameters = self._model.program, self._model.parameters
         pairs = self._model.carried.items()
-        return {
-            self._model.parameters[i].path
-            for output_index, i in pairs
-            if outputs[output_index] is not inputs[i]
-        }
+        return {parameters[i].path for n, i in pairs if program.outputs[n] is not program.inputs[i]}
 
     @functools.cached_property
     def _maskable_entries(self) -> dict[Path, set[tuple[AxisIndex, Variable]]]:
@@ -118,18 +114,13 @@ def _find_layered_variables(program: Program, coupling: Coupling) -> dict[Variab
     layer, as hidden units do, may differ between layers; channels of the carry may not.
     """
     layers: dict[Variable, int] = {}
-    for scan in program.flat_equations():
-        if scan.name != "scan":
-            continue
+    for scan in (equation for equation in program.flat_equations() if equation.name == "scan"):
         (body,) = scan.list_bodies()
         for value in (scan.inputs[index] for index in body.layers):
             steps, *axes = coupling.axes(value)
             for variable in (v for axis in axes for v in list_variables(axis)):
-                if (
-                    variable.pin is None
-                    and variable not in layers
-                    and _is_within_layers(program, coupling, variable, steps.root)
-                ):
+                is_free = variable.pin is None and variable not in layers
+                if is_free and _is_within_layers(program, coupling, variable, steps.root):
                     layers[variable] = scan.length
     return layers
 
@@ -164,8 +155,7 @@ def _is_within_layers(
             (body,) = equation.list_bodies()
             if not any(map(has_variable, body.program.inputs[: body.layers.start])):
                 continue  # each step reads a layer of the stacks
-        if not all(
-            _is_within_layers(body, coupling, variable, steps) for body in equation.inner_programs
-        ):
+        inner = equation.inner_programs
+        if not all(_is_within_layers(body, coupling, variable, steps) for body in inner):
             return False
     return True

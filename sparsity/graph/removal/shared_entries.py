@@ -8,6 +8,7 @@ smaller program adds this number once for each removed channel, so that the sum 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -67,15 +68,11 @@ def find_shared_entry(
       available: the values from which an entry may be computed.
       find_constants: returns the constants of a value.
     """
-    results: dict[tuple[Value, AxisIndex], SharedEntry | None] = {}
 
+    @functools.cache
     def find(value: Value, axis: AxisIndex) -> SharedEntry | None:
-        key = value, axis
-        if key not in results:
-            results[key] = compute(value, axis) if len(results) < _MAX_EQUATIONS else None
-        return results[key]
-
-    def compute(value: Value, axis: AxisIndex) -> SharedEntry | None:
+        if find.cache_info().misses > _MAX_EQUATIONS:
+            return None
         constants = find_constants(value)
         constant = constants.everywhere if axis < 0 else constants[axis, variable]
         if constant is not None:
