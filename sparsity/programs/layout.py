@@ -145,15 +145,16 @@ def _reshape(equation: Equation) -> list[Relation]:
     # Any runs of axes have equal numbers of entries, 0, so that the relation is open.
     if not value.size:
         return [Relation("mixed", tuple(sources), tuple(targets), text)]
-    relations = []
+    relations: list[Relation] = []
+    queues, arrays = (sources, targets), (value, output)
     while sources and targets:
-        runs = [sources.pop(0)], [targets.pop(0)]
-        sizes = [value.shape[runs[0][0].axis], output.shape[runs[1][0].axis]]
-        while sizes[0] != sizes[1]:
+        runs: tuple[list[Place], list[Place]] = ([], [])
+        sizes = [1, 1]
+        while not runs[1] or sizes[0] != sizes[1]:
             shorter = int(sizes[1] < sizes[0])
-            place = (sources, targets)[shorter].pop(0)
+            place = queues[shorter].pop(0)
             runs[shorter].append(place)
-            sizes[shorter] *= (value, output)[shorter].shape[place.axis]
+            sizes[shorter] *= arrays[shorter].shape[place.axis]
         relations.append(Relation("product", tuple(runs[0]), tuple(runs[1]), text))
     return relations
 
@@ -298,8 +299,7 @@ def _name_axis(equation: Equation, axis: int) -> str:
 
 
 def _update(equation: Equation) -> list[Relation]:
-    axes = {axis: axis for axis in range(len(equation.inputs[0].shape))}
-    return _relate_update(equation, 1, axes)
+    return _relate_update(equation, 1, {i: i for i in range(len(equation.inputs[0].shape))})
 
 
 _INDICES = "an axis of the indices of a lookup or an update"
@@ -366,12 +366,10 @@ def _resize_split(equation: Equation, sizes: Sizes) -> EquationParams:
 
 
 def _resize_slice(equation: Equation, sizes: Sizes) -> EquationParams:
-    (value,), names = equation.inputs, ("start_indices", "limit_indices")
+    (value,), params = equation.inputs, equation.params
     return {
-        name: tuple(
-            sizes.count_below(value, axis, end) for axis, end in enumerate(equation.params[name])
-        )
-        for name in names
+        name: tuple(sizes.count_below(value, axis, end) for axis, end in enumerate(params[name]))
+        for name in ("start_indices", "limit_indices")
     }
 
 
@@ -387,18 +385,10 @@ def _resize_pad(equation: Equation, sizes: Sizes) -> EquationParams:
     return {"padding_config": tuple(config)}
 
 
-def _resize_dynamic_slice(equation: Equation, sizes: Sizes) -> EquationParams:
-    return {"slice_sizes": sizes.shape(equation.outputs[0])}
-
-
 def _resize_gather(equation: Equation, sizes: Sizes) -> EquationParams:
     shapes = equation.inputs[0].shape, sizes.shape(equation.inputs[0])
     sliced = zip(equation.params["slice_sizes"], *shapes, strict=True)
     return {"slice_sizes": tuple(small if size == full else size for size, full, small in sliced)}
-
-
-def _all_inputs(equation: Equation, index: int) -> Sequence[int]:
-    return range(len(equation.inputs))
 
 
 def _may_be_empty(equation: Equation) -> bool:
@@ -412,10 +402,6 @@ def _may_be_empty(equation: Equation) -> bool:
 
 def _name_window_reduction(equation: Equation) -> str:
     return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
-
-
-def _name_cumulative_reduction(equation: Equation) -> str:
-    return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
 # of the first input and the updates
@@ -437,7 +423,9 @@ def _name_scatter_reduction(equation: Equation) -> str | None:
 
 _relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
-_CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
+_CUMULATIVE = AxisRule(  # `cumlogsumexp` has no reduction
+    _relate_along_axis, find_reduction=lambda x: x.name.replace("cum", "reduce_")
+)
 _SCATTERED = AxisRule(
     _scatter, sources=lambda equation, index: (0, 2), find_reduction=_name_scatter_reduction
 )
@@ -455,22 +443,26 @@ LAYOUTS: dict[str, AxisRule] = {
         _reshape, functools.partial(_resize_output, "new_sizes"), reads_quantized=True
     ),
     "concatenate": AxisRule(
-        functools.partial(_join, "dimension", "a concatenation"), sources=_all_inputs
+        functools.partial(_join, "dimension", "a concatenation"),
+        sources=lambda equation, index: range(len(equation.inputs)),
     ),
     "split": AxisRule(functools.partial(_take_apart, "a split"), _resize_split),
-    "stack": AxisRule(functools.partial(_join, "axis", "a stack"), sources=_all_inputs),
+    "stack": AxisRule(
+        functools.partial(_join, "axis", "a stack"),
+        sources=lambda equation, index: range(len(equation.inputs)),
+    ),
     "unstack": AxisRule(functools.partial(_take_apart, "a stack")),
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(
         _dynamic_slice,
-        _resize_dynamic_slice,
+        lambda x, sizes: {"slice_sizes": sizes.shape(x.outputs[0])},
         is_lookup=True,
         reads_quantized=True,
     ),
     "dynamic_update_slice": AxisRule(_update, sources=lambda equation, index: (0, 1)),
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
-    "pad": AxisRule(_pad, _resize_pad, sources=_all_inputs),
+    "pad": AxisRule(_pad, _resize_pad, sources=lambda equation, index: range(len(equation.inputs))),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
     **dict.fromkeys(("scatter", *_SCATTER_REDUCTIONS), _SCATTERED),
     "sort": AxisRule(
