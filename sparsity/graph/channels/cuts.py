@@ -66,16 +66,25 @@ def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variabl
     by_path = {parameter.path: (parameter, axes) for parameter, axes in parameters}
     kept: dict[Variable, np.ndarray] = {}
     for path, indices in cut.kept.items():
-        if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
+        shape = by_path[path][0].shape if path in by_path else None
+        if shape != cut.shapes[path]:
             raise ValueError(
                 f"The plan is of another model: it has {trees.join_names(path)!r} of shape "
-                f"{cut.shapes[path]}, the graph has "
-                f"{by_path[path][0].shape if path in by_path else 'no such parameter'}."
+                f"{cut.shapes[path]}, the graph has {shape or 'no such parameter'}."
             )
         for axis_index, index in indices.items():
             kept |= _find_kept_entries(by_path[path][1][axis_index], index)
     kept = {v: entries for v, entries in kept.items() if entries.shape[-1] < v.size}
-    _check_implied(cut.kept, list_kept_indices(parameters, kept))
+    implied = list_kept_indices(parameters, kept)
+    for path in {**cut.kept, **implied}:
+        one, other = cut.kept.get(path, {}), implied.get(path, {})
+        for axis_index in {**one, **other}:
+            if not np.array_equal(one.get(axis_index, ()), other.get(axis_index, ())):
+                raise ValueError(
+                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis_index} "
+                    "that do not belong to those of other parameters: it was made for another "
+                    "model."
+                )
     return kept
 
 
@@ -96,23 +105,6 @@ def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Variable, np.ndarr
         if len({len(entries) for entries in by_layer}) == 1:
             kept[variable] = np.stack(by_layer) if index.ndim == 2 else by_layer[0]
     return kept
-
-
-def _check_implied(kept: AxisArrays, implied: AxisArrays) -> None:
-    """Raises a ValueError unless a plan keeps the indices that the kept channels imply."""
-    for path in {**kept, **implied}:
-        one, other = kept.get(path, {}), implied.get(path, {})
-        for axis_index in {**one, **other}:
-            if axis_index not in one:
-                raise ValueError(
-                    f"The plan cuts channels that {trees.join_names(path)!r} has along axis "
-                    f"{axis_index}, and leaves that axis as it is: it was made for another model."
-                )
-            if axis_index not in other or not np.array_equal(one[axis_index], other[axis_index]):
-                raise ValueError(
-                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis_index} "
-                    "that do not belong together in this model: it was made for another model."
-                )
 
 
 def solve_sizes(
@@ -140,26 +132,25 @@ def solve_sizes(
     if all(equation.is_full for equation in equations):
         return {}
     sizes = _solve_equations(equations)
-    ambiguous = [equation for equation in equations if equation.list_unknowns(sizes)]
-    if cut is not None:
-        kept = {v: index.shape[-1] for v, index in solve_kept_indices(parameters, cut).items()}
-        for equation in equations:
-            sizes |= {v: kept.get(v, v.size) for v in equation.list_unknowns(sizes)}
-    for equation in equations:
-        parameter, axis_index, axis, size = equation
-        if not equation.list_unknowns(sizes) and count_entries(axis, sizes) != size:
-            raise ValueError(
-                f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
-                f"was traced with {parameter.shape}, and no channels that are removed together "
-                f"leave {size} of axis {axis_index}. Trace the model with these parameters."
-            )
-    if any(equation.list_unknowns(sizes) for equation in equations):
-        names = [f"{parameter.name}:{axis_index}" for parameter, axis_index, _, _ in ambiguous]
+    ambiguous = [x for x in equations if x.list_unknowns(sizes)]
+    if ambiguous and cut is None:
+        names = [f"{x.parameter.name}:{x.axis_index}" for x in ambiguous]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
             f"{trees.listed(names)} are left. Train on with small.tx, or make the optimizer again "
             "by small.updater(pruner) or Coupled(graph, plan=plan), which know the cut."
         )
+    if cut is not None:
+        kept = {v: index.shape[-1] for v, index in solve_kept_indices(parameters, cut).items()}
+        for equation in ambiguous:
+            sizes |= {v: kept.get(v, v.size) for v in equation.list_unknowns(sizes)}
+    for parameter, axis_index, axis, size in equations:
+        if count_entries(axis, sizes) != size:
+            raise ValueError(
+                f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
+                f"was traced with {parameter.shape}, and no channels that are removed together "
+                f"leave {size} of axis {axis_index}. Trace the model with these parameters."
+            )
     return {variable: size for variable, size in sizes.items() if size < variable.size}
 
 
@@ -181,6 +172,13 @@ class _SizeEquation(NamedTuple):
         variables = dict.fromkeys(list_variables(self.axis))
         return [v for v in variables if v.pin is None and v not in sizes]
 
+    def solve(self, variable: Variable, sizes: AxisSizes) -> int:
+        """Returns the size of a variable at which the axis has its size, or the nearest one."""
+        candidates = range(1, variable.size)
+        return 1 + bisect.bisect_left(
+            candidates, self.size, key=lambda n: count_entries(self.axis, sizes | {variable: n})
+        )
+
 
 def _solve_equations(equations: Sequence[_SizeEquation]) -> AxisSizes:
     """Returns the sizes that follow from equations with one unknown, one after the other."""
@@ -197,15 +195,5 @@ def _solve_equations(equations: Sequence[_SizeEquation]) -> AxisSizes:
             elif equation.size == count_entries(equation.axis, sizes | ones):
                 sizes |= ones
             elif len(unknowns) == 1:
-                sizes |= {
-                    unknowns[0]: _solve_size(equation.axis, unknowns[0], sizes, equation.size)
-                }
+                sizes |= {unknowns[0]: equation.solve(unknowns[0], sizes)}
     return sizes
-
-
-def _solve_size(axis: Axis, variable: Variable, sizes: AxisSizes, size: int) -> int:
-    """Returns the size of a variable at which an axis has this size, or the nearest one."""
-    candidates = range(1, variable.size)
-    return 1 + bisect.bisect_left(
-        candidates, size, key=lambda n: count_entries(axis, sizes | {variable: n})
-    )

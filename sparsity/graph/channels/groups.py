@@ -94,18 +94,16 @@ def find_channels(
       num_layers: {variable: number of layers} where layers may keep different entries.
     """
     refusals = _find_refusals(parameters, unproven)
-    groups, refused = [], []
+    groups, refused = [], list[Refusal]()
     names: dict[str, int] = {}
     for variable, members in _find_members(parameters).items():
         if variable in refusals:
             for parameter, axis_index, axis in members:
-                reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
                 if axis_index not in window_axes.get(parameter.path, ()):
+                    reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
                     refused += _make_refusals(parameter, axis_index, refusals[variable], reasons)
             continue
-        output_members = [
-            place for place in members if place[1] in output_axes.get(place[0].path, ())
-        ]
+        output_members = [x for x in members if x[1] in output_axes.get(x[0].path, ())]
         parameter, axis_index, _ = (output_members or members)[0]
         name = f"{parameter.name}:{axis_index}"
         names[name] = names.get(name, 0) + 1
@@ -148,17 +146,14 @@ def resize_groups(
     if not sizes:
         return groups
     axes = {parameter.path: parameter_axes for parameter, parameter_axes in parameters}
-    return [
-        dataclasses.replace(
-            group,
-            size=sizes.get(group.variable, group.size),
-            positions=tuple(
-                find_positions(axes[path][axis_index], group.variable, sizes)
-                for path, axis_index in group.members
-            ),
-        )
-        for group in groups
-    ]
+
+    def resize(group: ChannelGroup) -> ChannelGroup:
+        variable, members = group.variable, group.members
+        positions = [find_positions(axes[path][i], variable, sizes) for path, i in members]
+        size = sizes.get(variable, group.size)
+        return dataclasses.replace(group, size=size, positions=tuple(positions))
+
+    return [resize(group) for group in groups]
 
 
 def _find_refusals(
@@ -166,18 +161,16 @@ def _find_refusals(
 ) -> dict[Variable, Reason]:
     """Returns the variables that cannot lose entries, and why."""
     refusals = dict(unproven)
-    for _, axes in parameters:
-        for axis in axes:
-            for variable in list_variables(axis):
-                if variable.pin is not None:
-                    refusals[variable] = variable.pin
-                elif variable in refusals:
-                    continue
-                elif label_entries(axis, variable) is None:
-                    refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
-                elif _has_only_single_entries(axis):
-                    text = "an axis that is cut into single entries"
-                    refusals[variable] = Reason(None, text, "axis")
+    for axis in (axis for _, axes in parameters for axis in axes):
+        for variable in list_variables(axis):
+            if variable.pin is not None:
+                refusals[variable] = variable.pin
+            elif label_entries(axis, variable) is None:
+                reason = Reason(None, "an axis of pairs of its own entries", "axis")
+                refusals.setdefault(variable, reason)
+            elif _has_only_single_entries(axis):
+                reason = Reason(None, "an axis that is cut into single entries", "axis")
+                refusals.setdefault(variable, reason)
     return refusals
 
 
