@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_int, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import scale_for_sums, scale_to_one
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
@@ -166,7 +166,8 @@ class Coupled(DataclassBase):
             raise ValueError(f"graph must be made by sparsity.trace, got {self.graph!r}.")
         check_int("order", self.order, 1, 2)
         check_bool("normalize", self.normalize)
-        if not isinstance(self.across, bool) and self.across != "nbytes":
+        is_nbytes = isinstance(self.across, str) and self.across == "nbytes"
+        if not is_nbytes and not isinstance(self.across, bool):
             raise ValueError(
                 f"across must be True, False or 'nbytes', got across = {self.across!r}."
             )
@@ -453,7 +454,12 @@ class Coupled(DataclassBase):
             )
 
         def round_up(count: PyTree) -> PyTree:
-            return multiple(count) if callable(multiple) else -(-count // multiple) * multiple
+            if not callable(multiple):
+                return -(-count // multiple) * multiple
+            rounded = multiple(count)
+            if not is_traced(rounded):
+                check_number(f"round_to({count})", np.asarray(rounded)[()])
+            return rounded
 
         if is_traced(count) or is_traced(least):
             return jnp.clip(round_up(jnp.maximum(count, least)), least, n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import chex
 import numpy as np
@@ -144,7 +144,7 @@ class Graph:
     @functools.cached_property
     def _dense_macs(self) -> int:
         # jax asks for the text of a graph in each call of an updater.
-        return round(self.costs.count_sparse_macs(dict[Path, Fraction]()))
+        return round(self.costs.count_sparse_macs({}))
 
     def _compute_densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
@@ -175,37 +175,37 @@ class Graph:
         Returns:
           Text of several lines.
         """
-        total = self.macs()
+        total, unread = self.macs(), self.macs()
         costs = ("MACs", "share") if masks is None else ("MACs", "left", "share")
         table = extras.make_table(("parameter", "shape", "read by", "contracts"), costs)
         table.add_column("axis: group")
 
-        def add_row(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
+        def add_row(texts: Sequence[str], dense: int, sparse: int, groups: str = "") -> None:
             macs = [f"{n:,}" for n in ((dense,) if masks is None else (dense, sparse))]
-            table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
+            table.add_row(*texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
-        groups_by_path: dict[Path, list[tuple[int, int]]] = {}
-        for index, group in enumerate(self.groups):
-            for path, axis in group.members:
-                groups_by_path.setdefault(path, []).append((axis, index))
-        unread = total  # multiply-adds of products that read no parameter
         for parameter, dense, sparse in self._list_macs(masks):
             uses = [use for use in self.uses if use.path == parameter.path]
-            kinds = dict.fromkeys(use.kind or use.primitive for use in uses)
-            readers = ["lookup" if kind == "gather" else kind for kind in kinds]
+            kinds = dict.fromkeys(use.kind or "lookup" for use in uses)
             axes = sorted({axis for use in uses for axis in use.contracting})
-            texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
-            groups = ", ".join(
-                f"{axis}: {n}" for axis, n in sorted(groups_by_path.get(parameter.path, ()))
+            groups = sorted(
+                (axis, index)
+                for index, group in enumerate(self.groups)
+                for path, axis in group.members
+                if path == parameter.path
             )
+            texts = trees.shape_text(parameter.shape), ", ".join(kinds) or "no product"
             add_row(
-                parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, groups
+                (parameter.name, *texts, ", ".join(map(str, axes))),
+                dense,
+                sparse,
+                ", ".join(f"{axis}: {n}" for axis, n in groups),
             )
             unread -= dense
         table.add_section()
-        if unread > 0:
-            add_row("products of activations", ("", "", ""), unread, unread, "")
-        add_row("dots and convolutions", ("", "", ""), total, self.macs(masks), "")
+        if unread > 0:  # multiply-adds of products that read no parameter
+            add_row(("products of activations", "", "", ""), unread, unread)
+        add_row(("dots and convolutions", "", "", ""), total, self.macs(masks))
         text = extras.as_text(table)
         if self.uncounted:
             names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
@@ -237,21 +237,9 @@ class Graph:
 
     # For pruners.
 
-    @overload
     def is_weight(
-        self, path: Path, param: chex.Array, *, min_inputs: int | None = None
-    ) -> bool: ...
-
-    @overload
-    def is_weight(self, *, min_inputs: int) -> Callable[[Path, chex.Array], bool]: ...
-
-    def is_weight(
-        self,
-        path: Path | None = None,
-        param: chex.Array | None = None,
-        *,
-        min_inputs: int | None = None,
-    ) -> bool | Callable[[Path, chex.Array], bool]:
+        self, path: Path | None = None, param: chex.Array | None = None, *, min_inputs: int = 1
+    ) -> Any:
         """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
         Embeddings that are only looked up, scales, shifts and positional tables are not weights.
@@ -264,15 +252,12 @@ class Graph:
           min_inputs: smallest number of inputs of an output. For a convolution, this number is the
             input channels of a group times the window.
         """
-        is_weight = WeightFilter(self, 1 if min_inputs is None else min_inputs)
-        if path is not None and param is not None:
-            return is_weight(path, param)
-        if min_inputs is None or path is not None or param is not None:
+        is_weight = WeightFilter(self, min_inputs)
+        if (path is None) != (param is None):
             raise ValueError(
-                "is_weight is a filter_fn(path, param), or is_weight(min_inputs=n) returns one: "
-                "give both path and param, or min_inputs."
+                "is_weight is a filter_fn(path, param): give both path and param, or min_inputs."
             )
-        return is_weight
+        return is_weight if path is None or param is None else is_weight(path, param)
 
     def nm(
         self, n: int, m: int, *, otherwise: Literal["dense"] | None = None

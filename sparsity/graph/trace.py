@@ -106,16 +106,14 @@ def _make_jaxpr(
     except _CONCRETIZATION_ERRORS as error:
         raise ValueError(
             "fn depends on the values of its arguments, so that no program serves them all: use "
-            "jax.lax.cond, or give the argument by functools.partial if it is a flag. jax says: "
-            f"{error}"
+            f"jax.lax.cond, or give a flag by functools.partial. jax says: {error}"
         ) from error
     except (TypeError, AttributeError, KeyError, IndexError) as error:
         names = trees.listed([trees.join_names(path) for path in paths])
         raise ValueError(
             f"fn(params, *args) fails with {len(args)} arguments after params, which have "
-            f"{names}: {type(error).__name__}: {error}. "
-            "It must take the parameters first, then the inputs of the model; bind others by "
-            "functools.partial."
+            f"{names}: {type(error).__name__}: {error}. It must take the parameters first, then "
+            "the inputs of the model; bind others by functools.partial."
         ) from error
 
 
@@ -125,23 +123,22 @@ def _check_constants(
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
     read_values = find_read_values(program)
     constants = [value.constant for value in read_values if value.constant is not None]
+
+    def may_equal(constant: PyTree, array: PyTree) -> bool:
+        if getattr(constant, "shape", None) != array.shape or constant.dtype != array.dtype:
+            return False
+        if constant is array or isinstance(array, jax.ShapeDtypeStruct):
+            return True
+        return not is_traced(constant) and not is_traced(array) and np.array_equal(constant, array)
+
     for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
         is_unread = value not in read_values and len(parameter.shape) > 1
-        if is_unread and any(_may_equal(constant, array) for constant in constants):
+        if is_unread and any(may_equal(constant, array) for constant in constants):
             raise ValueError(
-                f"fn does not read params at {parameter.name!r}, but holds a constant of its "
-                f"shape {parameter.shape}: it closes over its parameters. Let it take them as "
-                "its first argument."
+                f"fn does not read params at {parameter.name!r}, but holds a constant of its shape "
+                f"{parameter.shape}: it closes over its parameters. Let it take them as its first "
+                "argument."
             )
-
-
-def _may_equal(constant: PyTree, array: PyTree) -> bool:
-    """Returns whether a constant equals an array, or may equal an array of unknown values."""
-    if getattr(constant, "shape", None) != array.shape or constant.dtype != array.dtype:
-        return False
-    if constant is array or isinstance(array, jax.ShapeDtypeStruct):
-        return True
-    return not is_traced(constant) and not is_traced(array) and np.array_equal(constant, array)
 
 
 def _find_carried(
@@ -162,11 +159,10 @@ def _find_carried(
         ends = [path[start:] for start in range(len(path)) if path[start:] in index_by_path]
         # A path of numbers alone is a place in a tuple.
         named = (index_by_path[end] for end in ends if not all(name.isdecimal() for name in end))
-        parameter_index, value = next(named, None), program.outputs[i]
-        if parameter_index is None or parameter_index not in flow.fact(value):
-            continue
-        if _fits_parameter(value, parameters[parameter_index]):
-            carried[i] = parameter_index
+        index, value = next(named, None), program.outputs[i]
+        if index is not None and index in flow.fact(value):
+            fits = _fits_parameter(value, parameters[index])
+            carried |= {i: index} if fits else {}
     return carried
 
 
@@ -191,26 +187,25 @@ def _read_state(
             tuple(name.split("/")) if isinstance(name, str) else name for name in (key, target)
         )
         matched = {
-            i: index_by_path[target_path + path[len(source_path) :]]
+            i: index_by_path.get(target_path + path[len(source_path) :])
             for i, path in enumerate(outputs)
             if path[: len(source_path)] == source_path
-            and target_path + path[len(source_path) :] in index_by_path
         }
-        if not matched:
+        carried |= (pairs := {i: index for i, index in matched.items() if index is not None})
+        if not pairs:
             raise ValueError(
                 f"state[{key!r}] = {target!r} matches nothing. The output has "
                 f"{trees.listed(['/'.join(path) for path in outputs])}, params have "
                 f"{trees.listed([parameter.name for parameter in parameters])}."
             )
-        for i, parameter_index in matched.items():
-            value, parameter = program.outputs[i], parameters[parameter_index]
+        for i, index in pairs.items():
+            value, parameter = program.outputs[i], parameters[index]
             if not _fits_parameter(value, parameter):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
                     f"{value.shape}, {value.dtype}, cannot become {parameter.name!r} of shape "
                     f"{parameter.shape}, {parameter.dtype}."
                 )
-        carried |= matched
     return carried
 
 

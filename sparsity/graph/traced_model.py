@@ -87,8 +87,7 @@ class Model:
         makers = self.program.makers
 
         def read(value: Value) -> jax.Array:
-            if value in self.parameter_inputs:
-                parameter = self.parameter_inputs[value]
+            if (parameter := self.parameter_inputs.get(value)) is not None:
                 shape = jnp.shape(arrays[parameter.path]) if parameter.path in arrays else None
                 if shape != parameter.shape:
                     raise ValueError(

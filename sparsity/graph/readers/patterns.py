@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import chex
 
@@ -45,12 +45,6 @@ class WeightFilter:
         return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
-class _Unfit(NamedTuple):
-    """The reason why a parameter cannot have a pattern."""
-
-    reason: str
-
-
 @dataclasses.dataclass(frozen=True)
 class _InputPatterns(abc.ABC):
     """`sparsity_type` along the inputs of each parameter.
@@ -74,22 +68,31 @@ class _InputPatterns(abc.ABC):
         uses = _find_contractions(self.graph, path, param)
         if not uses:
             return None if self.otherwise == "dense" else Unstructured()
-        description = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
-        pattern = self._fit(uses, description, param.shape)
-        if not isinstance(pattern, _Unfit):
-            return pattern
-        if self.otherwise == "dense":
-            return None
+        axes = {self._read_axes(use) for use in uses}
+        pattern = self._fit(uses, next(iter(axes)), param.shape) if len(axes) == 1 else None
+        if pattern is None:
+            reason = f"Products contract different axes {sorted(axes)}"
+            pattern = f"{reason} of {{parameter}}, so that no axes serve it."
+        if not isinstance(pattern, str) or self.otherwise == "dense":
+            return None if isinstance(pattern, str) else pattern
+        name = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
         raise ValueError(
-            f"{pattern.reason} Leave it out with filter_fn, or keep all such parameters dense: "
-            "otherwise='dense'."
+            f"{pattern.format(parameter=name)} Leave it out with filter_fn, or keep all such "
+            "parameters dense: otherwise='dense'."
         )
 
     @abc.abstractmethod
+    def _read_axes(self, use: Use) -> tuple[int, ...]:
+        """Returns the axes of the parameter along which a product could have the pattern."""
+
+    @abc.abstractmethod
     def _fit(
-        self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
-    ) -> SparsityType | _Unfit:
-        """Returns the pattern, or the reason why a parameter cannot have the pattern."""
+        self, uses: Sequence[Use], axes: tuple[int, ...], shape: tuple[int, ...]
+    ) -> SparsityType | str:
+        """Returns the pattern, or the reason why a parameter cannot have the pattern.
+
+        Axes of patterns count from the end: they are the same in a slice, whatever the batch axes.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,27 +111,22 @@ class NByMAlongInputs(_InputPatterns):
         super().__post_init__()
         NByM(self.n, self.m)  # checks n and m
 
+    def _read_axes(self, use: Use) -> tuple[int, ...]:
+        return use.channels
+
     def _fit(
-        self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
-    ) -> SparsityType | _Unfit:
-        axes = {use.channels for use in uses}
-        if len(axes) > 1:
-            return _explain_axes(axes, description, "no axis serves N:M")
-        (channels,) = axes
-        sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in channels)
-        divided = [axis for axis in channels if shape[axis] % self.m == 0]
+        self, uses: Sequence[Use], axes: tuple[int, ...], shape: tuple[int, ...]
+    ) -> SparsityType | str:
+        divided = [axis for axis in axes if shape[axis] % self.m == 0]
         fitting = [axis for axis in divided if all(use.is_along(axis, self.m) for use in uses)]
         if fitting:
-            # Counted from the end, the axis is the same in a slice, whatever the batch axes.
             return NByM(self.n, self.m, axis=fitting[-1] - len(shape))
-        reason = f"{self.m} divides none of the input channels of {description}: {sizes}"
+        sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in axes)
+        reason = f"{self.m} divides none of the input channels of {{parameter}}: {sizes}"
         if divided:
-            reason = (
-                f"Groups of {self.m} input channels of {description} ({sizes}) lie across a reshape"
-            )
-        return _Unfit(
-            f"{reason}. The window of a convolution holds no input channels. Choose another m."
-        )
+            reason = f"Groups of {self.m} input channels of {{parameter}} ({sizes}) lie across a "
+            reason += "reshape"
+        return f"{reason}. The window of a convolution holds no input channels. Choose another m."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,32 +143,23 @@ class FanInAlongInputs(_InputPatterns):
         super().__post_init__()
         FanIn(self.group)  # checks the group
 
+    def _read_axes(self, use: Use) -> tuple[int, ...]:
+        return tuple(sorted(use.contracting))
+
     def _fit(
-        self, uses: Sequence[Use], description: str, shape: tuple[int, ...]
-    ) -> SparsityType | _Unfit:
-        axes = {tuple(sorted(use.contracting)) for use in uses}
-        if len(axes) > 1:
-            return _explain_axes(axes, description, "no axes serve FanIn")
-        (inputs,) = axes
-        for axis in inputs:
-            full = self.graph.parameters.find_shape(uses[0].path)[axis]
-            if not all(use.is_along(axis, full) for use in uses):
-                return _Unfit(
-                    f"Products contract a part of axis {axis} of {description}, which a reshape "
-                    "took apart, so that no axes serve FanIn."
+        self, uses: Sequence[Use], axes: tuple[int, ...], shape: tuple[int, ...]
+    ) -> SparsityType | str:
+        full_shape = self.graph.parameters.find_shape(uses[0].path)
+        for axis in axes:
+            if not all(use.is_along(axis, full_shape[axis]) for use in uses):
+                return (
+                    f"Products contract a part of axis {axis} of {{parameter}}, which a reshape "
+                    "took apart."
                 )
-        # Counted from the end, the axes are the same in a slice, whatever the batch axes.
-        return FanIn(self.group, tuple(axis - len(shape) for axis in inputs))
+        return FanIn(self.group, tuple(axis - len(shape) for axis in axes))
 
 
 def _find_contractions(graph: _GraphQueries, path: Path, param: chex.Array) -> list[Use]:
     """Returns the products that contract a parameter of this model, or of a smaller one."""
     parameter = graph.parameters.find(path, param, may_be_smaller=True)
     return [use for use in graph.tracker.find_products(parameter.path) if use.contracting]
-
-
-def _explain_axes(axes: set[tuple[int, ...]], description: str, failure: str) -> _Unfit:
-    """Returns the reason of products that contract different axes of a parameter."""
-    return _Unfit(
-        f"Products contract different axes {sorted(axes)} of {description}, so that {failure}."
-    )
