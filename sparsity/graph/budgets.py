@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -91,32 +91,13 @@ class Budget(MaskBudget):
         pattern = Unstructured()
         sites = sites or Sites(params, pattern, batch_axes, overrides, has_user_filter=has_filter)
         leaves = self.graph.parameters.match(params)
+        count: Callable[[Sparsities], Fraction]
         if isinstance(scope, Coupled):
-            self._check_scope(scope)
-            fewest_text = "the fewest channels that may stay"
-            bound, paths = scope.bind(sites, None), {x.path for x in leaves.values()}
-
-            def count_small(sizes: Mapping[Variable, Fraction]) -> Fraction | int:
-                if self.quantity == "macs":
-                    return self.graph.costs.count_small_macs(sizes)
-                return self.graph.costs.count_small_bytes(sizes, paths)
-
-            # A fractional number of channels may cost more than the integer below.
-            rounds_down = scope.across and isinstance(count_small({}), int)
-
-            def count(targets: Sparsities) -> Fraction:
-                """Returns the cost of the smaller arrays."""
-                cost = count_small(bound.count_channels(params, targets))
-                return Fraction(math.floor(cost) if rounds_down else cost)
-
+            fewest = "the fewest channels that may stay"
+            count = self._make_channel_counter(scope.bind(sites, None), params)
         else:
-            fewest_text = "the sparsest masks of this distribution and its patterns"
-            count_kept = kept_counter(params, sites)
-
-            def count(targets: Sparsities) -> Fraction:
-                """Returns the cost of the masked arrays."""
-                return self._count_cost(leaves, count_kept(targets))
-
+            fewest = "the sparsest masks of its patterns"
+            count = self._make_mask_counter(leaves, kept_counter(params, sites))
         dense = self._count_cost(leaves, {})
         allowed = Fraction(self.share) * dense
 
@@ -127,7 +108,7 @@ class Budget(MaskBudget):
 
         if (cost := count(compute_targets(1.0))) > allowed:
             raise ValueError(
-                f"budget({self.quantity}={self.share}) cannot be met: {fewest_text} leave "
+                f"budget({self.quantity}={self.share}) cannot be met: {fewest} leave "
                 f"{math.ceil(float(cost / dense) * 1e4) / 1e4} of the cost. "
                 "Select more parameters, or allow more."
             )
@@ -137,13 +118,9 @@ class Budget(MaskBudget):
             previous = np.nextafter(np.float32(lowest), np.float32(0))
             lower_sparsity = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
             lower_targets = trees.leaves_by_path(compute_targets(lower_sparsity))
-            for key_path, lower_target in lower_targets.items():
-                raised = trees.map_matched(
-                    lambda path, old, key_path=key_path, new=lower_target: (
-                        new if path == key_path else old
-                    ),
-                    targets,
-                )
+            for key_path, target in lower_targets.items():
+                replaced = {**trees.leaves_by_path(targets), key_path: target}
+                raised = trees.map_matched(lambda path, _, by=replaced: by[path], targets)
                 targets = raised if count(raised) <= allowed else targets
 
         def read_final(key_path: KeyPath, target: float) -> float:
@@ -152,19 +129,48 @@ class Budget(MaskBudget):
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
 
-    def _check_scope(self, scope: Coupled) -> None:
-        """Raises a ValueError if a scope counts other costs, or channels of another graph."""
+    def _make_mask_counter(
+        self,
+        leaves: Mapping[KeyPath, Parameter],
+        count_kept: Callable[[Sparsities], Mapping[KeyPath, int]],
+    ) -> Callable[[Sparsities], Fraction]:
+        """Returns a function from sparsities to the cost of the masked arrays."""
+        return lambda targets: self._count_cost(leaves, count_kept(targets))
+
+    def _make_channel_counter(
+        self, scope: Coupled, params: Params
+    ) -> Callable[[Sparsities], Fraction]:
+        """Returns a function from sparsities to the cost of the smaller arrays.
+
+        Raises:
+          ValueError: the scope counts another cost, or channels of another graph.
+        """
         across = "nbytes" if self.quantity == "nbytes" else True
         if scope.across not in (False, across):
             raise ValueError(
-                f"across = {scope.across!r} counts another cost than the {self.quantity} of "
-                f"this budget. Use across = {across!r}."
+                f"across = {scope.across!r} counts another cost than the {self.quantity} of this "
+                f"budget. Use across = {across!r}."
             )
         if scope.graph is not self.graph:
             raise ValueError(
                 f"The budget and Coupled count channels of two graphs, {self.graph!r} and "
                 f"{scope.graph!r}. Give both the same result of sparsity.trace."
             )
+        paths = {x.path for x in self.graph.parameters.match(params).values()}
+
+        def count_small(sizes: Mapping[Variable, Fraction]) -> Fraction | int:
+            if self.quantity == "macs":
+                return self.graph.costs.count_small_macs(sizes)
+            return self.graph.costs.count_small_bytes(sizes, paths)
+
+        # A fractional number of channels may cost more than the integer below.
+        rounds_down = scope.across and isinstance(count_small({}), int)
+
+        def count(targets: Sparsities) -> Fraction:
+            cost = count_small(scope.count_channels(params, targets))
+            return Fraction(math.floor(cost) if rounds_down else cost)
+
+        return count
 
     def _count_cost(
         self, leaves: Mapping[KeyPath, Parameter], num_kept: Mapping[KeyPath, int]

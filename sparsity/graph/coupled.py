@@ -25,9 +25,8 @@ from sparsity.core.checks import DataclassBase, check_bool, check_int, check_num
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import scale_for_sums, scale_to_one
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
-from sparsity.graph.channels.cuts import PlanLike, solve_sizes
-from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
+from sparsity.graph.groups import ChannelGroup, PlanLike, resize_groups, solve_sizes
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, PatternChoice, Site, Sites, TopkFn, TreeScope
 from sparsity.masks.budgets import Cost, best_that_fit

@@ -108,14 +108,14 @@ class Cost:
         words = np.array([exact.split(int(a * steps)) for a in terms.values()], np.uint32)
         products: exact.Words = (jnp.asarray(words[:, 0]), jnp.asarray(words[:, 1]))
         upper = jnp.append(numbers, jnp.ones_like(numbers, shape=1))
-        whole, lower = upper.astype(jnp.uint32), jnp.floor(upper)
+        floors, lower = upper.astype(jnp.uint32), jnp.floor(upper)
         # The part of the cost that is due to fractions, by the product rule for differences:
         # growth = prod(upper) - prod(lower). No summand is negative, so that rounding is relative.
         coefficients, product = exact.to_float(products), jnp.ones(len(terms), jnp.float32)
         growth = product - 1
         # Index -1 is that of the 1 after all numbers.
         for column in np.array([*itertools.zip_longest(*terms, fillvalue=-1)], int):
-            products = exact.times(products, whole[column])
+            products = exact.times(products, floors[column])
             growth = growth * upper[column] + product * (upper[column] - lower[column])
             product = product * lower[column]
         total = exact.total_words(products)

@@ -16,12 +16,13 @@ import operator
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
 Join: TypeAlias = Literal["product", "sum"]
@@ -194,7 +195,7 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
     return index
 
 
-def count_entries(axis: Axis, sizes: Mapping[Variable, Any]) -> Any:
+def count_entries(axis: Axis, sizes: Mapping[Variable, PyTree]) -> PyTree:
     """Counts the entries of an axis, at smaller sizes of some variables."""
     root = axis.root
     if not root.parts:

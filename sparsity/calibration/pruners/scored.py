@@ -36,7 +36,7 @@ from sparsity.masks import (
 )
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.reuse import compile_or_reuse
+from sparsity.programs.program import compile_or_reuse
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 
