@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import DataclassBase, check_bool, check_int, check_number, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import scale_for_sums, scale_to_one
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
@@ -119,8 +119,7 @@ class Coupled(DataclassBase):
       normalize: divide the score of a member by its number of entries in a channel.
       across: let groups compete by importance per multiply-add, or per byte ("nbytes"); the page
         on budgets says which channels stay.
-      round_to: round the number of channels that stay up to a multiple of this number; or a
-        function of the number, which may be traced.
+      round_to: round the number of channels that stay up to a multiple of this number.
       min_channels: smallest number of channels that stay in every group; that page states the
         default.
       plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
@@ -148,7 +147,7 @@ class Coupled(DataclassBase):
     order: int = 1
     normalize: bool = False
     across: bool | Literal["nbytes"] = False
-    round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
+    round_to: int = 1
     min_channels: int | None = None
     plan: PlanLike | None = None
 
@@ -172,8 +171,7 @@ class Coupled(DataclassBase):
             )
         if self.min_channels is not None:
             check_int("min_channels", self.min_channels, 1)
-        if not callable(self.round_to):
-            check_int("round_to", self.round_to, 1)
+        check_int("round_to", self.round_to, 1)
         if self.plan is not None and not isinstance(self.plan, PlanLike):
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
@@ -328,9 +326,9 @@ class Coupled(DataclassBase):
                 has_ramp = self.targets is not None
                 target = _find_largest([targets[x] for x in asking]) if has_ramp else rate
                 group_widths = [x for x in widths if full.variable in x.variables]
-                left_out = [excluded[x] for x in full.paths if x in excluded]
+                kept_full = [excluded[x] for x in full.paths if x in excluded]
                 placed = group, full, members, scored, num_entries, rate, target, group_widths
-                groups.append(PlacedGroup(*placed, left_out))
+                groups.append(PlacedGroup(*placed, kept_full))
         return groups
 
     def _find_excluded(self, rates: Collection[KeyPath]) -> dict[Path, KeyPath]:
@@ -445,26 +443,14 @@ class Coupled(DataclassBase):
     def _limit(self, group: PlacedGroup, count: PyTree, least: PyTree) -> PyTree:
         """Applies `round_to` and the smallest number that may stay to a number of channels."""
         n, multiple = group.full.size, self.round_to
-        if not callable(multiple) and multiple > n:
+        if multiple > n:
             raise ValueError(
                 f"round_to = {multiple} cannot be met by the group {group.full.name!r} of {n} "
-                "channels. Give a smaller number, a function of the number that would stay, or "
-                "leave its parameters out with filter_fn."
+                "channels. Give a smaller number, or leave its parameters out with filter_fn."
             )
-
-        def round_up(count: PyTree) -> PyTree:
-            if not callable(multiple):
-                return -(-count // multiple) * multiple
-            rounded = multiple(count)
-            if not is_traced(rounded):
-                check_number(f"round_to({count})", np.asarray(rounded)[()])
-            return rounded
-
-        if is_traced(count) or is_traced(least):
-            return jnp.clip(round_up(jnp.maximum(count, least)), least, n)
-        # `round_to` may compute with jax: under jit its result would be traced.
-        with sharding.evaluate_now():
-            return min(max(int(round_up(max(int(count), int(least)))), int(least)), n)
+        xp = _namespace(count, least)
+        limited = xp.clip(-(-xp.maximum(count, least) // multiple) * multiple, least, n)
+        return limited if xp is jnp else int(limited)
 
     def _share_widths(self, groups: Sequence[PlacedGroup]) -> dict[Variable, PyTree]:
         """Returns the numbers of channels of groups that share widths, at the end of a ramp."""

@@ -146,25 +146,6 @@ def test_a_scan_competes_as_its_layers_do_one_by_one():
     assert count_remaining(trace(scanned, params, x), params, Uniform(0.5)) == [8, 8]
 
 
-@pytest.mark.slow
-def test_multiples_may_be_a_function_of_arrays():
-    params = draw(a=(3, 64), b=(64, 2), c=(3, 16), d=(16, 2))
-    graph = trace(two, params, jnp.ones((1, 3)))
-
-    def round_to(n):
-        return jnp.where(n > 8, -(-n // 8) * 8, n)
-
-    for across in (False, True):
-        for distribution in (Uniform(0.5), budget(graph, macs=0.5)):
-            select = functools.partial(
-                prune, graph, distribution=distribution, across=across, round_to=round_to
-            )
-            masks = jax.jit(lambda params, select=select: select(params=params)[1])(params)
-            kept = [int(masks[name].any(0).sum()) for name in "ac"]
-            assert all(n <= 8 or n % 8 == 0 for n in kept)
-            assert sum(kept) < 80
-
-
 def test_multiples_and_the_least_number_are_kept():
     params = draw(a=(6, 32), b=(32, 16), c=(16, 3))
     graph = trace(lambda p, x: relu(relu(x @ p["a"]) @ p["b"]) @ p["c"], params, jnp.ones((1, 6)))
