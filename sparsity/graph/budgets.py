@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -97,8 +98,8 @@ class Budget(MaskBudget):
             count = self._make_channel_counter(scope.bind(sites, None), params)
         else:
             fewest = "the sparsest masks of its patterns"
-            count = self._make_mask_counter(leaves, kept_counter(params, sites))
-        dense = self._count_cost(leaves, {})
+            count = functools.partial(self._count_masked, leaves, kept_counter(params, sites))
+        dense = self._count_masked(leaves, lambda _: {}, None)
         allowed = Fraction(self.share) * dense
 
         def compute_targets(sparsity: float) -> PyTree:
@@ -128,14 +129,6 @@ class Budget(MaskBudget):
             return target if final is None else final
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
-
-    def _make_mask_counter(
-        self,
-        leaves: Mapping[KeyPath, Parameter],
-        count_kept: Callable[[Sparsities], Mapping[KeyPath, int]],
-    ) -> Callable[[Sparsities], Fraction]:
-        """Returns a function from sparsities to the cost of the masked arrays."""
-        return lambda targets: self._count_cost(leaves, count_kept(targets))
 
     def _make_channel_counter(
         self, scope: Coupled, params: Params
@@ -172,21 +165,25 @@ class Budget(MaskBudget):
 
         return count
 
-    def _count_cost(
-        self, leaves: Mapping[KeyPath, Parameter], num_kept: Mapping[KeyPath, int]
+    def _count_masked(
+        self,
+        leaves: Mapping[KeyPath, Parameter],
+        count_kept: Callable[[Sparsities], Mapping[KeyPath, int]],
+        targets: Sparsities,
     ) -> Fraction:
-        """Returns the cost if masks keep only some weights of the parameters in `num_kept`."""
+        """Returns the cost of the masked arrays."""
+        num_kept = count_kept(targets)
         if self.quantity == "macs":
             pairs = ((leaves[key_path], n) for key_path, n in num_kept.items())
             density = {x.path: Fraction(n, x.size) for x, n in pairs}
             return Fraction(self.graph.costs.count_sparse_macs(density))
-        nbytes = [
-            num_kept[key_path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
-            if key_path in num_kept
-            else parameter.size * parameter.dtype.itemsize
-            for key_path, parameter in leaves.items()
-        ]
-        return Fraction(sum(nbytes))
+        return Fraction(
+            sum(
+                num_kept.get(key_path, x.size) * x.dtype.itemsize
+                + (math.ceil(x.size / 8) if key_path in num_kept else 0)
+                for key_path, x in leaves.items()
+            )
+        )
 
 
 def budget(

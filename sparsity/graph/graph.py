@@ -19,8 +19,7 @@ from sparsity.graph.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.groups import ChannelGroup, Refusal
 from sparsity.graph.readers import (
     Bias,
-    FanInAlongInputs,
-    NByMAlongInputs,
+    PatternAlongInputs,
     WeightFilter,
     find_biases,
 )
@@ -28,7 +27,7 @@ from sparsity.graph.removal import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters, trace_model
 from sparsity.graph.uses import Tracker, Use
 from sparsity.masks.budgets import Cost
-from sparsity.patterns import SparsityType
+from sparsity.patterns import FanIn, NByM, SparsityType
 from sparsity.programs.axes import Axis, Variable, count_entries
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
@@ -184,8 +183,7 @@ def trace(
       The graph: uses, costs, and the channels that can be removed.
 
     Raises:
-      ValueError: the function cannot be traced with these arguments, depends on their values, reads
-        its parameters from elsewhere, or `state` names missing paths.
+      ValueError: the function reads its parameters from elsewhere, or `state` names missing paths.
 
     Example:
       >>> import jax.numpy as jnp
@@ -449,7 +447,7 @@ class Graph:
           of its input channels, if groups of m would span several products (a reshape made a part
           of the axis an output), or if two products contract different axes.
         """
-        return NByMAlongInputs(self, n, m, otherwise=otherwise)
+        return PatternAlongInputs(self, NByM(n, m), otherwise)
 
     def fan_in(
         self, group: int = 1, *, otherwise: Literal["dense"] | None = None
@@ -471,7 +469,7 @@ class Graph:
           path if two products contract different axes, or if a reshape made a part of a contracted
           axis an output.
         """
-        return FanInAlongInputs(self, group, otherwise=otherwise)
+        return PatternAlongInputs(self, FanIn(group), otherwise)
 
     # Channels.
 

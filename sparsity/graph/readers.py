@@ -7,7 +7,6 @@ BatchNorm if the mean is no parameter, behind the scale.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -280,16 +279,18 @@ class WeightFilter:
 
 
 @dataclasses.dataclass(frozen=True)
-class _InputPatterns(abc.ABC):
-    """`sparsity_type` along the inputs of each parameter.
+class PatternAlongInputs:
+    """`sparsity_type` along the inputs of each parameter. Made by `Graph.nm` and `Graph.fan_in`.
 
     Attributes:
       graph: the graph of the model.
+      pattern: the pattern, along any axis.
       otherwise: "dense" keeps parameters dense that cannot have the pattern.
     """
 
     graph: _GraphQueries
-    otherwise: Literal["dense"] | None = dataclasses.field(default=None, kw_only=True)
+    pattern: NByM | FanIn
+    otherwise: Literal["dense"] | None
 
     def __post_init__(self) -> None:
         if self.otherwise not in (None, "dense"):
@@ -300,97 +301,43 @@ class _InputPatterns(abc.ABC):
     def __call__(self, path: Path, param: chex.Array) -> SparsityType | None:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
         uses = _find_contractions(self.graph, path, param)
-        if not uses:
-            return None if self.otherwise == "dense" else Unstructured()
-        axes = {self._read_axes(use) for use in uses}
-        pattern = self._fit(uses, next(iter(axes)), param.shape) if len(axes) == 1 else None
-        if pattern is None:
-            reason = f"Products contract different axes {sorted(axes)}"
-            pattern = f"{reason} of {{parameter}}, so that no axes serve it."
-        if not isinstance(pattern, str) or self.otherwise == "dense":
-            return None if isinstance(pattern, str) else pattern
-        name = f"{trees.join_names(uses[0].path)!r} of shape {param.shape}"
-        raise ValueError(
-            f"{pattern.format(parameter=name)} Leave it out with filter_fn, or keep all such "
-            "parameters dense: otherwise='dense'."
-        )
+        name = f"{trees.join_names(uses[0].path if uses else path)!r} of shape {param.shape}"
+        pattern = self._fit(uses, param.shape, name) if uses else Unstructured()
+        if self.otherwise == "dense":
+            return pattern if uses and not isinstance(pattern, str) else None
+        if isinstance(pattern, str):
+            raise ValueError(
+                f"{pattern} Leave it out with filter_fn, or keep all such parameters dense: "
+                "otherwise='dense'."
+            )
+        return pattern
 
-    @abc.abstractmethod
-    def _read_axes(self, use: Use) -> tuple[int, ...]:
-        """Returns the axes of the parameter along which a product could have the pattern."""
-
-    @abc.abstractmethod
-    def _fit(
-        self, uses: Sequence[Use], axes: tuple[int, ...], shape: tuple[int, ...]
-    ) -> SparsityType | str:
+    def _fit(self, uses: Sequence[Use], shape: tuple[int, ...], name: str) -> SparsityType | str:
         """Returns the pattern, or the reason why a parameter cannot have the pattern.
 
         Axes of patterns count from the end: they are the same in a slice, whatever the batch axes.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class NByMAlongInputs(_InputPatterns):
-    """N:M along the contracted axis of each parameter. Made by `Graph.nm`.
-
-    Attributes:
-      n: number of weights kept of m consecutive ones.
-      m: group size.
-    """
-
-    n: int
-    m: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        NByM(self.n, self.m)  # checks n and m
-
-    def _read_axes(self, use: Use) -> tuple[int, ...]:
-        return use.channels
-
-    def _fit(
-        self, uses: Sequence[Use], axes: tuple[int, ...], shape: tuple[int, ...]
-    ) -> SparsityType | str:
-        divided = [axis for axis in axes if shape[axis] % self.m == 0]
-        fitting = [axis for axis in divided if all(use.is_along(axis, self.m) for use in uses)]
+        is_nm = isinstance(self.pattern, NByM)
+        axes = {use.channels if is_nm else tuple(sorted(use.contracting)) for use in uses}
+        if len(axes) > 1:
+            return f"Products contract different axes {sorted(axes)} of {name}."
+        (inputs,), full = axes, self.graph.parameters.find_shape(uses[0].path)
+        if isinstance(self.pattern, FanIn):
+            for axis in inputs:
+                if not all(use.is_along(axis, full[axis]) for use in uses):
+                    return f"Products contract a part of axis {axis} of {name}, behind a reshape."
+            return dataclasses.replace(self.pattern, axis=tuple(i - len(shape) for i in inputs))
+        m, sizes = self.pattern.m, ", ".join(f"axis {i} of size {shape[i]}" for i in inputs)
+        divided = [axis for axis in inputs if shape[axis] % m == 0]
+        fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
         if fitting:
-            return NByM(self.n, self.m, axis=fitting[-1] - len(shape))
-        sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in axes)
-        reason = f"{self.m} divides none of the input channels of {{parameter}}: {sizes}"
+            return dataclasses.replace(self.pattern, axis=fitting[-1] - len(shape))
         if divided:
-            reason = f"Groups of {self.m} input channels of {{parameter}} ({sizes}) lie across a "
-            reason += "reshape"
-        return f"{reason}. The window of a convolution holds no input channels. Choose another m."
-
-
-@dataclasses.dataclass(frozen=True)
-class FanInAlongInputs(_InputPatterns):
-    """`FanIn` along the axes that the products of each parameter contract. Made by `Graph.fan_in`.
-
-    Attributes:
-      group: neighbouring outputs that read the same inputs.
-    """
-
-    group: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        FanIn(self.group)  # checks the group
-
-    def _read_axes(self, use: Use) -> tuple[int, ...]:
-        return tuple(sorted(use.contracting))
-
-    def _fit(
-        self, uses: Sequence[Use], axes: tuple[int, ...], shape: tuple[int, ...]
-    ) -> SparsityType | str:
-        full_shape = self.graph.parameters.find_shape(uses[0].path)
-        for axis in axes:
-            if not all(use.is_along(axis, full_shape[axis]) for use in uses):
-                return (
-                    f"Products contract a part of axis {axis} of {{parameter}}, which a reshape "
-                    "took apart."
-                )
-        return FanIn(self.group, tuple(axis - len(shape) for axis in axes))
+            return f"Groups of {m} input channels of {name} ({sizes}) lie across a reshape."
+        return (
+            f"{m} divides none of the input channels of {name}: {sizes}. The window of a "
+            "convolution holds no input channels."
+        )
 
 
 def _find_contractions(graph: _GraphQueries, path: Path, param: chex.Array) -> list[Use]:
