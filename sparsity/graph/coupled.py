@@ -425,18 +425,19 @@ class Coupled(DataclassBase):
             n = group.full.size
             count: PyTree = num_kept(n, group.sparsity)  # an error outside [0, 1]
             if self.across:
-                xp = _namespace(count)
-                count = np.float32(n) * (1 - xp.clip(xp.float32(group.sparsity), 0, 1))
+                rate = _namespace(count).float32(group.sparsity)
+                count = np.float32(n) * (1 - rate.clip(0, 1))
             if group.full.variable in final:
                 at_end = final[group.full.variable]
                 count = _count_on_ramp(n, at_end, group.sparsity, group.target)
             least: PyTree = min(self.min_channels or 1, n)
             if self.across and self.min_channels is None:
                 # A tenth stays at least, or fewer if the group's own sparsity asks for fewer.
-                xp = _namespace(count)
-                least = xp.clip(xp.int32(count), 1, -(-n // 10))
+                least = _namespace(count).int32(count).clip(1, -(-n // 10))
             limited = self._limit(group, 0 if self.across else count, least)
-            counts.append(xp.maximum(count, limited) if self.across else limited)
+            if self.across:
+                limited = _namespace(count, limited).maximum(count, limited)
+            counts.append(limited)
             fewest.append(least)
         return counts, fewest
 

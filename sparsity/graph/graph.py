@@ -17,12 +17,7 @@ from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.groups import ChannelGroup, Refusal
-from sparsity.graph.readers import (
-    Bias,
-    PatternAlongInputs,
-    WeightFilter,
-    find_biases,
-)
+from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
 from sparsity.graph.removal import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters, trace_model
 from sparsity.graph.uses import Tracker, Use

@@ -15,13 +15,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind, is_traced
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree
 from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import (
-    Equation,
-    Program,
-    Value,
-    find_read_values,
-    read_jaxpr,
-)
+from sparsity.programs.program import Equation, Program, Value, find_read_values, read_jaxpr
 from sparsity.programs.walk import Flow, Interpreter
 
 

@@ -107,15 +107,6 @@ def _divide(equation: Equation, inputs: InputConstants) -> float | None:
     return fold_exactly(np.divide)(equation, inputs)
 
 
-def _keep_zero(equation: Equation, inputs: InputConstants) -> float | None:
-    """Returns 0 if the first input is 0, whatever the other one is."""
-    return 0.0 if inputs[0] == 0 else None
-
-
-def _raise_to_integer(equation: Equation, inputs: InputConstants) -> float | None:
-    return fold_rounded(lambda x: x ** equation.params["y"])(equation, inputs)
-
-
 def _select(equation: Equation, inputs: InputConstants) -> float | None:
     index, *cases = inputs
     if index is not None:
@@ -161,7 +152,8 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(is_copy=True) for name in _COPIES},
     **{name: Entrywise(is_copy=True, is_placement=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _WITHOUT_FOLD},
-    **{name: Entrywise(_keep_zero) for name in _KEEP_ZERO},
+    # 0 if the first input is 0, whatever the other one is
+    **{name: Entrywise(lambda _, x: 0.0 if x[0] == 0 else None) for name in _KEEP_ZERO},
     "abs": Entrywise(fold_exactly(np.abs), keeps_any_zero=True, is_nonnegative=True),
     "add": Entrywise(fold_exactly(np.add), keeps_zeros=True),
     "add_any": Entrywise(fold_exactly(np.add), keeps_zeros=True),
@@ -173,7 +165,9 @@ ENTRYWISE: dict[str, Entrywise] = {
     "div": Entrywise(_divide, reads_zero_sign=True),
     "exp": Entrywise(fold_rounded(np.exp), is_nonnegative=True),
     "imag": Entrywise(keeps_any_zero=True),
-    "integer_pow": Entrywise(_raise_to_integer, reads_zero_sign=True),
+    "integer_pow": Entrywise(
+        lambda e, x: fold_rounded(lambda x: x ** e.params["y"])(e, x), reads_zero_sign=True
+    ),
     "mul": Entrywise(_fold_absorbing(np.multiply), keeps_any_zero=True),
     "ne": Entrywise(fold_exactly(np.not_equal), may_remove_nan=True, keeps_zeros=True),
     "neg": Entrywise(fold_exactly(np.negative), keeps_any_zero=True),
@@ -311,14 +305,12 @@ def _find_limits(dtype: DTypeLike) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-def _all_bits(dtype: DTypeLike) -> float:
-    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _find_limits(dtype)[1]
-
-
 REDUCTIONS: dict[str, Reduction] = {
     "argmax": Reduction(),
     "argmin": Reduction(),
-    "reduce_and": Reduction(_all_bits, float),
+    "reduce_and": Reduction(  # all bits are 1
+        lambda x: -1.0 if jnp.issubdtype(x, jnp.signedinteger) else _find_limits(x)[1], float
+    ),
     "reduce_max": Reduction(lambda dtype: _find_limits(dtype)[0], float),
     "reduce_min": Reduction(lambda dtype: _find_limits(dtype)[1], float),
     "reduce_or": Reduction(lambda dtype: 0.0, float),

@@ -162,8 +162,7 @@ def _reshape(equation: Equation) -> list[Relation]:
 def _relate_parts(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
     """Returns the relations of parts of one array: a row along an axis, or layers of a stack."""
     parallel = [i for i in range(len(joined.shape)) if i != axis]
-    relation = Relation("stack", (), (Place(0, axis),), text)
-    part_axes: Sequence[int] = range(len(parallel))
+    relation, part_axes = Relation("stack", (), (Place(0, axis),), text), [*range(len(parallel))]
     if len(parts[0].shape) == len(joined.shape):
         places = tuple(Place(index, axis) for index in range(len(parts)))
         relation, part_axes = relation._replace(kind="sum", sources=places), parallel
@@ -208,17 +207,15 @@ def _slice(equation: Equation) -> list[Relation]:
     params, shape = equation.params, equation.inputs[0].shape
     strides = params["strides"] or (1,) * len(shape)
     bounds = zip(params["start_indices"], params["limit_indices"], strides, shape, strict=True)
-    relations = []
-    for axis, (start, end, stride, size) in enumerate(bounds):
-        place = Place(0, axis)
-        if (start, end, stride) == (0, size, 1):
-            relations.append(relate_same(place, place, "a slice"))
-        elif stride != 1:
-            relations.append(Relation("cut", (place,), (place,), "a slice with a stride"))
-        else:
-            # The source is a row of three parts; the output is the middle one.
-            relations.append(Relation("sum", (place,), (start, place, size - end), "a slice"))
-    return relations
+
+    def relate(place: Place, start: int, end: int, stride: int, size: int) -> Relation:
+        if stride != 1:
+            return Relation("cut", (place,), (place,), "a slice with a stride")
+        # The source is a row of three parts; the output is the middle one.
+        parts = (start, place, size - end) if (start, end) != (0, size) else (place,)
+        return Relation("sum" if len(parts) > 1 else "product", (place,), parts, "a slice")
+
+    return [relate(Place(0, axis), *each) for axis, each in enumerate(bounds)]
 
 
 _IN_ORDER = "an operation that needs all entries of the axis, in order"
@@ -298,10 +295,6 @@ def _name_axis(equation: Equation, axis: int) -> str:
     return f"axis {axis} of an array of shape {equation.inputs[0].shape}"
 
 
-def _update(equation: Equation) -> list[Relation]:
-    return _relate_update(equation, 1, {i: i for i in range(len(equation.inputs[0].shape))})
-
-
 _INDICES = "an axis of the indices of a lookup or an update"
 
 
@@ -314,10 +307,6 @@ def _relate_lookup(equation: Equation, source: int, target: int) -> Relation:
         return relate_same((0, source), (0, target), "a lookup")
     text = f"a lookup of some entries along {_name_axis(equation, source)}"
     return Relation("cut", (Place(0, source),), (Place(0, target),), text)
-
-
-def _dynamic_slice(equation: Equation) -> list[Relation]:
-    return [_relate_lookup(equation, i, i) for i in range(len(equation.inputs[0].shape))]
 
 
 def _gather(equation: Equation) -> list[Relation]:
@@ -360,11 +349,6 @@ def _resize_output(name: str, equation: Equation, sizes: Sizes) -> EquationParam
     return {name: shape, "sharding": output.struct(shape).sharding}
 
 
-def _resize_split(equation: Equation, sizes: Sizes) -> EquationParams:
-    axis = equation.params["axis"]
-    return {"sizes": tuple(sizes.shape(x)[axis] for x in equation.outputs)}
-
-
 def _resize_slice(equation: Equation, sizes: Sizes) -> EquationParams:
     (value,), params = equation.inputs, equation.params
     return {
@@ -400,10 +384,6 @@ def _may_be_empty(equation: Equation) -> bool:
     )
 
 
-def _name_window_reduction(equation: Equation) -> str:
-    return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
-
-
 # of the first input and the updates
 _SCATTER_REDUCTIONS = {
     "scatter-add": "reduce_sum",
@@ -421,7 +401,7 @@ def _name_scatter_reduction(equation: Equation) -> str | None:
     return None if equation.params["update_jaxpr"] is None else "unknown"
 
 
-_relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
+_relate_along_axis = _relate_along("mixed", lambda x: [x.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
 _CUMULATIVE = AxisRule(  # `cumlogsumexp` has no reduction
     _relate_along_axis, find_reduction=lambda x: x.name.replace("cum", "reduce_")
@@ -430,7 +410,9 @@ _SCATTERED = AxisRule(
     _scatter, sources=lambda equation, index: (0, 2), find_reduction=_name_scatter_reduction
 )
 _WINDOWED = AxisRule(
-    _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
+    _relate_along_windows,
+    find_reduction=lambda x: "unknown" if _may_be_empty(x) else x.name.replace("window_", ""),
+    moves_window=True,
 )
 
 LAYOUTS: dict[str, AxisRule] = {
@@ -446,7 +428,10 @@ LAYOUTS: dict[str, AxisRule] = {
         functools.partial(_join, "dimension", "a concatenation"),
         sources=lambda equation, index: range(len(equation.inputs)),
     ),
-    "split": AxisRule(functools.partial(_take_apart, "a split"), _resize_split),
+    "split": AxisRule(
+        functools.partial(_take_apart, "a split"),
+        lambda x, sizes: {"sizes": tuple(sizes.shape(y)[x.params["axis"]] for y in x.outputs)},
+    ),
     "stack": AxisRule(
         functools.partial(_join, "axis", "a stack"),
         sources=lambda equation, index: range(len(equation.inputs)),
@@ -455,12 +440,15 @@ LAYOUTS: dict[str, AxisRule] = {
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(
-        _dynamic_slice,
+        lambda x: [_relate_lookup(x, i, i) for i in range(len(x.inputs[0].shape))],
         lambda x, sizes: {"slice_sizes": sizes.shape(x.outputs[0])},
         is_lookup=True,
         reads_quantized=True,
     ),
-    "dynamic_update_slice": AxisRule(_update, sources=lambda equation, index: (0, 1)),
+    "dynamic_update_slice": AxisRule(
+        lambda x: _relate_update(x, 1, {i: i for i in range(len(x.inputs[0].shape))}),
+        sources=lambda equation, index: (0, 1),
+    ),
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
     "pad": AxisRule(_pad, _resize_pad, sources=lambda equation, index: range(len(equation.inputs))),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
