@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 import jax
@@ -45,18 +45,16 @@ class Cost:
         return cls({(index,): Fraction(1)})
 
     def __add__(self, other: Cost | Fraction | int) -> Cost:
-        other, terms = Cost.convert(other), dict(self.terms)
-        for factors, coefficient in other.terms.items():
-            terms[factors] = terms.get(factors, Fraction(0)) + coefficient
+        other = Cost.convert(other)
+        terms = _add_up([*self.terms.items(), *other.terms.items()])
         return Cost(terms, [*self.choices, *other.choices])
 
     def __mul__(self, other: Cost | Fraction | int) -> Cost:
         """Multiplies by a number, or by a cost without choices."""
         other = Cost.convert(other)
-        product = Cost({}, [[x * other for x in choice] for choice in self.choices])
-        for (x, a), (y, b) in itertools.product(self.terms.items(), other.terms.items()):
-            product += Cost({tuple(sorted(x + y)): a * b})
-        return product
+        pairs = itertools.product(self.terms.items(), other.terms.items())
+        terms = _add_up((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs)
+        return Cost(terms, [[x * other for x in choice] for choice in self.choices])
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -131,6 +129,13 @@ class Cost:
             )
             total = exact.plus(total, costliest)
         return total
+
+
+def _add_up(terms: Iterable[tuple[tuple[int, ...], Fraction]]) -> dict[tuple[int, ...], Fraction]:
+    sums: dict[tuple[int, ...], Fraction] = {}
+    for factors, coefficient in terms:
+        sums[factors] = sums.get(factors, Fraction(0)) + coefficient
+    return sums
 
 
 class MaskBudget(abc.ABC):
