@@ -138,11 +138,10 @@ LAYER_BY_MODULE = {name: layer for layer, names in enumerate(LAYERS) for name in
 # The layers of `graph`, likewise.
 GRAPH_LAYERS = [
     ["traced_model"],
-    ["readers", "channels"],
-    ["removal"],
-    ["costs"],
+    ["uses", "coupling", "groups"],
+    ["readers", "removal"],
     ["graph"],
-    ["trace", "scope"],
+    ["coupled"],
     ["budgets"],
 ]
 

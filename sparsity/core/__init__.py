@@ -4,8 +4,8 @@
   state of an optimizer, and `names.py` reads the paths and names that users write.
 - Arrays: `sharding.py` places them, `kernels.py` controls what XLA fuses and how arrays lie in
   memory, and `hashing.py` draws random scores.
-- Exact numbers: `exact.py` integers of two words, `exact_sums.py` counts of masks,
-  `polynomials.py` costs, and `dtypes.py` the promotion of dtypes.
+- Exact numbers: `exact.py` integers of two words, `exact_sums.py` sums in any order,
+  `dtypes.py` the promotion of dtypes.
 - Others: `checks.py` of arguments, `statements.py` of classes, `files.py`, `extras.py` of imports,
   and `pictures.py`.
 """

@@ -14,12 +14,12 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind, check_values
-from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import KeyPath, Params, Path, PyTree, Sparsities
+from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
-from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, MaskBudget, Overrides, Sites
+from sparsity.masks.budgets import Cost
 from sparsity.masks.distributions import FilterFn, Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.patterns.base import read_final_sparsity
@@ -60,15 +60,15 @@ class Budget(MaskBudget):
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
-    def total(self, leaves: Sequence[tuple[Path, chex.Array]]) -> Polynomial:
-        """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
-        find = functools.partial(self.graph.parameters.find, may_be_smaller=True)
-        parameters = [find(path, param) for path, param in leaves]
-        num_kept = {x.path: Polynomial.variable(i) for i, x in enumerate(parameters)}
+    def total(self, leaves: Sequence[tuple[Path, chex.Array]]) -> Cost:
+        """Returns the cost of some parameters in the numbers of weights kept."""
+        parameters = [self.graph.parameters.find(*x, may_be_smaller=True) for x in leaves]
+        num_kept = [Cost.variable(i) for i in range(len(parameters))]
+        pairs = zip(parameters, num_kept, strict=True)
         if self.quantity == "nbytes":
-            return sum((num_kept[x.path] * x.dtype.itemsize for x in parameters), Polynomial({}))
-        shares = {x.path: num_kept[x.path] / x.size for x in parameters if x.size}
-        return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
+            return sum((n * x.dtype.itemsize for x, n in pairs), Cost({}))
+        densities = {x.path: n * Fraction(1, x.size) for x, n in pairs if x.size}
+        return Cost.convert(self.graph.costs.count_sparse_macs(densities))
 
     def __call__(
         self,
@@ -88,19 +88,18 @@ class Budget(MaskBudget):
         Raises:
           ValueError: even with the sparsest masks, or the fewest channels, the model costs more.
         """
-        if isinstance(scope, Coupled):
-            self._check_scope(scope)
         has_filter, overrides = self.filter_fn is not None, self.custom_sparsity_map
         pattern = Unstructured()
         sites = sites or Sites(params, pattern, batch_axes, overrides, has_user_filter=has_filter)
         leaves = self.graph.parameters.match(params)
+        count: Callable[[Sparsities], Fraction]
         if isinstance(scope, Coupled):
-            count = self._make_channel_counter(params, leaves, scope.bind(sites, None))
-            fewest_text = "the fewest channels that may stay"
+            fewest = "the fewest channels that may stay"
+            count = self._make_channel_counter(scope.bind(sites, None), params)
         else:
-            count = self._make_mask_counter(params, leaves, sites)
-            fewest_text = "the sparsest masks of this distribution and its patterns"
-        dense = self._count_cost(leaves, {})
+            fewest = "the sparsest masks of its patterns"
+            count = functools.partial(self._count_masked, leaves, kept_counter(params, sites))
+        dense = self._count_masked(leaves, lambda _: {}, None)
         allowed = Fraction(self.share) * dense
 
         def compute_targets(sparsity: float) -> PyTree:
@@ -110,7 +109,7 @@ class Budget(MaskBudget):
 
         if (cost := count(compute_targets(1.0))) > allowed:
             raise ValueError(
-                f"budget({self.quantity}={self.share}) cannot be met: {fewest_text} leave "
+                f"budget({self.quantity}={self.share}) cannot be met: {fewest} leave "
                 f"{math.ceil(float(cost / dense) * 1e4) / 1e4} of the cost. "
                 "Select more parameters, or allow more."
             )
@@ -120,8 +119,9 @@ class Budget(MaskBudget):
             previous = np.nextafter(np.float32(lowest), np.float32(0))
             lower_sparsity = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
             lower_targets = trees.leaves_by_path(compute_targets(lower_sparsity))
-            for key_path, lower_target in lower_targets.items():
-                raised = _replace_target(targets, key_path, lower_target)
+            for key_path, target in lower_targets.items():
+                replaced = {**trees.leaves_by_path(targets), key_path: target}
+                raised = trees.map_matched(lambda path, _, by=replaced: by[path], targets)
                 targets = raised if count(raised) <= allowed else targets
 
         def read_final(key_path: KeyPath, target: float) -> float:
@@ -130,30 +130,32 @@ class Budget(MaskBudget):
 
         return trees.map_matched(read_final, targets)  # some patterns fix the density
 
-    def _check_scope(self, scope: Coupled) -> None:
-        """Raises a ValueError if a scope counts other costs, or channels of another graph."""
+    def _make_channel_counter(
+        self, scope: Coupled, params: Params
+    ) -> Callable[[Sparsities], Fraction]:
+        """Returns a function from sparsities to the cost of the smaller arrays.
+
+        Raises:
+          ValueError: the scope counts another cost, or channels of another graph.
+        """
         across = "nbytes" if self.quantity == "nbytes" else True
         if scope.across not in (False, across):
             raise ValueError(
-                f"across = {scope.across!r} counts another cost than the {self.quantity} of "
-                f"this budget. Use across = {across!r}."
+                f"across = {scope.across!r} counts another cost than the {self.quantity} of this "
+                f"budget. Use across = {across!r}."
             )
         if scope.graph is not self.graph:
             raise ValueError(
                 f"The budget and Coupled count channels of two graphs, {self.graph!r} and "
                 f"{scope.graph!r}. Give both the same result of sparsity.trace."
             )
+        paths = {x.path for x in self.graph.parameters.match(params).values()}
 
-    def _make_channel_counter(
-        self, params: Params, leaves: Mapping[KeyPath, Parameter], scope: Coupled
-    ) -> Callable[[PyTree], Fraction]:
-        """Returns a function from sparsities to the cost of the smaller arrays."""
-        costs, paths = self.graph.costs, {parameter.path for parameter in leaves.values()}
-        count_small: Callable[[Mapping[Variable, Fraction]], Fraction | int] = (
-            costs.count_small_macs
-        )
-        if self.quantity == "nbytes":
-            count_small = functools.partial(costs.count_small_bytes, paths=paths)
+        def count_small(sizes: Mapping[Variable, Fraction]) -> Fraction | int:
+            if self.quantity == "macs":
+                return self.graph.costs.count_small_macs(sizes)
+            return self.graph.costs.count_small_bytes(sizes, paths)
+
         # A fractional number of channels may cost more than the integer below.
         rounds_down = scope.across and isinstance(count_small({}), int)
 
@@ -163,28 +165,25 @@ class Budget(MaskBudget):
 
         return count
 
-    def _make_mask_counter(
-        self, params: Params, leaves: Mapping[KeyPath, Parameter], sites: Sites
-    ) -> Callable[[PyTree], Fraction]:
-        """Returns a function from sparsities to the cost of the masked arrays."""
-        count_kept = kept_counter(params, sites)
-        return lambda targets: self._count_cost(leaves, count_kept(targets))
-
-    def _count_cost(
-        self, leaves: Mapping[KeyPath, Parameter], num_kept: Mapping[KeyPath, int]
+    def _count_masked(
+        self,
+        leaves: Mapping[KeyPath, Parameter],
+        count_kept: Callable[[Sparsities], Mapping[KeyPath, int]],
+        targets: Sparsities,
     ) -> Fraction:
-        """Returns the cost if masks keep only some weights of the parameters in `num_kept`."""
+        """Returns the cost of the masked arrays."""
+        num_kept = count_kept(targets)
         if self.quantity == "macs":
             pairs = ((leaves[key_path], n) for key_path, n in num_kept.items())
             density = {x.path: Fraction(n, x.size) for x, n in pairs}
             return Fraction(self.graph.costs.count_sparse_macs(density))
-        nbytes = [
-            num_kept[key_path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
-            if key_path in num_kept
-            else parameter.size * parameter.dtype.itemsize
-            for key_path, parameter in leaves.items()
-        ]
-        return Fraction(sum(nbytes))
+        return Fraction(
+            sum(
+                num_kept.get(key_path, x.size) * x.dtype.itemsize
+                + (math.ceil(x.size / 8) if key_path in num_kept else 0)
+                for key_path, x in leaves.items()
+            )
+        )
 
 
 def budget(
@@ -237,9 +236,3 @@ def budget(
             f"got sparsity = {distribution.sparsity}, entries = {distribution.entries}."
         )
     return Budget(graph, quantity, float(share), distribution)
-
-
-def _replace_target(targets: Sparsities, key_path: KeyPath, target: float) -> PyTree:
-    return trees.map_matched(
-        lambda other_path, old_target: target if other_path == key_path else old_target, targets
-    )

@@ -1,11 +1,12 @@
-"""The graph of a model, which `sparsity.trace` returns."""
+"""The graph of a model, which `sparsity.trace` returns, and the costs of its program."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import chex
 import numpy as np
@@ -14,19 +15,182 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
 from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
-from sparsity.graph.channels.groups import ChannelGroup, Refusal
-from sparsity.graph.costs import Costs
-from sparsity.graph.readers.biases import Bias, find_biases
-from sparsity.graph.readers.patterns import FanInAlongInputs, NByMAlongInputs, WeightFilter
-from sparsity.graph.readers.uses import Tracker, Use
-from sparsity.graph.removal.removable import Removal
-from sparsity.graph.traced_model import Model, Parameter, Parameters
-from sparsity.patterns import SparsityType
+from sparsity.graph.coupling import ANALYSED_PRIMITIVES
+from sparsity.graph.groups import ChannelGroup, Refusal
+from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
+from sparsity.graph.removal import Removal
+from sparsity.graph.traced_model import Model, Parameter, Parameters, trace_model
+from sparsity.graph.uses import Tracker, Use
+from sparsity.masks.budgets import Cost
+from sparsity.patterns import FanIn, NByM, SparsityType
+from sparsity.programs.axes import Axis, Variable, count_entries
+from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program
+
+Number: TypeAlias = PyTree  # int, Fraction or Cost
+
+
+class Costs:
+    """Multiply-adds and bytes of a model: dense, masked, or without some channels.
+
+    Args:
+      model: the model.
+      tracker: the uses of its parameters.
+      removal: the axes of its values.
+    """
+
+    def __init__(self, model: Model, tracker: Tracker, removal: Removal) -> None:
+        self._model, self._tracker, self._removal = model, tracker, removal
+
+    def count_macs(self, path: Path) -> int:
+        """Counts multiply-adds of all products of a parameter; each product counts once."""
+        return sum(use.macs for use in self._list_largest_uses(path))
+
+    def count_sparse_macs(self, density: Mapping[Path, Number]) -> Number:
+        """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
+        readers: dict[Equation, list[Use]] = {}
+        for use in self._tracker.products:
+            readers.setdefault(use.equation, []).append(use)
+
+        def count(product: Equation) -> Number:
+            uses = readers.get(product, ())
+            lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
+            return (
+                read_product(product).macs
+                * _compute_operand_density(lhs, density)
+                * _compute_operand_density(rhs, density)
+            )
+
+        return _sum_products(self._model.program, count)
+
+    def count_small_macs(
+        self, sizes: Mapping[Variable, Number], path: Path | None = None
+    ) -> Number:
+        """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
+
+        def count(equation: Equation) -> Number:
+            product, axes = read_product(equation), self._removal.coupling.axes
+            macs = _multiply_sizes([axes(value)[axis] for value, axis in product.cost], sizes)
+            return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
+
+        if path is None:
+            return _sum_products(self._model.program, count)
+        return sum(
+            (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
+            for use in self._list_largest_uses(path)
+        )
+
+    def count_small_bytes(self, sizes: Mapping[Variable, Number], paths: Container[Path]) -> Number:
+        """Counts bytes of some parameters at smaller sizes of some axes."""
+        return sum(
+            _multiply_sizes(axes, sizes) * parameter.dtype.itemsize
+            for parameter, axes in self._removal.list_parameter_axes()
+            if parameter.path in paths
+        )
+
+    @functools.cached_property
+    def uncounted(self) -> dict[str, str]:
+        """Primitives whose multiply-adds do not count, each with the first line that uses them."""
+        counted, sources = NO_PRODUCTS.union(*ANALYSED_PRIMITIVES), dict[str, str]()
+        for program in self._model.program.nested_programs():
+            for equation in program.flat_equations():
+                if not equation.inner_programs and equation.name not in counted:
+                    sources.setdefault(equation.name, equation.source)
+        return sources
+
+    def _list_largest_uses(self, path: Path) -> list[Use]:
+        """Returns one use for each product of a parameter: that of the largest part."""
+        uses = sorted(self._tracker.find_products(path), key=lambda use: use.view.share)
+        return list({use.equation: use for use in uses}.values())
+
+
+def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
+    """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
+    total: Number = 0
+    for equation in program.flat_equations():
+        if equation.name in PRODUCTS:
+            total = total + count(equation)
+        elif equation.inner_programs:
+            counts = [
+                _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
+                for body in equation.list_bodies()
+            ]
+            if not equation.is_choice:
+                total = total + sum(counts)
+            elif any(isinstance(count, Cost) for count in counts):
+                total = total + Cost({}, [[Cost.convert(count) for count in counts]])
+            else:
+                total = total + max(counts)
+    return total
+
+
+def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Variable, Number]) -> Number:
+    """Returns the product of the sizes of axes, at smaller sizes of some variables."""
+    return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
+
+
+def _compute_operand_density(uses: Sequence[Use], density: Mapping[Path, Number]) -> Number:
+    """Returns the part of the entries of an operand that may differ from 0.
+
+    Parameters that were joined add up. Parameters that were multiplied bound each other: a
+    parameter with a density counts.
+    """
+    total: Number = Fraction(0)
+    uncovered = Fraction(1)  # the part of the operand that no earlier parameter has
+    # Parameters with a density come first: dense ones do not bound the entries.
+    for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
+        share = min(use.view.share, uncovered)
+        uncovered -= share
+        kept_share = density.get(use.path, Fraction(1)) if use.view.keeps_zeros else Fraction(1)
+        total = total + kept_share * share
+    return total + uncovered if uncovered else total
+
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
+
+
+def trace(
+    fn: Callable[..., PyTree],
+    params: Params,
+    *args: PyTree,
+    state: Mapping[Path | str, Path | str] | None = None,
+) -> Graph:
+    """Traces `fn(params, *args)` and returns the graph of all uses of its weights.
+
+    Nothing is computed: leaves may be arrays or `jax.ShapeDtypeStruct`s. The model may be written
+    with linen, nnx, haiku, equinox or plain functions.
+
+    Args:
+      fn: the model: a function of its parameters and inputs. Keyword arguments and flags are given
+        by `functools.partial`.
+      params: any tree of parameters; leaves that are not arrays are static.
+      *args: inputs of the model, any trees.
+      state: outputs that the next call reads, as `{path in the output: path in params}`, each a
+        tuple of strings or joined by '/', of a leaf or of all leaves below the path. `None` finds
+        them: an output becomes a parameter of the same shape and dtype if its path ends in the
+        path of the parameter, that path has a name, not only numbers, and the output is computed
+        from the parameter without a product.
+
+    Returns:
+      The graph: uses, costs, and the channels that can be removed.
+
+    Raises:
+      ValueError: the function reads its parameters from elsewhere, or `state` names missing paths.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"up": jnp.ones((3, 8)), "down": jnp.ones((8, 2))}
+      >>> model = lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+      >>> graph = trace(model, params, jnp.ones((5, 3)))
+      >>> graph.macs()
+      200
+      >>> [(group.name, group.size) for group in graph.groups]
+      [('up:1', 8)]
+    """
+    return Graph(trace_model(fn, params, args, state), functools.partial(trace, state=state))
 
 
 class Graph:
@@ -144,7 +308,7 @@ class Graph:
     @functools.cached_property
     def _dense_macs(self) -> int:
         # jax asks for the text of a graph in each call of an updater.
-        return round(self.costs.count_sparse_macs(dict[Path, Fraction]()))
+        return round(self.costs.count_sparse_macs({}))
 
     def _compute_densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
@@ -175,37 +339,37 @@ class Graph:
         Returns:
           Text of several lines.
         """
-        total = self.macs()
+        total, unread = self.macs(), self.macs()
         costs = ("MACs", "share") if masks is None else ("MACs", "left", "share")
         table = extras.make_table(("parameter", "shape", "read by", "contracts"), costs)
         table.add_column("axis: group")
 
-        def add_row(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
+        def add_row(texts: Sequence[str], dense: int, sparse: int, groups: str = "") -> None:
             macs = [f"{n:,}" for n in ((dense,) if masks is None else (dense, sparse))]
-            table.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
+            table.add_row(*texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
-        groups_by_path: dict[Path, list[tuple[int, int]]] = {}
-        for index, group in enumerate(self.groups):
-            for path, axis in group.members:
-                groups_by_path.setdefault(path, []).append((axis, index))
-        unread = total  # multiply-adds of products that read no parameter
         for parameter, dense, sparse in self._list_macs(masks):
             uses = [use for use in self.uses if use.path == parameter.path]
-            kinds = dict.fromkeys(use.kind or use.primitive for use in uses)
-            readers = ["lookup" if kind == "gather" else kind for kind in kinds]
+            kinds = dict.fromkeys(use.kind or "lookup" for use in uses)
             axes = sorted({axis for use in uses for axis in use.contracting})
-            texts = ", ".join(readers) or "no product", ", ".join(map(str, axes))
-            groups = ", ".join(
-                f"{axis}: {n}" for axis, n in sorted(groups_by_path.get(parameter.path, ()))
+            groups = sorted(
+                (axis, index)
+                for index, group in enumerate(self.groups)
+                for path, axis in group.members
+                if path == parameter.path
             )
+            texts = trees.shape_text(parameter.shape), ", ".join(kinds) or "no product"
             add_row(
-                parameter.name, (trees.shape_text(parameter.shape), *texts), dense, sparse, groups
+                (parameter.name, *texts, ", ".join(map(str, axes))),
+                dense,
+                sparse,
+                ", ".join(f"{axis}: {n}" for axis, n in groups),
             )
             unread -= dense
         table.add_section()
-        if unread > 0:
-            add_row("products of activations", ("", "", ""), unread, unread, "")
-        add_row("dots and convolutions", ("", "", ""), total, self.macs(masks), "")
+        if unread > 0:  # multiply-adds of products that read no parameter
+            add_row(("products of activations", "", "", ""), unread, unread)
+        add_row(("dots and convolutions", "", "", ""), total, self.macs(masks))
         text = extras.as_text(table)
         if self.uncounted:
             names = [f"{name} {source}".rstrip() for name, source in self.uncounted.items()]
@@ -237,21 +401,9 @@ class Graph:
 
     # For pruners.
 
-    @overload
     def is_weight(
-        self, path: Path, param: chex.Array, *, min_inputs: int | None = None
-    ) -> bool: ...
-
-    @overload
-    def is_weight(self, *, min_inputs: int) -> Callable[[Path, chex.Array], bool]: ...
-
-    def is_weight(
-        self,
-        path: Path | None = None,
-        param: chex.Array | None = None,
-        *,
-        min_inputs: int | None = None,
-    ) -> bool | Callable[[Path, chex.Array], bool]:
+        self, path: Path | None = None, param: chex.Array | None = None, *, min_inputs: int = 1
+    ) -> PyTree:
         """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
         Embeddings that are only looked up, scales, shifts and positional tables are not weights.
@@ -264,15 +416,12 @@ class Graph:
           min_inputs: smallest number of inputs of an output. For a convolution, this number is the
             input channels of a group times the window.
         """
-        is_weight = WeightFilter(self, 1 if min_inputs is None else min_inputs)
-        if path is not None and param is not None:
-            return is_weight(path, param)
-        if min_inputs is None or path is not None or param is not None:
+        is_weight = WeightFilter(self, min_inputs)
+        if (path is None) != (param is None):
             raise ValueError(
-                "is_weight is a filter_fn(path, param), or is_weight(min_inputs=n) returns one: "
-                "give both path and param, or min_inputs."
+                "is_weight is a filter_fn(path, param): give both path and param, or min_inputs."
             )
-        return is_weight
+        return is_weight if path is None or param is None else is_weight(path, param)
 
     def nm(
         self, n: int, m: int, *, otherwise: Literal["dense"] | None = None
@@ -293,7 +442,7 @@ class Graph:
           of its input channels, if groups of m would span several products (a reshape made a part
           of the axis an output), or if two products contract different axes.
         """
-        return NByMAlongInputs(self, n, m, otherwise=otherwise)
+        return PatternAlongInputs(self, NByM(n, m), otherwise)
 
     def fan_in(
         self, group: int = 1, *, otherwise: Literal["dense"] | None = None
@@ -315,7 +464,7 @@ class Graph:
           path if two products contract different axes, or if a reshape made a part of a contracted
           axis an output.
         """
-        return FanInAlongInputs(self, group, otherwise=otherwise)
+        return PatternAlongInputs(self, FanIn(group), otherwise)
 
     # Channels.
 

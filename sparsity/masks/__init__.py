@@ -1,7 +1,6 @@
 """Masks: storage, the parameters that have masks, and the scopes in which weights compete."""
 
 from sparsity.core.names import Registry
-from sparsity.masks.affordable import MaskBudget as MaskBudget
 from sparsity.masks.bits import (
     apply_mask as apply_mask,
     apply_mask_straight_through as apply_mask_straight_through,
@@ -20,6 +19,7 @@ from sparsity.masks.bits import (
     unpack as unpack,
     unpack_masks as unpack_masks,
 )
+from sparsity.masks.budgets import MaskBudget as MaskBudget
 from sparsity.masks.distributions import (
     check_user_mask as check_user_mask,
     compute_targets as compute_targets,

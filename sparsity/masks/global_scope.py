@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, sharding
+from sparsity.core import sharding
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.exact_sums import scale_to_one
-from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import path_names
-from sparsity.masks.affordable import within_budget
+from sparsity.masks.budgets import Cost, within_budget
 from sparsity.masks.scopes import (
     AnySite,
     Layerwise,
@@ -84,7 +83,7 @@ class Global(DataclassBase):
     ) -> list[jax.Array]:
         """Returns masks of the parameters that compete; `fixed` counts towards the budget only."""
         total = _find_cost([*scored_sites, *fixed])
-        if total is not None and total.slope(range(len(scored_sites))) is None:
+        if total is not None and not total.is_alike(len(scored_sites)):
             return self._select_within(total, scored_sites, fixed)
         scores = [scored.scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
@@ -94,7 +93,7 @@ class Global(DataclassBase):
         return topk_masks(all_candidates, k, together=True)
 
     def _select_within(
-        self, total: Polynomial, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
+        self, total: Cost, scored_sites: Sequence[ScoredSite], fixed: Sequence[ScoredSite]
     ) -> list[jax.Array]:
         """Returns the masks of parameters whose weights cost differently, within a budget.
 
@@ -105,16 +104,13 @@ class Global(DataclassBase):
         """
         everyone = [*scored_sites, *fixed]
         sizes = [scored.scores.size for scored in everyone]
-        kept = count_units(sizes, [scored.sparsity for scored in everyone])
-        kept = jnp.asarray(kept, jnp.uint32)
-        cost = Cost(total, sizes)
-        limit, added = cost.at(kept), kept[len(scored_sites) :]
-
-        def fits(counts: jax.Array) -> jax.Array:
-            return exact.at_least(limit, cost.at(jnp.concatenate([counts, added])))
-
-        scores = self._make_comparable([scored.scores for scored in scored_sites])
-        return within_budget(scores, [scored.site.cost for scored in scored_sites], fits)
+        kept = jnp.asarray(count_units(sizes, [scored.sparsity for scored in everyone]), jnp.uint32)
+        is_within, added = total.make_limit(sizes, kept), kept[len(scored_sites) :]
+        return within_budget(
+            self._make_comparable([scored.scores for scored in scored_sites]),
+            [scored.site.cost for scored in scored_sites],
+            lambda counts: is_within(jnp.concatenate([counts, added])),
+        )
 
     def move(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
@@ -133,7 +129,7 @@ class Global(DataclassBase):
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
         total = _find_cost(moving_sites)
-        if total is not None and total.slope(range(len(moving_sites))) is None:
+        if total is not None and not total.is_alike(len(moving_sites)):
             raise ValueError(
                 "Under a global scope weights move between parameters whose weights cost "
                 "differently, so that no budget would be kept. Use scope=Layerwise() with this "
@@ -223,7 +219,7 @@ def _count_in_total(
     return jnp.where(alike, num_kept(sum(sizes), stacked[0]), each)[None]
 
 
-def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Polynomial | None:
+def _find_cost(competitors: Sequence[ScoredSite | MovingSite]) -> Cost | None:
     """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
     budget = competitors[0].site.budget
     if budget is None:

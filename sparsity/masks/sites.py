@@ -16,7 +16,7 @@ import jax
 from sparsity.core import names, trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Params, Path
-from sparsity.masks.affordable import MaskBudget
+from sparsity.masks.budgets import MaskBudget
 from sparsity.patterns import SparsityType
 
 TopkFn: TypeAlias = Callable[[jax.Array, chex.Numeric], chex.Array]

@@ -16,19 +16,17 @@ import operator
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
-from sparsity.core.polynomials import Polynomial
+from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
 Join: TypeAlias = Literal["product", "sum"]
 _MOST_SHIFTS = 64  # parts into which an axis that meets itself shifted is cut, before it is pinned
-N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
 class Reason(NamedTuple):
@@ -197,7 +195,7 @@ def find_kept_indices(axis: Axis, kept_indices: KeptIndices) -> np.ndarray | Non
     return index
 
 
-def count_entries(axis: Axis, sizes: Mapping[Variable, N]) -> N | int:
+def count_entries(axis: Axis, sizes: Mapping[Variable, PyTree]) -> PyTree:
     """Counts the entries of an axis, at smaller sizes of some variables."""
     root = axis.root
     if not root.parts:

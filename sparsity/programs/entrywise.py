@@ -8,9 +8,9 @@ of rounded functions such as exp(0) = 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -62,45 +62,33 @@ class Entrywise:
 
 def fold_exactly(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function of numpy whose bits every implementation returns."""
-
-    def fold(equation: Equation, inputs: InputConstants) -> float | None:
-        constant, dtype = _fold_by_numpy(compute, equation, inputs), equation.inputs[0].dtype
-        # Narrow floats of ml_dtypes, such as bfloat16, have kind V.
-        if constant is None or dtype.kind not in "fV" or dtype.itemsize >= 4:
-            return constant
-        # Compilers may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
-        wide = _fold_by_numpy(compute, equation, inputs, np.float64)
-        return constant if is_same(constant, wide) else None
-
-    return fold
+    return functools.partial(_fold, compute, False)
 
 
 def fold_rounded(compute: NumpyFunction) -> Fold:
     """Returns a fold by a function of numpy, to values that every implementation returns."""
-
-    def fold(equation: Equation, inputs: InputConstants) -> float | None:
-        constant = _fold_by_numpy(compute, equation, inputs)
-        is_certain = constant in (-1.0, 0.0, 0.5, 1.0) or not math.isfinite(constant or 0)
-        # A result that is not exact is rounded by each implementation in its own way.
-        wide = _fold_by_numpy(compute, equation, inputs, np.float64) if is_certain else None
-        return constant if is_same(constant, wide) else None
-
-    return fold
+    return functools.partial(_fold, compute, True)
 
 
 @np.errstate(all="ignore")
-def _fold_by_numpy(
-    compute: NumpyFunction,
-    equation: Equation,
-    inputs: InputConstants,
-    wide: DTypeLike | None = None,
+def _fold(
+    compute: NumpyFunction, is_rounded: bool, equation: Equation, inputs: InputConstants
 ) -> float | None:
-    """Returns a function of constants, `None` if one is unknown or complex."""
-    values = equation.inputs
-    if None in inputs or any(np.dtype(value.dtype).kind == "c" for value in values):
+    """Returns a function of constants, `None` if one is unknown or complex, or bits may differ."""
+    dtypes = [np.dtype(value.dtype) for value in equation.inputs]
+    if None in inputs or any(dtype.kind == "c" for dtype in dtypes):
         return None
-    arguments = [np.asarray(x).astype(v.dtype) for x, v in zip(inputs, values, strict=True)]
-    return _to_float(compute(*[x.astype(wide or x.dtype) for x in arguments]))
+    arguments = [np.asarray(x).astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+    constant = _to_float(compute(*arguments))
+    # A result that is not exact is rounded by each implementation in its own way.
+    if is_rounded and constant not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(constant or 0):
+        return None
+    # Compilers may compute narrow floats in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or
+    # 2**-9. Those of ml_dtypes, such as bfloat16, have kind V.
+    if is_rounded or (dtypes[0].kind in "fV" and dtypes[0].itemsize < 4):
+        wide = _to_float(compute(*[x.astype(np.float64) for x in arguments]))
+        return constant if is_same(constant, wide) else None
+    return constant
 
 
 def _fold_absorbing(compute: NumpyFunction) -> Fold:
@@ -113,31 +101,10 @@ def _fold_absorbing(compute: NumpyFunction) -> Fold:
 
 def _divide(equation: Equation, inputs: InputConstants) -> float | None:
     if equation.inputs[0].dtype.kind in "iu":  # 0 / 0 is some number, not NaN
-        return fold_exactly(_truncate)(equation, inputs)
+        return None
     if inputs[0] == 0:
         return math.nan if inputs[1] == 0 else 0.0
     return fold_exactly(np.divide)(equation, inputs)
-
-
-def _truncate(one: np.ndarray, other: np.ndarray) -> Scalar:
-    """Returns a quotient of integers, truncated towards 0; the largest of a dtype wraps."""
-    if not other:
-        return math.nan
-    return np.asarray(math.trunc(Fraction(int(one), int(other)))).astype(one.dtype)
-
-
-def _round(equation: Equation, inputs: InputConstants) -> float | None:
-    is_half = inputs[0] is not None and inputs[0] % 1 == 0.5  # rounded in two ways
-    return None if is_half else fold_exactly(np.round)(equation, inputs)
-
-
-def _keep_zero(equation: Equation, inputs: InputConstants) -> float | None:
-    """Returns 0 if the first input is 0, whatever the other one is."""
-    return 0.0 if inputs[0] == 0 else None
-
-
-def _raise_to_integer(equation: Equation, inputs: InputConstants) -> float | None:
-    return fold_rounded(lambda x: x ** equation.params["y"])(equation, inputs)
 
 
 def _select(equation: Equation, inputs: InputConstants) -> float | None:
@@ -171,7 +138,7 @@ _WITHOUT_FOLD = (
     "regularized_incomplete_beta", "zeta",
 )  # fmt: skip
 _KEEP_ZERO = (
-    "bessel_i1e", "erf_inv", "population_count", "reduce_precision", "shift_left",
+    "bessel_i1e", "erf_inv", "population_count", "reduce_precision", "round", "shift_left",
     "shift_right_arithmetic", "shift_right_logical",
 )  # fmt: skip
 
@@ -185,7 +152,8 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(is_copy=True) for name in _COPIES},
     **{name: Entrywise(is_copy=True, is_placement=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _WITHOUT_FOLD},
-    **{name: Entrywise(_keep_zero) for name in _KEEP_ZERO},
+    # 0 if the first input is 0, whatever the other one is
+    **{name: Entrywise(lambda _, x: 0.0 if x[0] == 0 else None) for name in _KEEP_ZERO},
     "abs": Entrywise(fold_exactly(np.abs), keeps_any_zero=True, is_nonnegative=True),
     "add": Entrywise(fold_exactly(np.add), keeps_zeros=True),
     "add_any": Entrywise(fold_exactly(np.add), keeps_zeros=True),
@@ -197,7 +165,9 @@ ENTRYWISE: dict[str, Entrywise] = {
     "div": Entrywise(_divide, reads_zero_sign=True),
     "exp": Entrywise(fold_rounded(np.exp), is_nonnegative=True),
     "imag": Entrywise(keeps_any_zero=True),
-    "integer_pow": Entrywise(_raise_to_integer, reads_zero_sign=True),
+    "integer_pow": Entrywise(
+        lambda e, x: fold_rounded(lambda x: x ** e.params["y"])(e, x), reads_zero_sign=True
+    ),
     "mul": Entrywise(_fold_absorbing(np.multiply), keeps_any_zero=True),
     "ne": Entrywise(fold_exactly(np.not_equal), may_remove_nan=True, keeps_zeros=True),
     "neg": Entrywise(fold_exactly(np.negative), keeps_any_zero=True),
@@ -205,7 +175,6 @@ ENTRYWISE: dict[str, Entrywise] = {
     "pow": Entrywise(fold_rounded(np.power), reads_zero_sign=True),
     "real": Entrywise(fold_exactly(np.real), keeps_any_zero=True),
     "rem": Entrywise(reads_zero_sign=True),
-    "round": Entrywise(_round),
     "rsqrt": Entrywise(fold_rounded(lambda x: 1 / np.sqrt(x)), reads_zero_sign=True),
     "select_n": Entrywise(_select),
     "sqrt": Entrywise(fold_exactly(np.sqrt), is_nonnegative=True),
@@ -305,19 +274,11 @@ def _cast(constant: float | None, dtype: DTypeLike) -> float | None:
 # Reductions.
 
 
-def _repeat_unchanged(constant: float) -> float:
-    return constant
-
-
 def _repeat_only(*constants: float) -> Callable[[float], float | None]:
     """Returns a `repeat` that keeps these constants, and gives NaN for one that is not finite."""
-
-    def repeat(constant: float) -> float | None:
-        if not math.isfinite(constant):
-            return math.nan
-        return constant if constant in constants else None
-
-    return repeat
+    return lambda constant: (
+        (constant if constant in constants else None) if math.isfinite(constant) else math.nan
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,14 +286,12 @@ class Reduction:
     """A primitive that joins all entries along some axes.
 
     Attributes:
-      text: the reduction in words, "" for the name of the primitive.
       neutral: returns the constant of a dtype that changes nothing, as 0 in a sum; `None` if
         entries cannot be removed.
       repeat: returns the reduction of entries that are all one constant, as 0 of zeros in a sum;
         `None` if it is uncertain.
     """
 
-    text: str = ""
     neutral: Callable[[DTypeLike], float] | None = None
     repeat: Callable[[float], float | None] = _repeat_only()
 
@@ -346,20 +305,18 @@ def _find_limits(dtype: DTypeLike) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-def _all_bits(dtype: DTypeLike) -> float:
-    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else _find_limits(dtype)[1]
-
-
 REDUCTIONS: dict[str, Reduction] = {
-    "argmax": Reduction("an argmax"),
-    "argmin": Reduction("an argmin"),
-    "reduce_and": Reduction("", _all_bits, _repeat_unchanged),
-    "reduce_max": Reduction("a maximum", lambda dtype: _find_limits(dtype)[0], _repeat_unchanged),
-    "reduce_min": Reduction("a minimum", lambda dtype: _find_limits(dtype)[1], _repeat_unchanged),
-    "reduce_or": Reduction("", lambda dtype: 0.0, _repeat_unchanged),
-    "reduce_prod": Reduction("a product", lambda dtype: 1.0, _repeat_only(0, 1)),
-    "reduce_sum": Reduction("a sum", lambda dtype: 0.0, _repeat_only(0)),
-    "reduce_xor": Reduction("", lambda dtype: 0.0),
+    "argmax": Reduction(),
+    "argmin": Reduction(),
+    "reduce_and": Reduction(  # all bits are 1
+        lambda x: -1.0 if jnp.issubdtype(x, jnp.signedinteger) else _find_limits(x)[1], float
+    ),
+    "reduce_max": Reduction(lambda dtype: _find_limits(dtype)[0], float),
+    "reduce_min": Reduction(lambda dtype: _find_limits(dtype)[1], float),
+    "reduce_or": Reduction(lambda dtype: 0.0, float),
+    "reduce_prod": Reduction(lambda dtype: 1.0, _repeat_only(0, 1)),
+    "reduce_sum": Reduction(lambda dtype: 0.0, _repeat_only(0)),
+    "reduce_xor": Reduction(lambda dtype: 0.0),
 }
 
 

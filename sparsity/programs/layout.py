@@ -145,15 +145,16 @@ def _reshape(equation: Equation) -> list[Relation]:
     # Any runs of axes have equal numbers of entries, 0, so that the relation is open.
     if not value.size:
         return [Relation("mixed", tuple(sources), tuple(targets), text)]
-    relations = []
+    relations: list[Relation] = []
+    queues, arrays = (sources, targets), (value, output)
     while sources and targets:
-        runs = [sources.pop(0)], [targets.pop(0)]
-        sizes = [value.shape[runs[0][0].axis], output.shape[runs[1][0].axis]]
-        while sizes[0] != sizes[1]:
+        runs: tuple[list[Place], list[Place]] = ([], [])
+        sizes = [1, 1]
+        while not runs[1] or sizes[0] != sizes[1]:
             shorter = int(sizes[1] < sizes[0])
-            place = (sources, targets)[shorter].pop(0)
+            place = queues[shorter].pop(0)
             runs[shorter].append(place)
-            sizes[shorter] *= (value, output)[shorter].shape[place.axis]
+            sizes[shorter] *= arrays[shorter].shape[place.axis]
         relations.append(Relation("product", tuple(runs[0]), tuple(runs[1]), text))
     return relations
 
@@ -161,8 +162,7 @@ def _reshape(equation: Equation) -> list[Relation]:
 def _relate_parts(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
     """Returns the relations of parts of one array: a row along an axis, or layers of a stack."""
     parallel = [i for i in range(len(joined.shape)) if i != axis]
-    relation = Relation("stack", (), (Place(0, axis),), text)
-    part_axes: Sequence[int] = range(len(parallel))
+    relation, part_axes = Relation("stack", (), (Place(0, axis),), text), [*range(len(parallel))]
     if len(parts[0].shape) == len(joined.shape):
         places = tuple(Place(index, axis) for index in range(len(parts)))
         relation, part_axes = relation._replace(kind="sum", sources=places), parallel
@@ -207,17 +207,15 @@ def _slice(equation: Equation) -> list[Relation]:
     params, shape = equation.params, equation.inputs[0].shape
     strides = params["strides"] or (1,) * len(shape)
     bounds = zip(params["start_indices"], params["limit_indices"], strides, shape, strict=True)
-    relations = []
-    for axis, (start, end, stride, size) in enumerate(bounds):
-        place = Place(0, axis)
-        if (start, end, stride) == (0, size, 1):
-            relations.append(relate_same(place, place, "a slice"))
-        elif stride != 1:
-            relations.append(Relation("cut", (place,), (place,), "a slice with a stride"))
-        else:
-            # The source is a row of three parts; the output is the middle one.
-            relations.append(Relation("sum", (place,), (start, place, size - end), "a slice"))
-    return relations
+
+    def relate(place: Place, start: int, end: int, stride: int, size: int) -> Relation:
+        if stride != 1:
+            return Relation("cut", (place,), (place,), "a slice with a stride")
+        # The source is a row of three parts; the output is the middle one.
+        parts = (start, place, size - end) if (start, end) != (0, size) else (place,)
+        return Relation("sum" if len(parts) > 1 else "product", (place,), parts, "a slice")
+
+    return [relate(Place(0, axis), *each) for axis, each in enumerate(bounds)]
 
 
 _IN_ORDER = "an operation that needs all entries of the axis, in order"
@@ -297,11 +295,6 @@ def _name_axis(equation: Equation, axis: int) -> str:
     return f"axis {axis} of an array of shape {equation.inputs[0].shape}"
 
 
-def _update(equation: Equation) -> list[Relation]:
-    axes = {axis: axis for axis in range(len(equation.inputs[0].shape))}
-    return _relate_update(equation, 1, axes)
-
-
 _INDICES = "an axis of the indices of a lookup or an update"
 
 
@@ -314,10 +307,6 @@ def _relate_lookup(equation: Equation, source: int, target: int) -> Relation:
         return relate_same((0, source), (0, target), "a lookup")
     text = f"a lookup of some entries along {_name_axis(equation, source)}"
     return Relation("cut", (Place(0, source),), (Place(0, target),), text)
-
-
-def _dynamic_slice(equation: Equation) -> list[Relation]:
-    return [_relate_lookup(equation, i, i) for i in range(len(equation.inputs[0].shape))]
 
 
 def _gather(equation: Equation) -> list[Relation]:
@@ -360,18 +349,11 @@ def _resize_output(name: str, equation: Equation, sizes: Sizes) -> EquationParam
     return {name: shape, "sharding": output.struct(shape).sharding}
 
 
-def _resize_split(equation: Equation, sizes: Sizes) -> EquationParams:
-    axis = equation.params["axis"]
-    return {"sizes": tuple(sizes.shape(x)[axis] for x in equation.outputs)}
-
-
 def _resize_slice(equation: Equation, sizes: Sizes) -> EquationParams:
-    (value,), names = equation.inputs, ("start_indices", "limit_indices")
+    (value,), params = equation.inputs, equation.params
     return {
-        name: tuple(
-            sizes.count_below(value, axis, end) for axis, end in enumerate(equation.params[name])
-        )
-        for name in names
+        name: tuple(sizes.count_below(value, axis, end) for axis, end in enumerate(params[name]))
+        for name in ("start_indices", "limit_indices")
     }
 
 
@@ -387,18 +369,10 @@ def _resize_pad(equation: Equation, sizes: Sizes) -> EquationParams:
     return {"padding_config": tuple(config)}
 
 
-def _resize_dynamic_slice(equation: Equation, sizes: Sizes) -> EquationParams:
-    return {"slice_sizes": sizes.shape(equation.outputs[0])}
-
-
 def _resize_gather(equation: Equation, sizes: Sizes) -> EquationParams:
     shapes = equation.inputs[0].shape, sizes.shape(equation.inputs[0])
     sliced = zip(equation.params["slice_sizes"], *shapes, strict=True)
     return {"slice_sizes": tuple(small if size == full else size for size, full, small in sliced)}
-
-
-def _all_inputs(equation: Equation, index: int) -> Sequence[int]:
-    return range(len(equation.inputs))
 
 
 def _may_be_empty(equation: Equation) -> bool:
@@ -408,14 +382,6 @@ def _may_be_empty(equation: Equation) -> bool:
         max(*pads, holes - 1) >= size or step > 1
         for size, pads, holes, step in zip(*(equation.params[name] for name in names), strict=True)
     )
-
-
-def _name_window_reduction(equation: Equation) -> str:
-    return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
-
-
-def _name_cumulative_reduction(equation: Equation) -> str:
-    return equation.name.replace("cum", "reduce_")  # `cumlogsumexp` has none
 
 
 # of the first input and the updates
@@ -435,14 +401,18 @@ def _name_scatter_reduction(equation: Equation) -> str | None:
     return None if equation.params["update_jaxpr"] is None else "unknown"
 
 
-_relate_along_axis = _relate_along("mixed", lambda equation: [equation.params["axis"]])
+_relate_along_axis = _relate_along("mixed", lambda x: [x.params["axis"]])
 _relate_along_windows = _relate_along("mixed", _list_windows)
-_CUMULATIVE = AxisRule(_relate_along_axis, find_reduction=_name_cumulative_reduction)
+_CUMULATIVE = AxisRule(  # `cumlogsumexp` has no reduction
+    _relate_along_axis, find_reduction=lambda x: x.name.replace("cum", "reduce_")
+)
 _SCATTERED = AxisRule(
     _scatter, sources=lambda equation, index: (0, 2), find_reduction=_name_scatter_reduction
 )
 _WINDOWED = AxisRule(
-    _relate_along_windows, find_reduction=_name_window_reduction, moves_window=True
+    _relate_along_windows,
+    find_reduction=lambda x: "unknown" if _may_be_empty(x) else x.name.replace("window_", ""),
+    moves_window=True,
 )
 
 LAYOUTS: dict[str, AxisRule] = {
@@ -455,22 +425,32 @@ LAYOUTS: dict[str, AxisRule] = {
         _reshape, functools.partial(_resize_output, "new_sizes"), reads_quantized=True
     ),
     "concatenate": AxisRule(
-        functools.partial(_join, "dimension", "a concatenation"), sources=_all_inputs
+        functools.partial(_join, "dimension", "a concatenation"),
+        sources=lambda equation, index: range(len(equation.inputs)),
     ),
-    "split": AxisRule(functools.partial(_take_apart, "a split"), _resize_split),
-    "stack": AxisRule(functools.partial(_join, "axis", "a stack"), sources=_all_inputs),
+    "split": AxisRule(
+        functools.partial(_take_apart, "a split"),
+        lambda x, sizes: {"sizes": tuple(sizes.shape(y)[x.params["axis"]] for y in x.outputs)},
+    ),
+    "stack": AxisRule(
+        functools.partial(_join, "axis", "a stack"),
+        sources=lambda equation, index: range(len(equation.inputs)),
+    ),
     "unstack": AxisRule(functools.partial(_take_apart, "a stack")),
     "tile": AxisRule(_tile),
     "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": AxisRule(
-        _dynamic_slice,
-        _resize_dynamic_slice,
+        lambda x: [_relate_lookup(x, i, i) for i in range(len(x.inputs[0].shape))],
+        lambda x, sizes: {"slice_sizes": sizes.shape(x.outputs[0])},
         is_lookup=True,
         reads_quantized=True,
     ),
-    "dynamic_update_slice": AxisRule(_update, sources=lambda equation, index: (0, 1)),
+    "dynamic_update_slice": AxisRule(
+        lambda x: _relate_update(x, 1, {i: i for i in range(len(x.inputs[0].shape))}),
+        sources=lambda equation, index: (0, 1),
+    ),
     "gather": AxisRule(_gather, _resize_gather, fill=read_gather_fill, is_lookup=True),
-    "pad": AxisRule(_pad, _resize_pad, sources=_all_inputs),
+    "pad": AxisRule(_pad, _resize_pad, sources=lambda equation, index: range(len(equation.inputs))),
     "rev": AxisRule(_relate_along("reversed", lambda equation: equation.params["dimensions"])),
     **dict.fromkeys(("scatter", *_SCATTER_REDUCTIONS), _SCATTERED),
     "sort": AxisRule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparsity.core import extras, trees
 from sparsity.core.trees import Params, Sparsities
 from sparsity.graph import Coupled
-from sparsity.graph.scope.placed import PlacedGroup
+from sparsity.graph.coupled import PlacedGroup
 
 
 def show_groups(scope: Coupled, params: Params, targets: Sparsities) -> str:

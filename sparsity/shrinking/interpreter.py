@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding, reshard
 
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
-from sparsity.graph.removal.removable import Removal
-from sparsity.graph.removal.shared_entries import SharedEntry
+from sparsity.graph.removal import Removal, SharedEntry
 from sparsity.programs.axes import KeptIndices, Variable, count_entries, find_kept_indices
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS

@@ -11,7 +11,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import Path, PyTree
-from sparsity.graph.channels.cuts import AxisArrays
+from sparsity.graph.groups import AxisArrays
 from sparsity.shrinking.dead import Evidence
 
 _FORMAT = 2

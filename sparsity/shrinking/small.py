@@ -18,7 +18,7 @@ from sparsity.core.checks import check_kind
 from sparsity.core.pictures import draw_bars, pick_pair
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph, Parameter
-from sparsity.graph.channels.cuts import solve_kept_indices
+from sparsity.graph.groups import solve_kept_indices
 from sparsity.programs.axes import Variable
 from sparsity.reports import time_in_turn
 from sparsity.shrinking.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from sparsity import trace
-from sparsity.graph.readers.biases import Bias
+from sparsity.graph.readers import Bias
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "square": jnp.ones((3, 3))}
 X = jnp.ones((5, 4))

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparsity.graph.channels import coupling
-from sparsity.graph.removal.removable import Removal
+from sparsity.graph import coupling
+from sparsity.graph.removal import Removal
 from tests.graph import every_primitive, fuzz
 from tests.properties.strategies import EXAMPLES, FIRST
 

@@ -78,33 +78,6 @@ def test_flags_and_keywords_are_given_by_partial():
 
 
 @pytest.mark.parametrize(
-    ("fn", "args", "message"),
-    [
-        (lambda x, p: model(p, x), (X,), r"fails with 1 argument.*'a', 'b'.*parameters first"),
-        (model, (), r"fails with 0 arguments.*missing 1 required.*'x'.*functools.partial"),
-        (model, (X, X), r"fails with 2 arguments.*takes 2 positional arguments but 3"),
-        (model, (X.T,), r"fails with 1 argument.*dot_general requires contracting"),
-        (lambda p, x: x @ p["other"], (X,), r"'a', 'b'.*KeyError: 'other'"),
-        (
-            lambda p, x: model(p, x) if x.sum() > 0 else x,
-            (X,),
-            r"depends on the values.*jax.lax.cond",
-        ),
-        (
-            lambda p, x: model(p, x) * float(x[0, 0]),
-            (X,),
-            r"depends on the values.*functools.partial",
-        ),
-        (lambda p, x: x[: int(x.sum())], (X,), r"depends on the values"),
-    ],
-    ids=["inputs first", "too few", "too many", "shape", "structure", "bool", "float", "int"],
-)
-def test_functions_that_cannot_be_traced_are_explained(fn, args, message):
-    with pytest.raises(ValueError, match=message):
-        trace(fn, P, *args)
-
-
-@pytest.mark.parametrize(
     "fn",
     [
         lambda p, x: model(P, x),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.masks.affordable import within_budget
+from sparsity.masks.budgets import within_budget
 
 
 def keep(scores, costs, kept):

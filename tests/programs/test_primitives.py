@@ -6,8 +6,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
-from sparsity.graph import trace
-from sparsity.graph.channels import coupling
+from sparsity.graph import coupling, trace
 from sparsity.programs import program as jaxprs
 from sparsity.programs.products import NO_PRODUCTS
 

@@ -508,16 +508,6 @@ def test_a_mask_that_topk_fn_returns_is_checked(mask):
         pruner.instant_sparsify(world()["params"])
 
 
-@pytest.mark.parametrize("number", [None, "a", NAN])
-def test_a_number_that_round_to_returns_is_checked(number):
-    pruner = sparsity.MagnitudePruning(
-        scope=sparsity.Coupled(world()["graph"], round_to=lambda kept: number),
-        sparsity_distribution_fn=half,
-    )
-    with pytest.raises(ValueError, match=r"round_to\(4\) must be a finite number"):
-        pruner.instant_sparsify(world()["params"])
-
-
 @pytest.mark.parametrize("number", [None, "a", -1.0, NAN])
 def test_a_penalty_that_rho_returns_is_checked(number):
     schedule = sparsity.OneShotSchedule(2)

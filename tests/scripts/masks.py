@@ -110,7 +110,7 @@ def budgets_and_rounded_groups_start_inside_shard_map(devices):
         ),
         sparsity.MagnitudePruning(
             sparsity_distribution_fn=sparsity.Uniform(0.5),
-            scope=sparsity.Coupled(graph, round_to=lambda kept: jnp.ceil(kept / 3) * 3),
+            scope=sparsity.Coupled(graph, round_to=3),
         ),
     )
     for pruner in pruners:

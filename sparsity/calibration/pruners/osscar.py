@@ -20,7 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
-from sparsity.graph.scope.placed import Member, PlacedGroup
+from sparsity.graph.coupled import Member, PlacedGroup
 from sparsity.masks import apply_masks
 from sparsity.training.hooks import ExtraArg
 

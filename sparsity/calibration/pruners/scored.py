@@ -35,7 +35,7 @@ from sparsity.masks import (
     has_statement,
 )
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.reuse import compile_or_reuse
+from sparsity.programs.program import compile_or_reuse
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 

@@ -25,8 +25,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program, Value
-from sparsity.programs.reuse import compile_at_call
+from sparsity.programs.program import Equation, Program, Value, compile_at_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

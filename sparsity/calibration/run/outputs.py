@@ -14,7 +14,7 @@ from sparsity.calibration.statistics.capture import check_structure
 from sparsity.core import trees
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Params, PyTree
-from sparsity.programs.reuse import compile_at_call
+from sparsity.programs.program import compile_at_call
 
 
 @dataclasses.dataclass(frozen=True)

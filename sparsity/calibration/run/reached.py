@@ -30,8 +30,7 @@ from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.products import read_product
-from sparsity.programs.program import Equation
-from sparsity.programs.reuse import compile_at_call
+from sparsity.programs.program import Equation, compile_at_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.graph import Graph, Use
-from sparsity.graph.readers.views import Factor
+from sparsity.graph.uses import Factor
 from sparsity.programs.products import read_product
 
 _GROUPS = -1  # stands for the groups of a convolution among the axes of a parameter

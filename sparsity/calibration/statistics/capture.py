@@ -34,7 +34,7 @@ from sparsity.core.checks import check_bool, check_function, check_iterable, che
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
-from sparsity.programs.reuse import compile_at_call
+from sparsity.programs.program import compile_at_call
 
 
 def calibrate(
