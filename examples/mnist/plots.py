@@ -67,15 +67,13 @@ def draw_all(
     networks: dict[str, Network],
     trained: dict[str, TrainState],
     history: dict[str, list[Any]],
-    small: sparsity.shrinking.Small[Any] | None,
+    is_cut: bool,
     folder: Path,
 ) -> list[Path]:
     """Writes all pictures to `folder`, as NAME_light.png and NAME_dark.png; returns their paths."""
     names = {role: network.name for role, network in networks.items()}
     draw: dict[str, Callable[[], Figure]] = {"accuracy": lambda: draw_accuracy(history, names)}
-    if small:
-        draw["smaller"] = lambda: small.plot()[0].figure
-    else:
+    if not is_cut:
         draw["layers"] = lambda: draw_layers(networks["sparse"], trained["sparse"])
         draw["first_layer"] = lambda: draw_first_layer(networks, trained)
     if history["mask_updates"]:

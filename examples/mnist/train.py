@@ -334,7 +334,7 @@ def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
     if isinstance(networks["sparse"].updater, sparsity.EpochStrategy):
         report.print_prunings(networks["sparse"].updater, end.history["evaluations"])
     (folder / "history.json").write_text(json.dumps(end.history, indent=1), encoding="utf-8")
-    pictures = plots.draw_all(networks, trained, end.history, small, folder)
+    pictures = plots.draw_all(networks, trained, end.history, small is not None, folder)
     print(f"{folder} holds {len(pictures)} pictures, history.json and the last checkpoints")
 
 

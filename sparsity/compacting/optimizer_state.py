@@ -122,13 +122,13 @@ def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
     """
     while nodes := trees.find_nodes(state, SparseState):
         state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
-    masked = [stored for stored in jax.tree.leaves(stored_tree) if stored.layout is not None]
-    names = {stored.layout.shape: stored.name for stored in masked}
+    leaves = trees.leaves_by_path(stored_tree).items()
+    masked = {path: stored.layout.shape for path, stored in leaves if stored.layout is not None}
+    owners.check_state(stored_tree, state, _REMEDY, masked)
 
     def gather(stored: StoredParameter | None, leaf: PyTree) -> PyTree:
         shape = jnp.shape(leaf)
         if stored is None:
-            owners.check_stray(leaf, names, _REMEDY)
             return leaf
         if stored.layout is None or shape == stored.layout.shape:
             return stored.gather(leaf)
@@ -141,9 +141,7 @@ def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
             f"entry by entry, or {_REMEDY}."
         )
 
-    kept = owners.map_owned(gather, stored_tree, state)
-    owners.check_state(stored_tree, state, _REMEDY)
-    return kept
+    return owners.map_owned(gather, stored_tree, state)
 
 
 def densify_state(stored_tree: StoredTree, state: PyTree) -> PyTree:

@@ -34,15 +34,6 @@ def pick_axes(ax: Axes | None, num_rows: int) -> Axes:
     return ax
 
 
-def pick_pair(axes: Sequence[Axes] | None, num_rows: int) -> Sequence[Axes]:
-    """Returns two axes of a user, or new ones for `None`; raises a ValueError for others."""
-    if axes is None:
-        return new_axes(num_rows, 2)
-    if np.asarray(axes, object).shape != (2,) or not all(map(_are_matplotlib_axes, axes)):
-        raise ValueError(f"axes must be two matplotlib axes or None, got axes = {axes!r}.")
-    return axes
-
-
 def _are_matplotlib_axes(value: object) -> bool:
     """Returns whether a value has the methods that draw; `pyplot` lacks some of them."""
     return not find_missing_method(value, ("annotate", "barh", "set_xlabel", "set_yticks"))

@@ -7,5 +7,4 @@ masks and the optimizer's state. `Plan.apply` runs the traced program at the sma
 """
 
 from sparsity.shrinking.plan import Plan as Plan
-from sparsity.shrinking.shrink import shrink as shrink
-from sparsity.shrinking.small import Small as Small
+from sparsity.shrinking.shrink import Small as Small, shrink as shrink

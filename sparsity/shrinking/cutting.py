@@ -134,9 +134,8 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
     """
     if trees.find_nodes(state, KeptState):
         raise ValueError(
-            "opt_state is that of use_compact_state=True, whose arrays of kept weights do not "
-            "tell channels. Start a new state: shrink without opt_state, then "
-            "tx.init(small.params)."
+            "opt_state is that of use_compact_state=True, whose arrays of kept weights do not tell "
+            f"channels: {_REMEDY}."
         )
 
     def repack(small: Masks, masks: Masks) -> Masks:
@@ -145,11 +144,11 @@ def cut_state(cuts: CutParameters, params: Params, small_params: Params, state: 
         return place_masks(pack_masks(small, small_params), small_params)
 
     owner_tree = trees.map_matched(lambda key_path, _: cuts.get(key_path), params)
+    changed = {key_path: cut.shape for key_path, cut in cuts.items() if cut.axes}
     # A packed mask has another shape than its parameter.
     unpacked = _map_masks(_unpack(params), state)
-    small = owners.map_owned(_cut_moment, owner_tree, unpacked)
-    _check_owners(owner_tree, unpacked)
-    return _map_masks(repack, small, state)
+    owners.check_state(owner_tree, unpacked, _REMEDY, changed)
+    return _map_masks(repack, owners.map_owned(_cut_moment, owner_tree, unpacked), state)
 
 
 def check_optimizer(
@@ -244,68 +243,18 @@ def _cut_moment(owner: CutParameter | None, leaf: jax.Array) -> jax.Array:
     """Cuts a leaf of an optimizer's state; a leaf without an owner stays."""
     if owner is None or not owner.axes or not hasattr(leaf, "shape"):
         return leaf
-    axes = owner.axes if leaf.shape == owner.shape else _find_average_axes(owner, leaf.shape)
-    if axes is not None:
-        return _cut_array(leaf, axes)
+    needed = {*owner.axes} | ({0} if any(x.ndim > 1 for x in owner.axes.values()) else set())
+    candidates = owners.list_axes(owner.shape, leaf.shape)
+    cuts = {tuple(axes.index(x) for x in owner.axes) for axes in candidates if needed <= {*axes}}
+    if len(cuts) == 1 and all(needed <= {*axes} for axes in candidates):
+        return _cut_array(leaf, dict(zip(cuts.pop(), owner.axes.values(), strict=True)))
     if math.prod(leaf.shape) == 1:  # optimizers write one entry where they keep no moment
         return leaf
     raise ValueError(
-        f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
-        f"{owner.shape}: its entries join several channels, as factored moments do, and the "
-        "smaller model would train otherwise than the masked one. Shrink with an optimizer "
-        f"that keeps a moment for each weight, or {_REMEDY}."
+        f"opt_state has a leaf of shape {leaf.shape} for {owner.name!r} of shape {owner.shape}, "
+        "whose entries join several channels, as factored moments do: the smaller model would "
+        f"train otherwise than the masked one. Use a moment for each weight, or {_REMEDY}."
     )
-
-
-def _check_owners(owner_tree: PyTree, state: PyTree) -> None:
-    """Raises a ValueError for the state of other parameters, or a stray moment of a cut one."""
-    cut = [owner for owner in jax.tree.leaves(owner_tree) if owner.axes]
-    names = {owner.shape: owner.name for owner in cut}
-    has_owner = jax.tree.leaves(
-        owners.map_owned(lambda owner, _: owner is not None, owner_tree, state)
-    )
-    for (key_path, leaf), is_owned in zip(
-        trees.leaves_by_path(state).items(), has_owner, strict=True
-    ):
-        if not is_owned:
-            owners.check_stray(leaf, names, _REMEDY)
-            if trees.is_prunable(leaf) and leaf.ndim:
-                _check_outside_cuts(key_path, leaf, owner_tree)
-    owners.check_state(owner_tree, state, _REMEDY)
-
-
-def _check_outside_cuts(key_path: KeyPath, leaf: jax.Array, owner_tree: PyTree) -> None:
-    """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
-    names = trees.path_names(key_path)
-    for owner_path, owner in trees.leaves_by_path(owner_tree).items():
-        owner_names = trees.path_names(owner_path)
-        starts = range(len(names) - len(owner_names) + 1)
-        if owner.axes and any(names[i : i + len(owner_names)] == owner_names for i in starts):
-            raise ValueError(
-                f"The optimizer's state has a leaf {trees.path_string(key_path)!r} of shape "
-                f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, and nothing tells which "
-                "entries belong to a channel. Shrink with an optimizer that keeps a moment for "
-                f"each weight, or {_REMEDY}."
-            )
-
-
-def _find_average_axes(
-    owner: CutParameter, shape: tuple[int, ...]
-) -> Mapping[AxisIndex, np.ndarray] | None:
-    """Returns the cut axes of a factored moment, which averages its parameter over one axis.
-
-    Returns `None` if that axis loses entries, or if shapes do not determine the axis.
-    """
-    candidates = set()
-    for axis in range(len(owner.shape)):
-        if owner.shape[:axis] + owner.shape[axis + 1 :] == shape:
-            by_layer = axis == 0 and any(index.ndim > 1 for index in owner.axes.values())
-            if axis in owner.axes or by_layer:
-                return None
-            candidates.add(tuple(a - (a > axis) for a in owner.axes))
-    if len(candidates) != 1:
-        return None
-    return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
 
 
 def _cut_array(array: jax.Array, axes: Mapping[AxisIndex, np.ndarray]) -> jax.Array:
@@ -324,32 +273,6 @@ def _cut_array(array: jax.Array, axes: Mapping[AxisIndex, np.ndarray]) -> jax.Ar
 def _take_all(
     array: jax.Array, axes: Mapping[AxisIndex, jax.Array], target: Sharding | None = None
 ) -> jax.Array:
-    array = _take_bits(array, axes)
-    return array if target is None else jax.lax.with_sharding_constraint(array, target)
-
-
-@jax.custom_jvp
-def _take_bits(array: jax.Array, axes: Mapping[AxisIndex, jax.Array]) -> jax.Array:
-    """Takes entries as integers: XLA adds zeros of other devices, and -0.0 + 0.0 is 0.0."""
-    if jnp.iscomplexobj(array):
-        return jax.lax.complex(_take_bits(array.real, axes), _take_bits(array.imag, axes))
-    bits = array
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        unsigned = np.dtype(f"uint{jnp.finfo(array.dtype).bits}")
-        if jax.dtypes.canonicalize_dtype(unsigned) != unsigned:  # made while x64 was enabled
-            return _take_along_axes(array, axes)
-        bits = jax.lax.bitcast_convert_type(array, unsigned)
-    return jax.lax.bitcast_convert_type(_take_along_axes(bits, axes), array.dtype)
-
-
-@_take_bits.defjvp
-def _take_tangents(
-    primals: tuple[jax.Array, Mapping[AxisIndex, jax.Array]], tangents: tuple[jax.Array, PyTree]
-) -> tuple[jax.Array, jax.Array]:
-    return _take_bits(*primals), _take_along_axes(tangents[0], primals[1])
-
-
-def _take_along_axes(array: PyTree, axes: Mapping[AxisIndex, PyTree]) -> PyTree:
     for axis, index in axes.items():
         array = take(array, index, axis)
-    return array
+    return array if target is None else jax.lax.with_sharding_constraint(array, target)

@@ -125,46 +125,39 @@ class _Proofs:
         Args:
           masked: {group: bool[layers, channels, members]}, 1 where all entries are masked.
         """
-        cases = {}
+        cases, indices = {}, {}
         for group, is_masked in masked.items():
             is_static = [path not in self._graph.removal.updated_state for path, _ in group.members]
             rows = (is_masked & is_static).reshape(-1, len(is_static))
             unique, case_indices = np.unique(rows, axis=0, return_inverse=True)
-            members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
-            cases[group] = members, case_indices.reshape(is_masked.shape[:2])
-        self._prove_cases({group: members for group, (members, _) in cases.items()})
+            cases[group] = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
+            indices[group] = case_indices.reshape(is_masked.shape[:2])
+        self._prove_cases(cases)
         return {
-            group: np.array([self._verdicts[group][m] for m in members])[case_indices]
-            for group, (members, case_indices) in cases.items()
+            group: np.array([self._verdicts[group][case] for case in cases[group]])[index]
+            for group, index in indices.items()
         }
 
     def _prove_cases(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
         """Proves or refuses each case; one pass over the program serves a case of every group."""
-        while True:
-            trial = {group: self._choose_case(group, members) for group, members in cases.items()}
-            trial = {group: members for group, members in trial.items() if members}
-            if not trial:
-                return
+        undecided = {group: sorted(cases[group], key=len) for group in cases}
+        while any(undecided.values()):
+            trial: dict[ChannelGroup, Members] = {}
             entries: dict[Path, set[tuple[AxisIndex, Variable]]] = {}
-            for group, members in trial.items():
-                for path, axis in (group.members[i] for i in members):
-                    entries.setdefault(path, set()).add((axis, group.variable))
-            unproven = self._graph.removal.find_unproven(entries)
-            for group, members in trial.items():
-                self._verdicts[group][members] = group.variable not in unproven
-
-    def _choose_case(self, group: ChannelGroup, cases: Collection[Members]) -> Members:
-        """Returns the largest undecided case; none of its members where all are decided.
-
-        Fewer masked members than in a refused case prove nothing: such cases need no pass.
-        """
-        verdicts = self._verdicts.setdefault(group, {frozenset(): False})
-        refused = [members for members, is_proven in verdicts.items() if not is_proven]
-        for members in cases:
-            if any(members < larger for larger in refused):
-                verdicts.setdefault(members, False)
-        undecided = [members for members in cases if members not in verdicts]
-        return max(undecided, key=len, default=frozenset())
+            for group, queue in undecided.items():
+                verdicts = self._verdicts.setdefault(group, {frozenset(): False})
+                while queue and group not in trial:
+                    case = queue.pop()
+                    # Fewer masked members than in a refused case prove nothing.
+                    if any(case < other for other, is_proven in verdicts.items() if not is_proven):
+                        verdicts.setdefault(case, False)
+                    elif case not in verdicts:
+                        trial[group] = case
+                        for path, axis in (group.members[i] for i in case):
+                            entries.setdefault(path, set()).add((axis, group.variable))
+            unproven = self._graph.removal.find_unproven(entries) if trial else set()
+            for group, case in trial.items():
+                self._verdicts[group][case] = group.variable not in unproven
 
 
 def _list_members(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -136,20 +135,19 @@ class CutInterpreter(Interpreter[jax.Array]):
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         if equation.is_inline:
             return super().run(equation.inner_programs[0], inputs)
-        function: ArrayFunction = functools.partial(self._run_unpacked, equation.inner_programs[0])
+
+        def run(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(self.run(equation.inner_programs[0], inputs))
+
+        function: ArrayFunction = run
         if equation.is_remat:
-            function = equation.checkpoint(function)
-        elif isinstance(equation.rule, Exception):
-            function = _refuse_derivatives(function, equation.rule)
+            function = equation.checkpoint(run)
         elif equation.rule is not None and self._keeps_rules:
-            function = self._add_rule(equation, equation.rule, function)
+            function = self._add_rule(equation, equation.rule, run)
         return list(function(*inputs))
 
     def list_step_inputs(self, scan: Equation) -> list[jax.Array]:
-        return [
-            jnp.asarray(self._kept_indices[variable])
-            for variable in self._list_layered_variables(scan)
-        ]
+        return [jnp.asarray(self._kept_indices[v]) for v in self._list_layered_variables(scan)]
 
     def enter_step(self, scan: Equation, step_inputs: Sequence[jax.Array]) -> CutInterpreter:
         step = copy.copy(self)
@@ -163,21 +161,23 @@ class CutInterpreter(Interpreter[jax.Array]):
         lengths = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
         return [v for v, length in lengths.items() if length == scan.length]
 
-    def _run_unpacked(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(self.run(body, inputs))
-
     def _add_rule(
-        self, equation: Equation, rule: Program, function: ArrayFunction
+        self, equation: Equation, rule: Program | Exception, function: ArrayFunction
     ) -> ArrayFunction:
         """Returns a call with its custom rule for derivatives, at the smaller sizes."""
         without_rules = copy.copy(self)
         without_rules._keeps_rules = False
 
+        def run_rule(*inputs: jax.Array) -> list[jax.Array]:
+            if isinstance(rule, Exception):
+                raise rule
+            return without_rules.run(rule, inputs)
+
         if equation.maps_tangents:
 
             def forward(primals: ArraySequence, tangents: ArraySequence) -> tuple[PyTree, PyTree]:
                 differentiable = _pick_differentiable(tangents, equation.inputs)
-                computed = without_rules.run(rule, [*primals, *differentiable])
+                computed = run_rule(*primals, *differentiable)
                 num_outputs, values = len(computed) // 2, equation.outputs
                 outputs = _insert_others(computed[:num_outputs], values, function(*primals))
                 return outputs, _insert_others(
@@ -190,23 +190,12 @@ class CutInterpreter(Interpreter[jax.Array]):
 
         def backward(inputs: ArraySequence, cotangents: ArraySequence) -> PyTree:
             differentiable = _pick_differentiable(cotangents, equation.outputs)
-            computed = without_rules.run(rule, [*inputs, *differentiable])
+            computed = run_rule(*inputs, *differentiable)
             return _insert_others(computed, equation.inputs, _make_zero_tangents(inputs))
 
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
         return with_vjp
-
-
-def _refuse_derivatives(function: ArrayFunction, error: Exception) -> ArrayFunction:
-    """Returns a function whose derivatives raise the error of the model's rule."""
-
-    def forward(primals: ArraySequence, tangents: ArraySequence) -> tuple[PyTree, PyTree]:
-        raise error
-
-    wrapped = jax.custom_jvp(function)
-    wrapped.defjvp(forward)
-    return wrapped
 
 
 def _pick_differentiable(arrays: ArraySequence, values: Sequence[Value]) -> list[jax.Array]:

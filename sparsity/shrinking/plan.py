@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from sparsity.graph.groups import AxisArrays, list_kept_indices, solve_kept_indi
 from sparsity.programs.axes import KeptIndices, list_variables
 from sparsity.shrinking.dead import Evidence, find_group_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
-from sparsity.shrinking.plan_text import read_plan, write_plan
 from sparsity.training.base_updater import BaseUpdater
+
+_FORMAT = 2  # of the text of a plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,29 +52,24 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("kept", "shapes", "evidence"):
             check_kind(name, getattr(self, name), Mapping, "a dict with a path as each key")
+            kind = tuple if name == "shapes" else Mapping
+            for path, value in getattr(self, name).items():
+                check_kind(f"{name}[{path!r}]", value, kind, "a shape, or a dict by axis")
         for path, axes in self.kept.items():
-            if path not in self.shapes:
-                raise ValueError(
-                    f"The plan has no shape of the parameter {trees.join_names(path)!r}."
-                )
-            check_kind(f"kept[{path!r}]", axes, Mapping, "a dict {axis: indices}")
-            check_kind(f"shapes[{path!r}]", self.shapes[path], tuple, "a tuple of sizes")
             for axis, index in axes.items():
-                if fault := _find_fault(index, axis, self.shapes[path]):
+                fault = _find_fault(index, axis, self.shapes.get(path, ()))
+                rows = self.evidence.get(path, {}).get(axis)
+                if not fault and rows is not None:
+                    fault = _find_fault_of_evidence(rows, index, self.shapes[path][axis])
+                if fault:
                     raise ValueError(
                         f"The plan keeps of the parameter {trees.join_names(path)!r}, shape "
-                        f"{self.shapes[path]}, along axis {axis}: {fault}."
+                        f"{self.shapes.get(path)}, along axis {axis}: {fault}."
                     )
-        for path, by_axis in self.evidence.items():
-            check_kind(f"evidence[{path!r}]", by_axis, Mapping, "a dict {axis: indices by layer}")
-            for axis, rows in by_axis.items():
-                kept = self.kept.get(path, {}).get(axis)
-                if kept is None or not _are_removed(rows, kept, self.shapes[path][axis]):
-                    raise ValueError(
-                        f"evidence must have removed indices of axis {axis} of the parameter "
-                        f"{trees.join_names(path)!r}, ascending, for each layer that keeps "
-                        f"different ones, got {rows!r:.80}."
-                    )
+        for path, rows_by_axis in self.evidence.items():
+            if not rows_by_axis.keys() <= self.kept.get(path, {}).keys():
+                name = trees.join_names(path)
+                raise ValueError(f"evidence has axes of {name!r} that keep all of their indices.")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.to_json() == other.to_json()
@@ -99,15 +96,19 @@ class Plan:
         check_kind("graph", graph, Graph, "made by sparsity.trace")
         arrays, rebuild = trees.split_arrays(params)
         inputs = trees.split_arrays(args)[0]
-        full = _find_full_shapes(self, graph, params)
-        check_sizes(
-            "small.apply",
-            inputs,
-            "Export it for any number of rows by jax.vmap of "
-            "lambda row: small.apply(params, row[None]).",
-        )
-        structs = zip(sharding.abstract(arrays), full, strict=True)
-        example = rebuild([sharding.resize_struct(*pair) for pair in structs])
+        remedy = "jax.vmap of lambda row: small.apply(params, row[None])"
+        check_sizes("small.apply", inputs, f"Export it for any number of rows by {remedy}.")
+        shapes = {parameter.path: parameter.shape for parameter in graph.parameters}
+        given = {x: y.shape for x, y in trees.leaves_by_names(trees.only_arrays(params)).items()}
+        expected = {path: self.shrink_shape(path, shape) for path, shape in shapes.items()}
+        if given != expected:
+            differing = {path for path, _ in given.items() ^ expected.items()}
+            raise ValueError(
+                "params must be all parameters of the smaller model, in its shapes, and no others: "
+                f"{trees.listed([trees.join_names(path) for path in sorted(differing)])} differ."
+            )
+        structs = zip(sharding.abstract(arrays), given, strict=True)
+        example = rebuild([sharding.resize_struct(x, shapes[path]) for x, path in structs])
         retraced = graph.retrace(example, *args)
         interpreter = CutInterpreter(retraced.removal, solve_proven_indices(retraced, self))
         return retraced.model.run(interpreter, [*arrays, *inputs])
@@ -139,32 +140,49 @@ class Plan:
         if not isinstance(updater.scope, Coupled):
             return updater
         plan, earlier = self, updater.scope.plan
-        if isinstance(earlier, Plan) and self._follows(earlier):
+        # The earlier plan may be that of another model, or of this one before another cut.
+        if isinstance(earlier, Plan) and all(
+            earlier.shrink_shape(path, earlier.shapes[path]) == self.shapes[path]
+            for path in earlier.kept.keys() & self.kept.keys()
+        ):
             plan = earlier.then(self)
         return dataclasses.replace(updater, scope=dataclasses.replace(updater.scope, plan=plan))
 
-    def _follows(self, earlier: Plan) -> bool:
-        """Returns whether another plan leaves the shapes from which this one cuts."""
-        return all(
-            earlier.shrink_shape(path, earlier.shapes[path]) == self.shapes[path]
-            for path in earlier.kept.keys() & self.kept.keys()
-        )
-
     def to_json(self) -> str:
         """Returns the plan as text, which `from_json` reads."""
-        return write_plan(self.kept, self.shapes, self.evidence)
+        leaves = [
+            {
+                "path": list(path),
+                "shape": list(self.shapes[path]),
+                "kept": {str(axis): index.tolist() for axis, index in sorted(axes.items())},
+                "evidence": {
+                    str(axis): [row.tolist() for row in rows]
+                    for axis, rows in sorted(self.evidence.get(path, {}).items())
+                },
+            }
+            for path, axes in sorted(self.kept.items())
+        ]
+        return json.dumps({"format": _FORMAT, "leaves": leaves})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is not a plan; the error names the parameter and the axis.
+          ValueError: the text is not a plan; the error says what is wrong.
         """
         try:
-            return cls(*read_plan(text))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
+            stored = json.loads(text)
+            if stored["format"] != _FORMAT:
+                raise ValueError(f"the format is {stored['format']!r}, not {_FORMAT}")
+            leaves = {tuple(leaf["path"]): leaf for leaf in stored["leaves"]}
+            return cls(
+                {path: _read_arrays(leaf["kept"], np.array) for path, leaf in leaves.items()},
+                {path: tuple(leaf["shape"]) for path, leaf in leaves.items()},
+                {path: _read_arrays(leaf["evidence"], _read_rows) for path, leaf in leaves.items()},
+            )
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"Not a plan written by Plan.to_json: {error!r}.") from error
 
     def then(self, later: Plan) -> Plan:
         """Composes two cuts: this plan, then `later`, which was made for the smaller model.
@@ -191,59 +209,41 @@ class Plan:
         return Plan(kept, shapes, _compose_evidence(self, later))
 
 
-def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[int, ...]]:
-    """Returns the shapes before a cut of the parameters after the cut, in their order.
-
-    Raises:
-      ValueError: the parameters are not those of the smaller model.
-    """
-    arrays = trees.leaves_by_names(trees.only_arrays(params))
-    shapes = {parameter.path: parameter.shape for parameter in graph.parameters}
-    if differing := shapes.keys() ^ arrays.keys():
-        raise ValueError(
-            "params must hold all parameters of the model, and no others: "
-            f"{trees.listed([trees.join_names(path) for path in sorted(differing)])} differ."
-        )
-    for path, array in arrays.items():
-        shape = plan.shrink_shape(path, shapes[path])
-        if shape != array.shape:
-            raise ValueError(
-                f"small.apply takes the smaller parameters: {trees.join_names(path)!r} must have "
-                f"shape {shape}, got {array.shape}."
-            )
-    return [shapes[path] for path in arrays]
-
-
 def _find_fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     """Returns why an axis of a parameter cannot keep these indices; `None` if it can."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
-    if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
-        return f"{index!r}, which is not an array of indices, or of indices for each layer"
+    if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu" or not index.size:
+        return f"{index!r}, not an array of indices, or of as many indices for each layer"
     if index.ndim == 2 and (axis == 0 or len(index) != shape[0]):
-        return f"{len(index)} rows of indices, but axis 0 does not have as many layers"
-    if not index.size:
-        return "no index, at least one must stay"
-    if index.min() < 0 or index.max() >= shape[axis]:
-        return f"indices from {index.min()} to {index.max()}, they must be in [0, {shape[axis]})"
-    if (index[..., 1:] <= index[..., :-1]).any():
-        return "indices that do not ascend, or come twice"
+        return f"{len(index)} rows of indices, which are not the layers along axis 0"
+    if not _are_ascending(index, shape[axis]):
+        return f"indices that do not ascend within [0, {shape[axis]}): {index!r:.80}"
     return None
 
 
-def _are_removed(rows: object, kept: np.ndarray, size: int) -> bool:
-    """Returns whether rows of ascending indices lie in [0, size) and outside of rows of `kept`."""
-    kept = np.atleast_2d(kept)
-    if not isinstance(rows, Sequence) or len(rows) != len(kept):
-        return False
-    return all(
-        isinstance(row, np.ndarray)
-        and row.ndim == 1
-        and row.dtype.kind in "iu"
-        and (row[1:] > row[:-1]).all()
-        and ((row >= 0) & (row < size) & ~np.isin(row, kept_row)).all()
-        for row, kept_row in zip(rows, kept, strict=True)
-    )
+def _find_fault_of_evidence(rows: Sequence[np.ndarray], index: np.ndarray, size: int) -> str | None:
+    """Returns why rows cannot be evidence for an axis that keeps an index; `None` if they can."""
+    kept = np.atleast_2d(index)
+    is_listed = isinstance(rows, Sequence) and len(rows) == len(kept)
+    for row, kept_row in zip(rows, kept, strict=True) if is_listed else ():
+        is_index = getattr(row, "ndim", 0) == 1 and (row.dtype.kind in "iu" or not row.size)
+        is_listed &= is_index and _are_ascending(row, size) and not np.isin(row, kept_row).any()
+    text = "evidence lists removed indices, ascending, for each layer that keeps different ones"
+    return None if is_listed else f"{text}, got {rows!r:.80}"
+
+
+def _are_ascending(index: np.ndarray, size: int) -> bool:
+    is_inside = (index >= 0).all() and (index < size).all()
+    return bool(is_inside and (index[..., 1:] > index[..., :-1]).all())
+
+
+def _read_arrays(stored: Mapping[str, PyTree], read: Callable[..., PyTree]) -> dict[int, PyTree]:
+    return {int(axis): read(value) for axis, value in stored.items()}
+
+
+def _read_rows(stored: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    return [np.array(row, None if row else np.int64) for row in stored]
 
 
 def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
@@ -312,14 +312,15 @@ def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
     """
     kept_indices = solve_kept_indices(graph.removal.list_parameter_axes(), plan)
     removable = {group.variable for group in graph.groups}
+    reasons = {(x.path, x.axis): x.explain() for x in graph.refused}
     for parameter, axes in graph.removal.list_parameter_axes():
-        for axis_index, axis in enumerate(axes):
+        for i, axis in enumerate(axes):
             if any(v in kept_indices and v not in removable for v in list_variables(axis)):
-                reason = _explain_refusal(graph, parameter.path, axis_index)
+                unknown = "they belong to several groups, or to a part of one"
                 raise ValueError(
-                    f"The plan removes indices of axis {axis_index} of {parameter.name!r}, which "
-                    f"this model needs: {reason}. The plan was made for another model, or for "
-                    "other flags."
+                    f"The plan removes indices of axis {i} of {parameter.name!r}, which this model "
+                    f"needs: {reasons.get((parameter.path, i), unknown)}. The plan was made for "
+                    "another model, or for other flags."
                 )
     for group in graph.groups:
         index = kept_indices.get(group.variable)
@@ -337,11 +338,3 @@ def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )
     return kept_indices
-
-
-def _explain_refusal(graph: Graph, path: Path, axis: int) -> str:
-    """Returns why indices of an axis cannot be cut."""
-    refusals = [r for r in graph.refused if (r.path, r.axis) == (path, axis)]
-    if not refusals:
-        return "they belong to several groups, or to a part of one"
-    return refusals[0].explain()

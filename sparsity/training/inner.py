@@ -354,31 +354,7 @@ def name_opaque_state(params: Params, inner_state: optax.OptState) -> str | None
     """Names the part of a state that hides the entries of parameters; `None` without one."""
     if any(jax.tree.leaves(node.positions) for _, node in trees.find_nodes(inner_state, KeptState)):
         return "sparsity.train_only"
-    if trees.find_nodes(inner_state, optax.LookaheadState):
-        return "optax.lookahead"
-    arrays = trees.leaves_by_path(trees.only_arrays(params))
-    # A parameter without a tree has the path of every leaf of a state, and so owns them all.
-    is_bare = () in arrays
-    if not arrays or (is_bare and arrays[()].ndim == 1):
-        return None
-    size = sum(leaf.size for leaf in arrays.values())
-    owned = owners.map_owned(lambda owner, _: owner is not None, params, inner_state)
-    unowned = {
-        path: leaf
-        for (path, leaf), is_owned in zip(
-            trees.leaves_by_path(inner_state).items(), jax.tree.leaves(owned), strict=True
-        )
-        if trees.is_prunable(leaf) and not is_owned
-    }
-    candidates = jax.tree.leaves(inner_state) if is_bare else unowned.values()
-    if any(jnp.shape(leaf) == (size,) and trees.is_prunable(leaf) for leaf in candidates):
-        return "optax.flatten"
-    # Vectors of a state, such as histories, may be as long as a bias by chance.
-    shapes = {leaf.shape for leaf in arrays.values() if leaf.ndim > 1 and leaf.size > 1}
-    for path, leaf in unowned.items():
-        if jnp.shape(leaf) in shapes:
-            return f"arrays such as {trees.path_string(path)!r} outside of trees of parameters"
-    return None
+    return owners.name_hiding_state(params, inner_state)
 
 
 def find_sharding(array: PyTree) -> NamedSharding | None:

@@ -217,15 +217,10 @@ def _shard_like(param: jax.Array, shape: tuple[int, ...], path: Path) -> Shardin
     full, placed = param.shape, param.sharding
     if shape in (full, packed_shape(full)):
         return sharding.fit(placed, shape)
-    averaged = [i for i in range(len(full)) if full[:i] + full[i + 1 :] == shape]
-    if len(averaged) > 1:  # axes of one size: optax averages the two largest, the last one in rows
-        column, row = (int(axis) for axis in np.argsort(full, stable=True)[-2:])
-        by_field = {"v_row": [row], "v_col": [column]}
-        averaged = next((by_field[name] for name in path if name in by_field), [])
-    if len(averaged) == 1 and isinstance(placed, NamedSharding):
-        axes = sharding.mesh_axes(placed, len(full))
-        del axes[averaged[0]]
-        return sharding.with_axes(placed, axes)
+    axes = owners.find_axes(full, shape, path)
+    if axes is not None and isinstance(placed, NamedSharding):
+        mesh_axes = sharding.mesh_axes(placed, len(full))
+        return sharding.with_axes(placed, [mesh_axes[axis] for axis in axes])
     leading = shape[:-1]  # of kept entries, [*batch, k]
     is_kept = leading and leading == full[: len(leading)]
     return sharding.fit(placed, (*leading, None)) if is_kept else None

@@ -85,7 +85,7 @@ def test_the_tables_say_what_became_smaller_and_the_times_before_and_after(
         (line,) = [line for line in printed.splitlines() if what in line]
         assert line.count(" ms") == 2
     pictures = {path.name for path in tmp_path.glob("*_light.png")}
-    assert pictures == {"accuracy_light.png", "moves_light.png", "smaller_light.png"}
+    assert pictures == {"accuracy_light.png", "moves_light.png"}
 
 
 def test_straight_through_weights_without_stored_masks_are_cut_too():

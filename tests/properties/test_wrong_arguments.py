@@ -18,7 +18,7 @@ import pytest
 
 import sparsity
 from sparsity import api
-from sparsity.shrinking.small import Small
+from sparsity.shrinking import Small
 from tests import helpers
 
 NAN, INF = math.nan, math.inf

@@ -289,5 +289,7 @@ def test_a_state_may_hold_numbers_and_integers_below_a_parameter_but_no_other_fl
     small = shrink(graph, params, masks, {"trace": params, "stats": {"up": stats}})
     assert jax.tree.map(jnp.shape, small.opt_state["trace"]) == {"up": (5, 4), "down": (4, 2)}
     jax.tree.map(np.testing.assert_array_equal, small.opt_state["stats"], {"up": stats})
-    with pytest.raises(ValueError, match=r"leaf 'stats/up/rows' of shape \(3,\) for 'up' of shape"):
+    with pytest.raises(
+        ValueError, match=r"array 'stats/up/rows' of shape \(3,\).* for 'up' of shape"
+    ):
         shrink(graph, params, masks, {"trace": params, "stats": {"up": {"rows": jnp.ones(3)}}})

@@ -210,7 +210,7 @@ def test_factored_moments_are_cut_along_the_axes_over_which_they_do_not_average(
             functools.partial(np.testing.assert_allclose, atol=1e-10), small_params, masked.params
         )
         # The proof does not follow means along axes that stay.
-        with pytest.raises(ValueError, match="in scale_by_factored_rms reads an array that has no"):
+        with pytest.raises(ValueError, match="the state of 'k' has no number for each entry"):
             shrink(graph, params, masks, state, tx)
 
 
@@ -252,7 +252,7 @@ def test_a_state_of_several_arrays_for_a_parameter_is_refused():
     graph = trace(attention, params, jnp.ones((6, 16)))
     pruner = sparsity.MagnitudePruning(scope=Coupled(graph), sparsity_distribution_fn=Uniform(0.5))
     params, masks = pruner.instant_sparsify(params)
-    with pytest.raises(ValueError, match=r"a leaf '0/mu/k/0' of shape \(16,\) for 'k'"):
+    with pytest.raises(ValueError, match=r"array '0/mu/k/0' of shape \(16,\).* for 'k'"):
         shrink(graph, params, masks, optax.sm3(1e-2).init(params))
 
 

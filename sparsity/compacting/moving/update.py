@@ -17,7 +17,7 @@ from sparsity.compacting.moving.gradients import differentiate_directly, find_po
 from sparsity.compacting.moving.make_mask_updates import make_mask_updates
 from sparsity.compacting.moving.mask_update import find_all_positions
 from sparsity.compacting.stored_model import StoredModel, run_stored
-from sparsity.core import trees
+from sparsity.core import owners, trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
@@ -88,9 +88,9 @@ def _move_masks(
     treedef, objects = static_loss
     if tx is not None:
         read_state(tx, params, opt_state)
-    elif nodes := trees.find_nodes(opt_state, optax.ScaleByRssState):
+    elif name := owners.name_start_above_zero(opt_state):
         raise ValueError(
-            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
+            f"opt_state has an {name}, in which new entries do not start at "
             "0, as in adagrad. Give the optimizer to move: tx=tx."
         )
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
