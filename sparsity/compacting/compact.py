@@ -72,8 +72,6 @@ class Compact(StoredModel, Generic[Tree]):
       bit-equal to the masked model.
     - 'grouped': [*stack, groups, k, group] values of groups of neighbouring outputs that keep the
       same inputs. Products gather inputs, and nothing is made dense: equal up to rounding.
-    - 'slices': [*stack, ...] whole slices along one axis, such as channels and heads, among frozen
-      entries. The parameter is made dense, but the gradient is a product of the slices alone.
     - 'dense': the parameter itself. Its gradient is 0 outside the mask.
 
     Attributes:
@@ -420,7 +418,7 @@ def compact(
         values are float32, as the parameter is before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
-        and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
+        and all products allow it, else 'values'.
 
     Raises:
       ValueError: masks are traced or not of `params`, as the state; no proof is found for `tx`; a

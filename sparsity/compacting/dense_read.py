@@ -3,8 +3,8 @@
 `read_dense` makes a `DenseRead` of an equation, whose `bind` has a rule for derivatives:
 
 - Forward: `_bind_dense` makes the pending inputs dense and binds the equation.
-- Backward: `_backward` differentiates `_bind_dense`, first by the pending operand of a product, by
-  the rule of the format if there is one, then by the other inputs.
+- Backward: `_backward` differentiates `_bind_dense`, first by the pending operand of a product,
+  then by the other inputs.
 """
 
 from __future__ import annotations
@@ -120,24 +120,13 @@ class DenseRead:
         cotangents, inputs = self._floats(cotangents), self._inputs(arrays)
         pending, dense = _split_float_leaves(inputs)
         if self.equation.name in PRODUCTS and sum(map(is_pending, inputs)) == 1:
-            gradients = self._differentiate_pending(arrays, pending, dense, cotangents)
+            gradients = self._differentiate(arrays, pending, cotangents, after=cotangents)
             # The second dense array is not made before the gradient by the first is computed.
             after = [*gradients.values()] or cotangents
             gradients |= self._differentiate(arrays, dense, cotangents, after)
         else:
             gradients = self._differentiate(arrays, pending + dense, cotangents, after=cotangents)
         return tuple(gradients.get(index) for index in range(len(arrays)))
-
-    def _differentiate_pending(
-        self, arrays: Arrays, pending: list[int], dense: list[int], cotangents: Arrays
-    ) -> dict[int, jax.Array]:
-        """Returns the gradients of the arrays of the pending operand of a product, by index."""
-        product = find_kept_product(self.equation, self._inputs(arrays))
-        if product and pending and dense:
-            gradient = product.kept.layout.differentiate(product, *cotangents)
-            if gradient is not None:
-                return {pending[0]: gradient}
-        return self._differentiate(arrays, pending, cotangents, after=cotangents)
 
     def _differentiate(
         self, arrays: Arrays, indices: list[int], cotangents: Arrays, after: Arrays

@@ -52,7 +52,7 @@ def draw(name, group):
 
 
 @pytest.mark.parametrize(
-    ("format", "outside"), [("values", "zero"), ("grouped", "zero"), ("slices", "frozen")]
+    ("format", "outside"), [("values", "zero"), ("grouped", "zero"), ("values", "frozen")]
 )
 def test_padding_of_a_layer_writes_nothing_in_the_next_layer(format, outside):
     """XLA on GPUs with deterministic operations needs the promise that no position comes twice."""

@@ -1,7 +1,7 @@
 """Formats of kept values: one class each, and their table.
 
 - `base.py` says what a format defines, and holds `KeptArray`, the arrays of a parameter.
-- `values.py`, `grouped.py`, `slices.py` and `dense.py` hold a format each.
+- `values.py`, `grouped.py` and `dense.py` hold a format each.
 - `grouped_products.py` multiplies groups, and `find_groups.py` finds groups in a mask.
 - `narrow_dtypes.py` stores and reads numbers of less than 32 bits.
 """
@@ -9,13 +9,12 @@
 from sparsity.compacting.formats.base import FormatLayout
 from sparsity.compacting.formats.dense import Dense
 from sparsity.compacting.formats.grouped import Grouped
-from sparsity.compacting.formats.slices import WholeSlices
 from sparsity.compacting.formats.values import Values
 
-_ALL: tuple[type[FormatLayout], ...] = Values, Grouped, WholeSlices, Dense
+_ALL: tuple[type[FormatLayout], ...] = Values, Grouped, Dense
 FORMAT_LAYOUTS = {layout.format: layout for layout in _ALL}
 # The first that fits, for parameters without a chosen format.
-AUTOMATIC = WholeSlices, Grouped, Values
+AUTOMATIC = Grouped, Values
 ANY_MASK = Values.format  # the format that every parameter can have
 
 __all__ = ["ANY_MASK", "AUTOMATIC", "FORMAT_LAYOUTS"]

@@ -169,15 +169,6 @@ class FormatLayout(KeptLayout):
         """Returns a product of kept values, `None` if the product needs a dense array."""
         return None
 
-    def differentiate(self, product: KeptProduct, cotangent: jax.Array) -> jax.Array | None:
-        """Returns the gradient of the kept values; `None` if a dense gradient is needed.
-
-        Args:
-          product: the product.
-          cotangent: its gradient.
-        """
-        return None
-
     # Moves of masks
 
     def locate(self, mask: jax.Array) -> jax.Array:
