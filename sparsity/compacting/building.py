@@ -11,7 +11,6 @@ import numpy as np
 
 from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMAT_LAYOUTS
 from sparsity.compacting.formats.base import FormatLayout, MaskedParameter
-from sparsity.compacting.formats.narrow_dtypes import is_quantized
 from sparsity.compacting.optimizer_state import StoredParameter, StoredTree
 from sparsity.compacting.stored_model import StoredModel, find_readers
 from sparsity.core import trees
@@ -37,8 +36,7 @@ def build(
       formats: chosen formats by path.
 
     Raises:
-      ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
-        equation reads quantized values.
+      ValueError: a parameter cannot have the chosen format, or a mesh divides its values.
     """
     layouts, positions = _make_layouts(masked, formats)
 
@@ -56,8 +54,8 @@ def build(
         {"params": jax.tree.map(StoredParameter.gather, stored_tree, params)},
     )
     paths = [path for path, each in layouts.items() if each.multiplies and path not in formats]
-    if paths or any(layout.is_quantized for layout in layouts.values()):
-        readers = find_readers(model)  # raises an error for quantized values that are not cast
+    if paths:
+        readers = find_readers(model)
         # A product may read a dense array, although the automatic format needs none.
         refused = [path for path in paths if trees.join_names(path) in readers]
         if refused:
@@ -86,12 +84,12 @@ def _make_layouts(
         else:
             made = next(filter(None, (each.make_automatic(parameter) for each in AUTOMATIC)))
         layout, positions[path] = made
-        layouts[path] = dataclasses.replace(layout, frozen_dtype=parameter.frozen_dtype)
+        layouts[path] = dataclasses.replace(layout, is_frozen=parameter.is_frozen)
     return layouts, positions
 
 
 def describe_masked(
-    graph: Graph, params: Params, masks: Mapping[Path, np.ndarray], is_frozen: bool
+    graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
 ) -> dict[Path, MaskedParameter]:
     """Returns the masked parameters by path.
 
@@ -100,16 +98,10 @@ def describe_masked(
 
     Args:
       graph: the graph of the model.
-      params: the parameters.
       masks: masks by path, from `read_masks_by_path`.
       is_frozen: whether entries outside the masks are stored.
-
-    Raises:
-      ValueError: jax reads a parameter with frozen entries in another dtype. The error names the
-        parameter.
     """
     scanned, masked = graph.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
-    leaves = trees.leaves_by_names(params)
     for path, mask in masks.items():
         batches = [{*use.batch} for use in graph.tracker.find_products(path)]
         batch = set.intersection(*batches) if batches else set()
@@ -118,14 +110,7 @@ def describe_masked(
         counts = SliceLayout(mask.shape, slices).count_kept(mask)
         stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
         inputs = _find_inputs(graph, path, stack)
-        frozen_dtype = np.dtype(leaves[path].dtype) if is_frozen else None
-        if frozen_dtype is not None and jax.dtypes.canonicalize_dtype(frozen_dtype) != frozen_dtype:
-            raise ValueError(
-                f"outside = 'frozen' keeps the bits of {trees.join_names(path)!r}, whose dtype "
-                f"{frozen_dtype} jax reads as {jax.dtypes.canonicalize_dtype(frozen_dtype)}. Cast "
-                "the parameter, or set jax_enable_x64."
-            )
-        masked[path] = MaskedParameter(mask, stack, inputs, frozen_dtype)
+        masked[path] = MaskedParameter(mask, stack, inputs, is_frozen)
     return masked
 
 
@@ -164,15 +149,12 @@ def check_params(graph: Graph, params: Params) -> None:
             )
 
 
-def read_masks_by_path(
-    graph: Graph, masks: Masks, is_frozen: bool = False
-) -> dict[Path, np.ndarray]:
+def read_masks_by_path(graph: Graph, masks: Masks) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
 
     Args:
       graph: the graph of the model.
       masks: tree of masks.
-      is_frozen: whether entries outside the masks stay, so that parameters may be quantized.
 
     Raises:
       ValueError: a mask belongs to no parameter, has another shape or other entries than 0 and 1,
@@ -182,11 +164,10 @@ def read_masks_by_path(
     for parameter, mask in graph.parameters.match_masks(masks):
         array = np.asarray(mask)
         dtype = parameter.dtype
-        if not jnp.issubdtype(dtype, jnp.inexact) and not (is_frozen and is_quantized(dtype)):
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"The masks have a leaf at {parameter.name!r}, whose dtype {dtype} is not "
-                "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
-                "outside = 'frozen'."
+                "floating. Give it no mask: None."
             )
         check_entries(array, parameter.name)
         arrays[parameter.path] = array

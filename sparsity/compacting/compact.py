@@ -76,8 +76,8 @@ class Compact(StoredModel, Generic[Tree]):
 
     Attributes:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
-      frozen: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
-        than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
+      frozen: tree like the parameters: entries outside the masks, `None` for zeros: the
+        arrays of `params`.
       graph: the graph of the model.
       layouts: (path, layout) of each masked parameter.
       densifies_one_at_a_time: whether each parameter is made dense only when the inputs of its
@@ -199,7 +199,7 @@ class Compact(StoredModel, Generic[Tree]):
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
-            lambda leaf: leaf.densify_bits() if is_kept(leaf) else leaf,
+            lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
             wrap_values(self, params),
             is_leaf=is_kept,
         )
@@ -350,19 +350,14 @@ class Compact(StoredModel, Generic[Tree]):
     @property
     def _outside(self) -> Outside:
         """The argument of `compact`, which layouts store."""
-        is_frozen = any(layout.frozen_dtype is not None for _, layout in self.layouts)
+        is_frozen = any(layout.is_frozen for _, layout in self.layouts)
         return "frozen" if is_frozen else "zero"
 
     def _in_all_formats(self, dense: Tree) -> dict[str, Compact[Tree]]:
         """Returns the model in each format, where parameters can have the format."""
-        if quantized := [path for path, each in self.layouts if each.is_quantized]:
-            raise ValueError(
-                f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
-                "floating parameters only. Give formats."
-            )
         masks, outside = self.masks, self._outside
         arrays = read_masks_by_path(self.graph, masks)
-        masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
+        masked = describe_masked(self.graph, arrays, outside == "frozen").items()
         models = {}
         for name, layout in FORMAT_LAYOUTS.items():
             formats = {path: name if layout.make(x) else ANY_MASK for path, x in masked}
@@ -414,15 +409,13 @@ def compact(
       tx: the optimizer of `opt_state`; `model.tx` trains on, of a wrapped one the inner. Its
         program must prove that kept values train as masked parameters; without `tx` you vouch.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are.
-        Parameters may then be small integers or float8 that the model casts to a wider float: kept
-        values are float32, as the parameter is before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, else 'values'.
 
     Raises:
       ValueError: masks are traced or not of `params`, as the state; no proof is found for `tx`; a
-        format or a path is unknown; a parameter is not floating, or quantized and not cast; or a
+        format or a path is unknown; a parameter is not floating; or a
         mesh divides an axis that indexes no slices. Errors name the parameter.
 
     Example:
@@ -444,8 +437,8 @@ def compact(
     check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
     is_frozen = outside == "frozen"
-    by_path = read_masks_by_path(graph, masks, is_frozen)
-    masked = describe_masked(graph, params, by_path, is_frozen)
+    by_path = read_masks_by_path(graph, masks)
+    masked = describe_masked(graph, by_path, is_frozen)
     stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = densify_kept_states(opt_state, params)
     kept_state = gather_state(stored_tree, opt_state)

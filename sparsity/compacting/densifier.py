@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from sparsity.compacting.deferred import (
@@ -21,14 +20,11 @@ from sparsity.compacting.deferred import (
     MaybePending,
     densify_pending,
     is_pending,
-    kept_in,
 )
 from sparsity.compacting.dense_read import Arrays, find_kept_product, read_dense
 from sparsity.compacting.formats.base import KeptArray
-from sparsity.compacting.formats.narrow_dtypes import is_quantized
-from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, is_copy
-from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
+from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
@@ -77,7 +73,6 @@ class Densifier(Interpreter[MaybePending]):
         | equation                                            | pending inputs    | outputs  |
         | --------------------------------------------------- | ----------------- | -------- |
         | without outputs, or a callback                      | are made dense    | dense    |
-        | neither cast nor layout, of quantized values        | are an error      |          |
         | transpose, cast, positive multiple, layers of stack | stay kept values  | kept     |
         | entrywise or layout, of parameters alone            | stay pending      | deferred |
         | product that the format multiplies                  | stay kept values  | dense    |
@@ -88,7 +83,6 @@ class Densifier(Interpreter[MaybePending]):
         """
         if not equation.outputs or equation.name == "io_callback":  # no function of its inputs
             return equation.bind([self._densify(equation, x) for x in inputs])
-        _check_casts(equation, inputs)
         moved = _move_axes(equation, inputs) or _map_values(equation, inputs)
         if moved is not None:
             return [moved]
@@ -107,22 +101,17 @@ class Densifier(Interpreter[MaybePending]):
         self._record(equation, inputs, True)
         return equation.bind([densify_pending(x) for x in inputs])
 
-    def list_step_inputs(self, scan: Equation) -> PyTree:
-        return jnp.arange(scan.length) if self._one_at_a_time else None
-
     def read_layer(
-        self, array: MaybePending, stack: MaybePending, step_inputs: PyTree
+        self, array: MaybePending, stack: MaybePending, step_inputs: tuple[()]
     ) -> MaybePending:
-        if isinstance(array, KeptArray) and isinstance(stack, KeptArray):
-            return array.layer(stack, step_inputs)
+        if isinstance(array, KeptArray):
+            return dataclasses.replace(array, axes=tuple(axis - 1 for axis in array.axes[1:]))
         return array
 
     def scan(self, equation: Equation, inputs: list[MaybePending]) -> Sequence[MaybePending]:
         (body,) = equation.list_bodies()
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
-        # A layer of a scan outside is no stack that this scan can cut: its values are read first.
-        stacks = [x.with_values(x.read_values()) if isinstance(x, KeptArray) else x for x in stacks]
         dense = [self._densify(equation, x) for x in carry]
         return super().scan(equation, [*constants, *dense, *stacks])
 
@@ -141,7 +130,6 @@ class Densifier(Interpreter[MaybePending]):
 
     def _read(self, equation: Equation, inputs: list[MaybePending]) -> Arrays:
         """Returns the outputs of an equation that reads pending arrays as dense ones."""
-        _check_casts(equation, inputs)
         self._record(equation, inputs, True)
         return read_dense(equation, inputs, self._one_at_a_time)
 
@@ -153,26 +141,6 @@ def _is_stack(array: MaybePending) -> bool:
     )
 
 
-def _check_casts(equation: Equation, inputs: Sequence[MaybePending]) -> None:
-    """Raises a ValueError if an equation reads quantized values, whose kept ones are floats.
-
-    A cast to a wider float may read them, and equations of layout.
-    """
-    output = equation.outputs[0].dtype
-    is_wide = jnp.issubdtype(output, jnp.floating) and not is_quantized(output)
-    if reads_quantized(equation) or (equation.name == "convert_element_type" and is_wide):
-        return
-    # Loops have as many inputs as values: each body checks its equations.
-    for value, array in zip(equation.inputs, inputs, strict=True):
-        for kept in kept_in([array]) if is_quantized(value.dtype) else ():
-            if kept.layout.is_quantized:
-                raise ValueError(
-                    f"{kept.name!r} is {kept.layout.frozen_dtype} and read by {equation.name} "
-                    f"{equation.source}. Its trained entries are floats: cast the parameter to a "
-                    "float of 16 bits or more first, or give it no mask: None."
-                )
-
-
 def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
@@ -180,9 +148,9 @@ def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray
     if not isinstance(kept, KeptArray) or params.get("sharding"):
         return None
     # Frozen entries are cast once, from their own dtype; two casts of the values may round twice.
-    is_uncast = kept.layout.frozen_dtype == equation.inputs[0].dtype and kept.observer is None
-    if name == "convert_element_type" and is_uncast:
-        return kept.with_values(kept.read_values().astype(params["new_dtype"]))
+    is_uncast = kept.frozen is not None and kept.frozen.dtype == kept.values.dtype
+    if name == "convert_element_type" and is_uncast and kept.observer is None:
+        return dataclasses.replace(kept, values=kept.values.astype(params["new_dtype"]))
     if not kept.is_plain:
         return None
     if name in ("mul", "div") and len(inputs) == 2:
@@ -192,11 +160,11 @@ def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray
         is_factor = constant is not None and 0 < constant < math.inf
         if other.shape or not is_factor or (name == "div" and at == 1):
             return None
-        pair = [kept.read_values(), inputs[1 - at]]
+        pair = [kept.values, inputs[1 - at]]
         (values,) = equation.bind(pair if at == 0 else pair[::-1])
-        return kept.with_values(values)
+        return dataclasses.replace(kept, values=values)
     if is_copy(equation) and not ENTRYWISE[name].is_placement:
-        return kept.with_values(equation.bind([kept.read_values()])[0])
+        return dataclasses.replace(kept, values=equation.bind([kept.values])[0])
     return None
 
 
@@ -211,7 +179,6 @@ def _move_axes(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray 
     depth, shape = kept.depth, equation.outputs[0].shape
     if not depth or kept.axes[:depth] != tuple(range(depth)):
         return None
-    kept = kept.with_values(kept.read_values())
     keeps_slices = shape[depth:] == kept.shape[depth:]
     if equation.name == "slice" and keeps_slices:
         keys = "start_indices", "limit_indices", "strides"

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from sparsity.compacting.formats.base import FormatLayout
-from sparsity.compacting.formats.narrow_dtypes import to_bits
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.programs.optimizers import Removed, States, check_entrywise
@@ -46,20 +45,18 @@ class StoredParameter:
 
     def freeze(self, leaf: PyTree) -> PyTree:
         """Returns the dense slices of a parameter if entries outside the mask are frozen."""
-        if self.layout is None or self.layout.frozen_dtype is None:
+        if self.layout is None or not self.layout.is_frozen:
             return None
         order = self.layout.order
-        return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
+        return leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order)
 
     def gather(self, leaf: PyTree) -> PyTree:
         """Returns the entries that the mask keeps, of a dense array or of its shape."""
         if self.layout is None:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return self.layout.describe_values(leaf)
+            return sharding.resize_struct(leaf, self.layout.kept_shape)
         values = self.layout.gather(np.asarray(leaf), np.asarray(self.positions))
-        if self.layout.is_quantized and values.dtype == self.layout.frozen_dtype:
-            values = values.astype(np.float32)
         return self.layout.place(values, leaf, self.name)
 
     def densify(self, values: jax.Array) -> jax.Array:

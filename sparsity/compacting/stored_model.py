@@ -155,7 +155,7 @@ def list_reads(model: StoredModel, params: Params, args: tuple[PyTree, ...]) -> 
 
     def describe(path: trees.KeyPath, leaf: PyTree) -> PyTree:
         layout = layouts.get(trees.path_names(path))
-        return leaf if layout is None else layout.describe_values(leaf)
+        return leaf if layout is None else sharding.resize_struct(leaf, layout.kept_shape)
 
     model = dataclasses.replace(model, densifies_one_at_a_time=False)
     arrays, rebuild = trees.split_arrays((trees.map_matched(describe, params), args))
@@ -177,7 +177,7 @@ def count_bytes(model: StoredModel) -> dict[Path, StoredBytes]:
         if (layout := layouts.get(path)) is None:
             nbytes[path] = StoredBytes(parameter.size * itemsize)
             continue
-        values = math.prod(layout.kept_shape) * (4 if layout.is_quantized else itemsize)
+        values = math.prod(layout.kept_shape) * itemsize
         outside = frozen[path].nbytes if path in frozen else 0
         nbytes[path] = StoredBytes(values, positions[path].nbytes, outside)
     return nbytes
@@ -205,8 +205,7 @@ def _retrace(
         if not is_kept(leaf):
             return struct
         dense = sharding.resize_struct(struct, leaf.shape)
-        dtype = leaf.layout.frozen_dtype if leaf.layout.is_quantized else dense.dtype
-        return dense.update(dtype=dtype, sharding=leaf.explicit_sharding or dense.sharding)
+        return dense.update(sharding=leaf.explicit_sharding or dense.sharding)
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
     return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]

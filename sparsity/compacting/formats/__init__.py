@@ -3,7 +3,6 @@
 - `base.py` says what a format defines, and holds `KeptArray`, the arrays of a parameter.
 - `values.py`, `grouped.py` and `dense.py` hold a format each.
 - `grouped_products.py` multiplies groups, and `find_groups.py` finds groups in a mask.
-- `narrow_dtypes.py` stores and reads numbers of less than 32 bits.
 """
 
 from sparsity.compacting.formats.base import FormatLayout

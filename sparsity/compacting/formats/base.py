@@ -17,12 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, auto_axes
 
-from sparsity.compacting.formats.narrow_dtypes import (
-    is_narrow,
-    is_quantized,
-    read_layer,
-    unsigned_like,
-)
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.masks import Site
@@ -41,13 +35,13 @@ class MaskedParameter(NamedTuple):
       mask: the mask, not packed.
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
-      frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
+      is_frozen: whether entries outside the mask are frozen, not 0.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
-    frozen_dtype: np.dtype | None
+    is_frozen: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +57,7 @@ class FormatLayout(KeptLayout):
       multiplies: whether products need no dense array.
       stores_all: whether all entries have a slot, whatever the mask keeps.
       padding: number of values that are no entries of the parameter, of all slices.
-      frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
+      is_frozen: whether entries outside the mask are frozen, not 0.
     """
 
     format: ClassVar[str]
@@ -72,7 +66,7 @@ class FormatLayout(KeptLayout):
     stores_all: ClassVar[bool] = False
 
     padding: int = 0
-    frozen_dtype: np.dtype | None = None
+    is_frozen: bool = False
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
@@ -118,16 +112,6 @@ class FormatLayout(KeptLayout):
         """True if the mask keeps all entries, as far as shapes can tell."""
         return not self.stores_all and self.num_kept == math.prod(self.shape)
 
-    @property
-    def is_quantized(self) -> bool:
-        """True if the values are float32 numbers in place of quantized ones."""
-        return self.frozen_dtype is not None and is_quantized(self.frozen_dtype)
-
-    def describe_values(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Returns the type of the kept values of a parameter."""
-        values = sharding.resize_struct(leaf, self.kept_shape)
-        return values.update(dtype=np.float32) if self.is_quantized else values
-
     def wrap(
         self,
         values: jax.Array,
@@ -150,16 +134,16 @@ class FormatLayout(KeptLayout):
           token: see `KeptArray.densify`.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
-        if kept.frozen is None or self.frozen_dtype is None:
+        if kept.frozen is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.scatter_slice(kept.values, kept.positions, zeros)
         outside = lax.stop_gradient(kept.frozen).reshape(size)
-        if jnp.issubdtype(self.frozen_dtype, jnp.floating):
+        if jnp.issubdtype(outside.dtype, jnp.floating):
             # Frozen entries wait, too: their copy is made when a product needs the slice.
-            unsigned = unsigned_like(self.frozen_dtype)
-            outside = lax.bitcast_convert_type(outside, unsigned) + start.astype(unsigned)
-        outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
-        return self.scatter_slice(kept.values, kept.positions + start, outside)
+            bits = np.dtype(f"uint{8 * outside.dtype.itemsize}")
+            waiting = lax.bitcast_convert_type(outside, bits) + start.astype(bits)
+            outside = lax.bitcast_convert_type(waiting, outside.dtype)
+        return self.scatter_slice(kept.values, kept.positions + start, outside.astype(dtype))
 
     def find_dense(self, kept: KeptArray) -> jax.Array | None:
         """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
@@ -266,14 +250,11 @@ class KeptArray:
     Attributes:
       values: [*stack, *slice_kept_shape] the kept values of each slice.
       positions: [*stack, ...] where they lie.
-      frozen: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of
-        less than 32 bits are unsigned integers of the same bits, see `to_bits`.
+      frozen: dense slices, for the entries outside the mask; `None` stands for zeros.
       observer: gets the gradients of dense slices, in place of the kept values.
       layout: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
-      layers: in a step of a scan the values of all layers, and the index of the layer that is
-        `values`, or `None`: see `layer`.
     """
 
     values: jax.Array
@@ -283,7 +264,6 @@ class KeptArray:
     layout: FormatLayout
     axes: tuple[int, ...]
     name: str
-    layers: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def depth(self) -> int:
@@ -316,21 +296,13 @@ class KeptArray:
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
         return sharding.fit(target, self.shape)
 
-    def read_values(self) -> jax.Array:
-        """Returns the values, of `layers` in a step of a scan."""
-        return self.values if self.layers is None else read_layer(self.values, *self.layers)
-
-    def with_values(self, values: jax.Array) -> Self:
-        """Returns an array of other values, which are computed from `read_values`."""
-        return dataclasses.replace(self, values=values, layers=None)
-
     def densify(self, token: Token = 0) -> jax.Array:
         """Returns the dense array; observes no gradient.
 
         Args:
           token: an int32 0; no array is allocated before its value exists.
         """
-        kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
+        kept = dataclasses.replace(self, observer=None)
         placed = self.explicit_sharding
         if placed is None:
             return self._join_slices(kept, token)
@@ -349,64 +321,16 @@ class KeptArray:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.depth).transpose(self.axes)
 
-    def densify_bits(self) -> jax.Array:
-        """Returns the dense array with the bits of frozen entries, NaN included.
-
-        Within a scan the array has no second derivatives.
-        """
-        dtype = self.values.dtype
-        has_bits = jnp.issubdtype(dtype, jnp.floating)  # complex numbers have none
-        if self.frozen is None or dtype != self.layout.frozen_dtype or not has_bits:
-            return self.densify()
-        return _densify_bits(self)
-
     def _join_slices(self, kept: Self, token: Token) -> jax.Array:
         densify_each = functools.partial(self.layout.densify_slice, token=token)
         for _ in range(self.depth):
             densify_each = jax.vmap(densify_each)
         return densify_each(kept).reshape(self.sizes).transpose(self.axes)
 
-    def layer(self, stack: Self, index: jax.Array | None) -> Self:
-        """Returns the array of a step of a scan, whose values and positions are of one layer.
-
-        Args:
-          stack: the array of all layers.
-          index: index of the layer, to read narrow values from all layers; their gradient is
-            still that of the layer. `None` reads the layer that the scan takes.
-        """
-        layers = None
-        if index is not None and is_narrow(self.values.dtype):
-            layers = stack.read_values(), index
-        axes = tuple(axis - 1 for axis in self.axes[1:])
-        return dataclasses.replace(self, axes=axes, layers=layers)
-
 
 jax.tree_util.register_dataclass(
-    KeptArray, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
+    KeptArray, ["values", "positions", "frozen", "observer"], ["layout", "axes", "name"]
 )
-
-
-@jax.custom_jvp
-def _densify_bits(kept: KeptArray) -> jax.Array:
-    """Returns the dense array of values among frozen entries of the same dtype, as integers.
-
-    XLA on CPUs would widen floats of 16 bits to write them, and NaNs would lose their bits.
-    """
-    unsigned = unsigned_like(kept.values.dtype)
-    arrays = kept.values, kept.frozen
-    values, frozen = jax.tree.map(lambda x: lax.bitcast_convert_type(x, unsigned), arrays)
-    layout = dataclasses.replace(kept.layout, frozen_dtype=unsigned)
-    bits = dataclasses.replace(kept, values=values, frozen=frozen, layout=layout)
-    return lax.bitcast_convert_type(bits.densify(), kept.values.dtype)
-
-
-@_densify_bits.defjvp
-def _densify_bits_tangents(
-    primals: tuple[KeptArray], tangents: tuple[KeptArray]
-) -> tuple[jax.Array, jax.Array]:
-    (kept,), (tangent,) = primals, tangents
-    change = dataclasses.replace(kept, values=tangent.values, frozen=None)
-    return _densify_bits(kept), change.densify()
 
 
 class KeptProduct(NamedTuple):

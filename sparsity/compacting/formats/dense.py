@@ -34,8 +34,7 @@ class Dense(FormatLayout):
             return None
         # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
         # derivatives of any order are 0 outside the mask.
-        values = kept.read_values()
-        values = jnp.where(kept.positions > 0, values, lax.stop_gradient(values))
+        values = jnp.where(kept.positions > 0, kept.values, lax.stop_gradient(kept.values))
         return values.reshape(kept.sizes).transpose(kept.axes)
 
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:

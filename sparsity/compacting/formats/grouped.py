@@ -60,7 +60,7 @@ class Grouped(FormatLayout):
     ) -> tuple[Self, np.ndarray] | None:
         """Returns the layout and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
-        if parameter.frozen_dtype is not None or not inputs:
+        if parameter.is_frozen or not inputs:
             return None
         by_output = _to_matrices(mask, stack, inputs).swapaxes(-1, -2)
         groups = find_groups(by_output, is_single=is_single)
@@ -243,7 +243,7 @@ def _contract(
     end = kept.depth + num_inputs
     inputs, outputs = kept.sizes[kept.depth : end], kept.sizes[end:]
     y = grouped_products.multiply_stack(
-        kept.read_values(),
+        kept.values,
         kept.positions,
         x.reshape(*rows, math.prod(inputs)),
         math.prod(outputs),
