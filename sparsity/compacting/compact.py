@@ -237,13 +237,12 @@ class Compact(StoredModel, Generic[Tree]):
         """Measures the products of each masked parameter in each format, on this device.
 
         Formats of one parameter are measured in turn, forward and backward, at the sizes of the
-        inputs. Formats that are nearly as fast as the fastest one take up to five times as many
-        rounds. Products of equal shapes are measured once in a process for each `rounds`.
+        inputs.
 
         Args:
           params: parameters like `self.params`.
           *args: inputs of the model.
-          rounds: number of measurements of each product, at least.
+          rounds: number of measurements of each product.
 
         Returns:
           A dictionary from paths to formats to median seconds, of all possible formats: an argument
@@ -265,7 +264,7 @@ class Compact(StoredModel, Generic[Tree]):
         Args:
           params: parameters like `self.params`.
           *args: inputs of the model.
-          rounds: number of measurements of each product, at least.
+          rounds: number of measurements of each product.
           opt_state: the optimizer's state of `params`; `None`: `self.opt_state`; `()`: no state.
 
         Returns:
@@ -274,8 +273,11 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: `opt_state` is missing, and `self.opt_state` belongs to other parameters.
         """
-        dense = self.dense(params)
-        state = self._read_state(params, opt_state)
+        dense, state = self.dense(params), opt_state
+        if state is None and self.opt_state is not None:
+            if params is not self.params:
+                raise ValueError("opt_state is None, and params are not model.params: give both.")
+            state = self.opt_state
         check_kept_state(self._stored_tree, state)
         models = self._in_all_formats(dense)
         nbytes = {
@@ -312,20 +314,6 @@ class Compact(StoredModel, Generic[Tree]):
           The matplotlib axes.
         """
         return plot(make_rows(self), ax)
-
-    def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
-        """Returns the optimizer's state of parameters: an argument, or the state of the model."""
-        if opt_state is not None or self.opt_state is None:
-            return opt_state
-        starts = trees.leaves_by_path(self.params)
-        for path, leaf in trees.leaves_by_path(params).items():
-            if leaf is not starts.get(path):
-                raise ValueError(
-                    "opt_state = None means model.opt_state, the state of model.params, and "
-                    f"{trees.path_string(path)!r} is another array. Give opt_state, the state of "
-                    "params."
-                )
-        return self.opt_state
 
     def _check_movable(self, params: Params, opt_state: optax.OptState) -> None:
         """Raises a ValueError unless parameters and their optimizer's state can move."""

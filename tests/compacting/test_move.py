@@ -408,7 +408,7 @@ def test_tune_after_a_donated_step_needs_the_state_of_that_step():
     step = jax.jit(ADAM.update, donate_argnums=(0, 1))
     values, state = step(values, state)
     x = make_inputs()[0]
-    with pytest.raises(ValueError, match=r"opt_state = None .* 'b' is another array"):
+    with pytest.raises(ValueError, match=r"opt_state is None, and params are not"):
         model.tune(values, x, rounds=1)
     tuned = model.tune(values, x, rounds=1, opt_state=state)
     assert_equal(tuned.dense(tuned.params), model.dense(values))
