@@ -40,18 +40,30 @@ def build(
     """
     layouts, positions = _make_layouts(masked, formats)
 
-    def describe(path: trees.KeyPath, _: PyTree) -> StoredParameter:
-        names = trees.path_names(path)
-        return StoredParameter(trees.path_string(path), layouts.get(names), positions.get(names))
+    def describe(path: trees.KeyPath, leaf: PyTree) -> StoredParameter | None:
+        names, name = trees.path_names(path), trees.path_string(path)
+        if names not in layouts:
+            return None
+        layout = layouts[names]
+        return StoredParameter(name, layout, layout.place(positions[names], leaf, name))
+
+    def freeze(_: trees.KeyPath, leaf: PyTree, stored: StoredParameter | None) -> PyTree:
+        if stored is None or not stored.layout.is_frozen:
+            return None
+        order = stored.layout.order
+        return leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order)
+
+    def gather(_: trees.KeyPath, leaf: PyTree, stored: StoredParameter | None) -> PyTree:
+        return leaf if stored is None else stored.gather(leaf)
 
     stored_tree = trees.map_matched(describe, params)
     model = StoredModel(
-        jax.tree.map(StoredParameter.place_positions, stored_tree, params),
-        jax.tree.map(StoredParameter.freeze, stored_tree, params),
+        jax.tree.map(lambda stored: stored.positions, stored_tree),
+        trees.map_matched(freeze, params, stored_tree),
         graph,
         tuple(layouts.items()),
         jax.device_count() == 1,
-        {"params": jax.tree.map(StoredParameter.gather, stored_tree, params)},
+        {"params": trees.map_matched(gather, params, stored_tree)},
     )
     paths = [path for path, each in layouts.items() if each.multiplies and path not in formats]
     if paths:

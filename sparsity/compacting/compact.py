@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeAlias
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -21,15 +20,14 @@ from sparsity.compacting.building import (
 )
 from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
 from sparsity.compacting.formats.base import is_kept
-from sparsity.compacting.moving.update import Loss, ModelInTraining, move_masks
+from sparsity.compacting.moving import Loss, move_masks
 from sparsity.compacting.optimizer_state import (
     StoredParameter,
     StoredTree,
     check_entries,
-    check_kept_state,
     densify_kept_states,
-    densify_state,
     gather_state,
+    map_moments,
     unwrap,
 )
 from sparsity.compacting.stored_model import (
@@ -46,7 +44,6 @@ from sparsity.core.checks import check_function, check_kind, check_values, is_tr
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.overrides import read_attribute
 from sparsity.training.step_checks import check_masks_and_state, check_optimizer
 
 if TYPE_CHECKING:
@@ -148,8 +145,8 @@ class Compact(StoredModel, Generic[Tree]):
 
         No shape changes. Entries that stay keep values and moments; grown ones start at 0 with the
         state of a new optimizer; counts stay. Masks are those of the wrapped updater for the same
-        parameters, gradients and count. If `loss` reads each slice once, one dense gradient exists
-        at a time.
+        parameters, gradients and count. The call holds the dense parameters, and a dense gradient
+        if there is a `loss`.
 
         A call within a compiled function becomes a part of the program. Another call is compiled
         once for the same `loss`: give batches as `jax.tree_util.Partial(loss, batch=batch)`.
@@ -160,8 +157,8 @@ class Compact(StoredModel, Generic[Tree]):
           params: parameters like `self.params`.
           opt_state: state of the optimizer of `params`.
           count: number of steps so far, for drop fractions and random numbers.
-          loss: `loss(apply, params)` returns a scalar, and gives `apply`, which is `Compact.apply`,
-            the parameters or a cast of them. RigL ranks its gradients; SET needs none.
+          loss: `loss(apply, params)` returns a scalar. `apply` is the model, and `params` are dense
+            parameters. RigL ranks its gradients; SET needs none.
           tx: the optimizer, for states in which new entries are not 0, as in adagrad.
 
         Returns:
@@ -188,11 +185,7 @@ class Compact(StoredModel, Generic[Tree]):
         """
         _check_move(pruner, count, loss, tx)
         self._check_movable(params, opt_state)
-        positions = self.indices
-        # An updater that keeps the counts and never regrows weights leaves the masks as they are.
-        if [read_attribute(pruner, x) for x in ("keeps_count", "regrows")] != ["exact", False]:
-            training = ModelInTraining(self, params, opt_state, count)
-            positions, params, opt_state = move_masks(training, pruner, loss, tx)
+        positions, params, opt_state = move_masks(self, pruner, params, opt_state, count, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}
         return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 
@@ -213,7 +206,7 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: a leaf holds no moment for each kept value; the error names the parameter.
         """
-        return densify_state(self._stored_tree, opt_state)
+        return map_moments(StoredParameter.densify, self.stored_tree, opt_state)
 
     @property
     def masks(self) -> Masks:
@@ -222,7 +215,7 @@ class Compact(StoredModel, Generic[Tree]):
 
         def mask(path: trees.KeyPath, positions: jax.Array) -> jax.Array:
             layout = layouts[trees.path_names(path)]
-            return layout.wrap(jnp.ones(layout.kept_shape, jnp.uint8), positions).densify()
+            return layout.make_mask(positions)
 
         return trees.map_matched(mask, self.indices)
 
@@ -278,7 +271,7 @@ class Compact(StoredModel, Generic[Tree]):
             if params is not self.params:
                 raise ValueError("opt_state is None, and params are not model.params: give both.")
             state = self.opt_state
-        check_kept_state(self._stored_tree, state)
+        map_moments(lambda _, leaf: leaf, self.stored_tree, state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
@@ -323,10 +316,11 @@ class Compact(StoredModel, Generic[Tree]):
                 "cannot move. Give compact outside='zero'."
             )
         wrap_values(self, params)
-        check_kept_state(self._stored_tree, opt_state)
+        map_moments(lambda _, leaf: leaf, self.stored_tree, opt_state)
 
     @property
-    def _stored_tree(self) -> StoredTree:
+    def stored_tree(self) -> StoredTree:
+        """Tree like the parameters of `StoredParameter`, `None` for dense parameters."""
         layouts = dict(self.layouts)
 
         def describe(path: trees.KeyPath, positions: jax.Array) -> StoredParameter:

@@ -45,7 +45,8 @@ def is_pending(array: MaybePending) -> bool:
 def densify_pending(array: MaybePending, token: Token = 0) -> jax.Array:
     """Returns an array as a dense one, for an equation of the model; `token` as in `KeptArray`."""
     if isinstance(array, KeptArray):
-        return array.densify_observed(token)
+        dense = array.layout.find_dense(array)
+        return array.densify(token) if dense is None else dense
     if isinstance(array, Deferred):
         inputs = [densify_pending(each, token) for each in array.inputs]
         return array.equation.bind(inputs)[array.output_index]

@@ -41,8 +41,7 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], one_at_a_time
     Equal products, such as those of equal layers, are traced and lowered once.
     """
     product = find_kept_product(equation, inputs)
-    is_shared = product is not None and product.kept.observer is None
-    if is_shared:
+    if product is not None:
         equation = _find_equal(equation)
         # A name is a static field of `KeptArray`, and would make equal layers different arguments.
         inputs = [
@@ -50,7 +49,7 @@ def read_dense(equation: Equation, inputs: Sequence[MaybePending], one_at_a_time
         ]
     arrays, structure = jax.tree.flatten(inputs)
     read = DenseRead(equation, structure, one_at_a_time)
-    return _bind_compiled(read, arrays) if is_shared else read.bind(arrays)
+    return read.bind(arrays) if product is None else _bind_compiled(read, arrays)
 
 
 def _find_equal(product: Equation) -> Equation:

@@ -148,10 +148,10 @@ def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray
     if not isinstance(kept, KeptArray) or params.get("sharding"):
         return None
     # Frozen entries are cast once, from their own dtype; two casts of the values may round twice.
-    is_uncast = kept.frozen is not None and kept.frozen.dtype == kept.values.dtype
-    if name == "convert_element_type" and is_uncast and kept.observer is None:
+    is_uncast = kept.frozen is None or kept.frozen.dtype == kept.values.dtype
+    if name == "convert_element_type" and is_uncast:
         return dataclasses.replace(kept, values=kept.values.astype(params["new_dtype"]))
-    if not kept.is_plain:
+    if kept.frozen is not None:
         return None
     if name in ("mul", "div") and len(inputs) == 2:
         at = 0 if kept is inputs[0] else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 from sparsity.compacting.deferred import MaybePending, kept_in
 from sparsity.compacting.densifier import Densifier, Record
 from sparsity.compacting.formats.base import FormatLayout, KeptArray, is_kept
-from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row, StoredBytes
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
@@ -75,26 +73,22 @@ def run_stored(
     model: StoredModel,
     params: Params,
     *args: PyTree,
-    observers: Mapping[Path, Observer] = MappingProxyType({}),
     record: Record = lambda *_: None,
 ) -> PyTree:
-    """Runs the model as `Compact.apply` does; observers see gradients of dense parameters.
+    """Runs the model as `Compact.apply` does.
 
     Args:
       model: the model.
       params: parameters like `model.params`.
       *args: inputs of the model.
-      observers: observers of gradients by path.
       record: called with the equations that read masked parameters, see `Densifier`.
     """
-    graph, inputs = _retrace(model, params, args, observers)
+    graph, inputs = _retrace(model, params, args)
     densifier = Densifier(graph.tracker.is_data, model.densifies_one_at_a_time, record)
     return graph.model.run(densifier, inputs)
 
 
-def wrap_values(
-    model: StoredModel, params: Params, observers: Mapping[Path, Observer] = MappingProxyType({})
-) -> PyTree:
+def wrap_values(model: StoredModel, params: Params) -> PyTree:
     """Returns the parameters with `KeptArray` for masked ones.
 
     Raises:
@@ -118,7 +112,7 @@ def wrap_values(
             )
         if positions is None or layout is None:
             return leaf
-        return layout.wrap(leaf, positions, frozen, name, observers.get(names))
+        return layout.wrap(leaf, positions, frozen, name)
 
     return trees.map_matched(
         wrap, params, model.indices, model.frozen, others_role="positions of kept values"
@@ -193,11 +187,11 @@ def make_rows(model: StoredModel) -> list[Row]:
 
 
 def _retrace(
-    model: StoredModel, params: Params, args: tuple[PyTree, ...], observers: Mapping[Path, Observer]
+    model: StoredModel, params: Params, args: tuple[PyTree, ...]
 ) -> tuple[Graph, list[MaybePending]]:
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
-    wrapped = wrap_values(model, params, observers)
+    wrapped = wrap_values(model, params)
     leaves = jax.tree.leaves(wrapped, is_leaf=is_kept)
     leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 

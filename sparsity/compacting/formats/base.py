@@ -17,12 +17,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, auto_axes
 
-from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
+from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
-from sparsity.masks.positions import kept_positions, map_rows, scatter, slots_of_positions
+from sparsity.masks.positions import kept_positions, map_rows
 from sparsity.masks.slice_layout import KeptLayout
-from sparsity.patterns import SparsityType
 from sparsity.programs.program import Equation
 
 Token: TypeAlias = jax.Array | int  # an int32 0: an array that depends on it is allocated later
@@ -88,6 +87,11 @@ class FormatLayout(KeptLayout):
         """
         raise NotImplementedError
 
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        """Returns the entries at positions of an array of the parameter's shape."""
+        rows = self.slices(array)
+        return jnp.take_along_axis(rows, positions, -1, mode="fill", fill_value=0)
+
     def mark_units(self, mask: jax.Array) -> jax.Array:
         """Returns the mask of the units, such as entries, to which positions count, [rows, n]."""
         raise NotImplementedError
@@ -103,11 +107,6 @@ class FormatLayout(KeptLayout):
         return math.prod(self.kept_shape) - self.padding
 
     @property
-    def num_units(self) -> int:
-        """Number of units to which a row of positions counts."""
-        return self.slice_size
-
-    @property
     def is_full(self) -> bool:
         """True if the mask keeps all entries, as far as shapes can tell."""
         return not self.stores_all and self.num_kept == math.prod(self.shape)
@@ -118,11 +117,10 @@ class FormatLayout(KeptLayout):
         positions: jax.Array,
         frozen: jax.Array | None = None,
         name: str = "params",
-        observer: Observer | None = None,
     ) -> KeptArray:
         """Returns kept values with their positions."""
         axes = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return KeptArray(values, positions, frozen, observer, self, axes, name)
+        return KeptArray(values, positions, frozen, self, axes, name)
 
     # Programs
 
@@ -130,7 +128,7 @@ class FormatLayout(KeptLayout):
         """Returns a dense slice, flat.
 
         Args:
-          kept: the kept values of the slice, without an observer.
+          kept: the kept values of the slice.
           token: see `KeptArray.densify`.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
@@ -162,50 +160,17 @@ class FormatLayout(KeptLayout):
           mask: uint8 mask of the shape of the parameter; keeps as many entries of each slice as
             are stored.
         """
-        return self.locate_units(self.mark_units(mask))
-
-    def locate_units(self, marks: jax.Array) -> jax.Array:
-        """Returns the positions of the units that a mask of units, [rows, n], keeps."""
         k = self.positions_shape[-1]
-        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), marks)
+        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), self.mark_units(mask))
         return positions.reshape(self.positions_shape)
 
-    def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """Returns where the values of new positions are stored, and whether they are.
+    def make_mask(self, positions: jax.Array) -> jax.Array:
+        """Returns the uint8 mask that keeps the entries at positions."""
+        return self.wrap(jnp.ones(self.kept_shape, jnp.uint8), positions).densify()
 
-        Args:
-          old: positions of stored values.
-          new: positions of equal shape.
-
-        Returns:
-          int32 and bool arrays of the shape of the positions; ignore the slot where the flag is
-          false. Slots are `None` if all values stay where they are.
-        """
-
-        def find(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-            old = old + jnp.min(new, initial=0).astype(old.dtype)  # 0, which waits for a move
-            kept = scatter(self.num_units, old, jnp.uint8(1))
-            return slots_of_positions(kept, new.astype(jnp.int32))
-
-        rows = (x.reshape(-1, x.shape[-1]) for x in (old, new))
-        slots, stays = map_rows(find, *rows)
-        return slots.reshape(new.shape), stays.reshape(new.shape)
-
-    def count_unit_rows(self, pattern: SparsityType) -> int | None:
-        """Returns the number of rows whose units move one by one.
-
-        Returns:
-          `None` for another pattern, which moves the mask of a slice in its own way.
-        """
-        return None
-
-    def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
-        """Returns the scores of the stored units, from the scores of their entries."""
-        return scores
-
-    def explain_refusal(self, site: Site) -> str:
-        """Returns why masks of a site may have no such layout, '' if all have."""
-        return ""
+    def fits(self, site: Site) -> bool:
+        """Returns whether masks of a site, which keep as many entries, have such a layout."""
+        return True
 
     # Devices
 
@@ -251,7 +216,6 @@ class KeptArray:
       values: [*stack, *slice_kept_shape] the kept values of each slice.
       positions: [*stack, ...] where they lie.
       frozen: dense slices, for the entries outside the mask; `None` stands for zeros.
-      observer: gets the gradients of dense slices, in place of the kept values.
       layout: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
@@ -260,7 +224,6 @@ class KeptArray:
     values: jax.Array
     positions: jax.Array
     frozen: jax.Array | None
-    observer: Observer | None
     layout: FormatLayout
     axes: tuple[int, ...]
     name: str
@@ -281,11 +244,6 @@ class KeptArray:
         return tuple(self.sizes[axis] for axis in self.axes)
 
     @property
-    def is_plain(self) -> bool:
-        """True if entries outside the mask are 0, and no gradient is observed."""
-        return self.frozen is None and self.observer is None
-
-    @property
     def explicit_sharding(self) -> Sharding | None:
         """Sharding in the type of the dense array; `None` without a mesh of Explicit axes."""
         placed = sharding.explicit_sharding(jax.typeof(self.values))
@@ -297,29 +255,15 @@ class KeptArray:
         return sharding.fit(target, self.shape)
 
     def densify(self, token: Token = 0) -> jax.Array:
-        """Returns the dense array; observes no gradient.
+        """Returns the dense array.
 
         Args:
           token: an int32 0; no array is allocated before its value exists.
         """
-        kept = dataclasses.replace(self, observer=None)
         placed = self.explicit_sharding
         if placed is None:
-            return self._join_slices(kept, token)
-        return auto_axes(self._join_slices, out_sharding=placed)(kept, token)
-
-    def densify_observed(self, token: Token = 0) -> jax.Array:
-        """Returns the dense array for an equation of the model, whose gradient `observer` gets.
-
-        Args:
-          token: see `densify`.
-        """
-        dense = self.layout.find_dense(self)
-        dense = self.densify(token) if dense is None else dense
-        if self.observer is None:
-            return dense
-        slices = dense.transpose(np.argsort(self.axes))
-        return self.observer.watch(slices, self.depth).transpose(self.axes)
+            return self._join_slices(self, token)
+        return auto_axes(self._join_slices, out_sharding=placed)(self, token)
 
     def _join_slices(self, kept: Self, token: Token) -> jax.Array:
         densify_each = functools.partial(self.layout.densify_slice, token=token)
@@ -329,7 +273,7 @@ class KeptArray:
 
 
 jax.tree_util.register_dataclass(
-    KeptArray, ["values", "positions", "frozen", "observer"], ["layout", "axes", "name"]
+    KeptArray, ["values", "positions", "frozen"], ["layout", "axes", "name"]
 )
 
 

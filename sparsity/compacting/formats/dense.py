@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.formats.base import FormatLayout, KeptArray, MaskedParameter
+from sparsity.core.trees import AnyArray
 from sparsity.masks.slice_layout import SliceLayout
 
 
@@ -26,11 +27,11 @@ class Dense(FormatLayout):
         slices = np.ascontiguousarray(parameter.mask.transpose(layout.order) != 0, np.uint8)
         return cls(shape, stack, slice_kept_shape=layout.slice_shape), slices
 
-    def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        return jnp.where(positions > 0, array.transpose(self.order), jnp.zeros((), array.dtype))
 
     def find_dense(self, kept: KeptArray) -> jax.Array | None:
-        if not kept.is_plain:
+        if kept.frozen is not None:
             return None
         # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
         # derivatives of any order are 0 outside the mask.
@@ -42,9 +43,6 @@ class Dense(FormatLayout):
 
     def locate(self, mask: jax.Array) -> jax.Array:
         return mask.transpose(self.order)
-
-    def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[None, jax.Array]:
-        return None, (old > 0) & (new > 0)
 
     @property
     def divisible_axes(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from sparsity.core.sharding import explicit_sharding
 from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import SliceLayout
-from sparsity.patterns import FanIn, SparsityType
+from sparsity.patterns import FanIn
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import Product, read_product
 from sparsity.programs.program import Equation
@@ -87,31 +87,29 @@ class Grouped(FormatLayout):
         return self.slice_kept_shape[-1]
 
     @property
-    def num_units(self) -> int:
+    def num_inputs(self) -> int:
         """Number of inputs."""
         return math.prod(self.shape[axis] for axis in self.inputs)
 
-    def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        groups, k, group = self.slice_kept_shape
-        matrices = _to_matrices(array, self.stack, self.inputs)
-        inputs, outputs = matrices.shape[-2:]
-        count, missing = math.prod(self.batch_shape), groups * group - outputs
-        matrices = matrices.reshape(count, inputs, outputs)
-        matrices = np.pad(matrices, ((0, 0), (0, 1), (0, missing)))  # padding reads a row of zeros
-        rows = matrices.reshape(count, inputs + 1, groups, group).swapaxes(1, 2)
-        at = positions.reshape(count, groups, k, 1).astype(np.int64)
-        return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        groups, _, group = self.slice_kept_shape
+        matrices = jnp.asarray(_to_matrices(array, self.stack, self.inputs))
+        *batch, inputs, outputs = matrices.shape
+        missing = [(0, 0)] * (len(batch) + 1) + [(0, groups * group - outputs)]
+        rows = jnp.pad(matrices, missing).reshape(*batch, inputs, groups, group).swapaxes(-3, -2)
+        at = jnp.expand_dims(positions, -1).astype(jnp.int32)
+        return jnp.take_along_axis(rows, at, -2, mode="fill", fill_value=0)
 
     def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
-        matrix = grouped_products.scatter_groups(kept.values, positions, self.num_units, outputs)
+        matrix = grouped_products.scatter_groups(kept.values, positions, self.num_inputs, outputs)
         return matrix.reshape(-1)
 
     def multiply(self, product: KeptProduct) -> jax.Array | None:
         equation, at, kept, other = product
         roles, num_inputs = read_product(equation), len(self.inputs)
-        if not kept.is_plain:
+        if kept.frozen is not None:
             return None
         if roles.kind == "convolution" and at == 1 and _is_pointwise(equation, roles):
             other = _stride(equation, other)
@@ -126,35 +124,19 @@ class Grouped(FormatLayout):
         matrices = _to_matrices(mask, self.stack, self.inputs)
         # All outputs of a group read the same inputs: the first one tells.
         units = matrices[..., :: self.group].swapaxes(-1, -2)
-        return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
+        return units.reshape(math.prod(self.positions_shape[:-1]), self.num_inputs)
 
-    def locate_units(self, marks: jax.Array) -> jax.Array:
+    def locate(self, mask: jax.Array) -> jax.Array:
         # Padding is the number of inputs, which 16 bits hold.
-        return jnp.minimum(super().locate_units(marks), self.num_units)
+        return jnp.minimum(super().locate(mask), self.num_inputs)
 
-    def count_unit_rows(self, pattern: SparsityType) -> int | None:
-        has_groups = isinstance(pattern, FanIn) and pattern.group == self.group
-        return self.slice_kept_shape[0] if has_groups else None
-
-    def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
-        """Returns the scores of the inputs that groups keep, as those of a matrix [k, outputs]."""
-        _, k, _ = self.slice_kept_shape
-        matrix = scores.reshape(self.slice_kept_shape).swapaxes(0, 1).reshape(k, -1)
-        return dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
-
-    def explain_refusal(self, site: Site) -> str:
-        pattern, has_groups = site.pattern, self.is_full
-        if isinstance(pattern, FanIn):
-            axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.axes}
-            largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
-            has_groups |= axes == {*self.inputs} and largest % self.group == 0
-        if has_groups:
-            return ""
-        return (
-            f"{pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
-            "as the format 'grouped' has. "
-            f"Give compact formats={{{site.name!r}: 'values'}}."
-        )
+    def fits(self, site: Site) -> bool:
+        pattern = site.pattern
+        if self.is_full or not isinstance(pattern, FanIn):
+            return self.is_full
+        axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.axes}
+        largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
+        return axes == {*self.inputs} and largest % self.group == 0
 
     @property
     def divisible_axes(self) -> tuple[int, ...]:

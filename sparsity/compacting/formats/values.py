@@ -11,8 +11,6 @@ from jax import lax
 
 from sparsity.compacting.formats.base import FormatLayout, MaskedParameter
 from sparsity.masks.slice_layout import SliceLayout
-from sparsity.patterns import SparsityType
-from sparsity.patterns.base import is_ranking_units
 
 
 class Values(FormatLayout):
@@ -42,7 +40,4 @@ class Values(FormatLayout):
         )
 
     def mark_units(self, mask: jax.Array) -> jax.Array:
-        return self.slices(mask).reshape(math.prod(self.batch_shape), self.num_units)
-
-    def count_unit_rows(self, pattern: SparsityType) -> int | None:
-        return 1 if pattern.is_elementwise and is_ranking_units(pattern) else None
+        return self.slices(mask).reshape(math.prod(self.batch_shape), self.slice_size)
