@@ -1,6 +1,6 @@
 """Equations that read kept values as dense arrays, and their derivatives.
 
-`read_dense` makes a `DenseRead` of an equation, whose `bind` has a rule for derivatives:
+The `bind` of a `DenseRead` has a rule for derivatives:
 
 - Forward: `_bind_dense` makes the pending inputs dense and binds the equation.
 - Backward: `_backward` differentiates `_bind_dense`, first by the pending operand of a product,
@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
@@ -30,34 +29,6 @@ from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, is_differentiable
 
 Arrays: TypeAlias = list[jax.Array]
-
-# `jit` finds the program of a product by its equation, so that equal products share one.
-_products: weakref.WeakValueDictionary[Hashable, Equation] = weakref.WeakValueDictionary()
-
-
-def read_dense(equation: Equation, inputs: Sequence[MaybePending], one_at_a_time: bool) -> Arrays:
-    """Returns the outputs of an equation that reads pending arrays as dense ones.
-
-    Equal products, such as those of equal layers, are traced and lowered once.
-    """
-    product = find_kept_product(equation, inputs)
-    if product is not None:
-        equation = _find_equal(equation)
-        # A name is a static field of `KeptArray`, and would make equal layers different arguments.
-        inputs = [
-            dataclasses.replace(x, name="") if isinstance(x, KeptArray) else x for x in inputs
-        ]
-    arrays, structure = jax.tree.flatten(inputs)
-    read = DenseRead(equation, structure, one_at_a_time)
-    return read.bind(arrays) if product is None else _bind_compiled(read, arrays)
-
-
-def _find_equal(product: Equation) -> Equation:
-    """Returns one equation for all products of equal types and parameters, without constants."""
-    values = [dataclasses.replace(value, constant=None) for value in product.inputs]
-    types = tuple((x.shape, x.dtype, x.sharding) for x in (*values, *product.outputs))
-    key = product.primitive, tuple(product.params.items()), product.context, types
-    return _products.setdefault(key, dataclasses.replace(product, inputs=values, tracebacks=()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +121,6 @@ class DenseRead:
         """Returns the outputs, or their gradients, that have derivatives."""
         pairs = zip(self.equation.outputs, outputs, strict=True)
         return [x for value, x in pairs if is_differentiable(value)]
-
-
-# Equal reads are traced and lowered once.
-_bind_compiled: Callable[..., Arrays] = jax.jit(DenseRead.bind, static_argnums=0)
 
 
 def find_kept_product(equation: Equation, inputs: Sequence[MaybePending]) -> KeptProduct | None:

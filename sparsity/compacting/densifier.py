@@ -21,7 +21,7 @@ from sparsity.compacting.deferred import (
     densify_pending,
     is_pending,
 )
-from sparsity.compacting.dense_read import Arrays, find_kept_product, read_dense
+from sparsity.compacting.dense_read import Arrays, DenseRead, find_kept_product
 from sparsity.compacting.formats.base import KeptArray
 from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup
@@ -131,7 +131,8 @@ class Densifier(Interpreter[MaybePending]):
     def _read(self, equation: Equation, inputs: list[MaybePending]) -> Arrays:
         """Returns the outputs of an equation that reads pending arrays as dense ones."""
         self._record(equation, inputs, True)
-        return read_dense(equation, inputs, self._one_at_a_time)
+        arrays, structure = jax.tree.flatten(inputs)
+        return DenseRead(equation, structure, self._one_at_a_time).bind(arrays)
 
 
 def _is_stack(array: MaybePending) -> bool:
