@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.compacting.optimizer_state import StoredParameter, map_moments
+from sparsity.compacting.state import StoredParameter, map_moments
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities

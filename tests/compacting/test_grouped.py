@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.compacting.formats import find_groups as grouping, grouped_products as grouped
+from sparsity.compacting import grouped as grouping, grouped_products as grouped
 from tests import eight_devices
 
 INPUTS, OUTPUTS, GROUP, K = 19, 22, 4, 5  # the last of 6 groups has two outputs

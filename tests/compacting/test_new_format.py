@@ -8,8 +8,8 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
-from sparsity.compacting.formats import FORMAT_LAYOUTS
-from sparsity.compacting.formats.base import FormatLayout
+from sparsity.compacting.compact import FORMAT_LAYOUTS
+from sparsity.compacting.formats import FormatLayout
 from sparsity.masks.slice_layout import SliceLayout
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from sparsity import compact, trace
-from sparsity.compacting.formats import find_groups as grouping
-from sparsity.compacting.formats.base import MaskedParameter
-from sparsity.compacting.formats.values import Values
-from sparsity.compacting.tune import choose
+from sparsity.compacting import grouped as grouping
+from sparsity.compacting.formats import MaskedParameter, Values
+from sparsity.compacting.table import choose
 
 W = jnp.arange(1.0, 33.0).reshape(4, 8)
 MASK = np.repeat(np.array([[1], [0], [1], [1]], np.uint8), 8, axis=1)

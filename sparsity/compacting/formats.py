@@ -1,7 +1,6 @@
-"""Formats of kept values: what a format must say, and a parameter that has one.
+"""Formats of kept values: what a format defines, and the formats 'values' and 'dense'.
 
-A format is a subclass of `FormatLayout` in `sparsity.compacting.formats`. A `FormatLayout` holds
-shapes, and a `KeptArray` the arrays.
+A `FormatLayout` holds the shapes of a parameter, and a `KeptArray` its arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sparsity.core import sharding
 from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
 from sparsity.masks.positions import kept_positions, map_rows
-from sparsity.masks.slice_layout import KeptLayout
+from sparsity.masks.slice_layout import KeptLayout, SliceLayout
 from sparsity.programs.program import Equation
 
 Token: TypeAlias = jax.Array | int  # an int32 0: an array that depends on it is allocated later
@@ -94,7 +93,7 @@ class FormatLayout(KeptLayout):
 
     def mark_units(self, mask: jax.Array) -> jax.Array:
         """Returns the mask of the units, such as entries, to which positions count, [rows, n]."""
-        raise NotImplementedError
+        return self.slices(mask).reshape(math.prod(self.batch_shape), self.slice_size)
 
     @property
     def positions_shape(self) -> tuple[int, ...]:
@@ -296,3 +295,65 @@ class KeptProduct(NamedTuple):
 def is_kept(node: object) -> TypeGuard[KeptArray]:
     """Returns whether a node of a tree is kept values: an `is_leaf` of `jax.tree`."""
     return isinstance(node, KeptArray)
+
+
+class Values(FormatLayout):
+    """Kept values [*stack, k] at ascending positions of the flat slice.
+
+    Positions beyond the slice are padding.
+    """
+
+    format = "values"
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
+        mask, shapes = parameter.mask, (parameter.mask.shape, parameter.stack)
+        positions = SliceLayout(*shapes).list_positions(mask)
+        padding = positions.size - int(np.count_nonzero(mask))
+        return cls(*shapes, slice_kept_shape=positions.shape[-1:], padding=padding), positions
+
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return lax.scatter(
+            flat,
+            positions[:, None],
+            values,
+            lax.ScatterDimensionNumbers((), (0,), (0,)),
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
+
+
+class Dense(FormatLayout):
+    """Dense slices; positions are their masks; outside of these the values are 0."""
+
+    format = "dense"
+    stores_all = True
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
+        shape, stack = parameter.mask.shape, parameter.stack
+        layout = SliceLayout(shape, stack)
+        slices = np.ascontiguousarray(parameter.mask.transpose(layout.order) != 0, np.uint8)
+        return cls(shape, stack, slice_kept_shape=layout.slice_shape), slices
+
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        return jnp.where(positions > 0, array.transpose(self.order), jnp.zeros((), array.dtype))
+
+    def find_dense(self, kept: KeptArray) -> jax.Array | None:
+        if kept.frozen is not None:
+            return None
+        # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
+        # derivatives of any order are 0 outside the mask.
+        values = jnp.where(kept.positions > 0, kept.values, lax.stop_gradient(kept.values))
+        return values.reshape(kept.sizes).transpose(kept.axes)
+
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), flat)
+
+    def locate(self, mask: jax.Array) -> jax.Array:
+        return mask.transpose(self.order)
+
+    @property
+    def divisible_axes(self) -> tuple[int, ...]:
+        return tuple(range(len(self.slice_shape)))

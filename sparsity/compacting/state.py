@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.compacting.formats.base import FormatLayout
+from sparsity.compacting.formats import FormatLayout
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.programs.optimizers import Removed, States, check_entrywise
