@@ -588,7 +588,7 @@ def _make_layout(
     """Returns the layout of a parameter in a format, by default the best one, and positions."""
     made: tuple[FormatLayout, np.ndarray] | None
     if name is None:
-        made = Grouped.make_automatic(parameter) or Values.make(parameter)
+        made = Grouped.make_groups(parameter) or Values.make(parameter)
     else:
         made = FORMAT_LAYOUTS[name].make(parameter)
     if made is None:

@@ -71,11 +71,6 @@ class FormatLayout(KeptLayout):
         """Returns the layout and the positions of the kept values, `None` where none fits."""
         raise NotImplementedError
 
-    @classmethod
-    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Calls `make` for a parameter without a chosen format; `None` if another is faster."""
-        return cls.make(parameter)
-
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
 
@@ -104,11 +99,6 @@ class FormatLayout(KeptLayout):
     def num_kept(self) -> int:
         """Number of kept values that are entries of the parameter."""
         return math.prod(self.kept_shape) - self.padding
-
-    @property
-    def is_full(self) -> bool:
-        """True if the mask keeps all entries, as far as shapes can tell."""
-        return not self.stores_all and self.num_kept == math.prod(self.shape)
 
     def wrap(
         self,

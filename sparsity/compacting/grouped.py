@@ -55,10 +55,10 @@ class Grouped(FormatLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls.make_automatic(parameter) or cls.make_automatic(parameter, is_single=True)
+        return cls.make_groups(parameter) or cls.make_groups(parameter, is_single=True)
 
     @classmethod
-    def make_automatic(
+    def make_groups(
         cls, parameter: MaskedParameter, is_single: bool = False
     ) -> tuple[Self, np.ndarray] | None:
         """Returns the layout and the inputs that each group reads; see `find_groups`."""
@@ -135,8 +135,9 @@ class Grouped(FormatLayout):
 
     def fits(self, site: Site) -> bool:
         pattern = site.pattern
-        if self.is_full or not isinstance(pattern, FanIn):
-            return self.is_full
+        is_full = self.num_kept == math.prod(self.shape)
+        if is_full or not isinstance(pattern, FanIn):
+            return is_full
         axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.axes}
         largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
         return axes == {*self.inputs} and largest % self.group == 0

@@ -227,12 +227,6 @@ def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
     return [()] * array.ndim if sharding is None else mesh_axes(sharding, array.ndim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(values: jax.Array, indices: jax.Array, x: jax.Array, result: Result) -> jax.Array:
-    """Multiplies with the derivatives of `_backward`."""
-    return _multiply(values, indices, x, result)
-
-
 def _backward(
     result: Result, arguments: Arguments, dy: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
@@ -258,7 +252,7 @@ def _backward(
         values, indices, dy = chunk
         rows_added = dot(values, dy, (((2,), (1,)), ((0,), (0,))))
         # Several groups may read one input, so gradients add up; padding is dropped.
-        places = dxt.at[_widen(indices)]
+        places = dxt.at[indices.astype(jnp.int32)]
         return places.add(rows_added, mode="drop", wrap_negative_indices=False), None
 
     empty, _ = vary_alike([jnp.zeros((inputs, rows), wide), x])
@@ -270,12 +264,6 @@ def _backward(
 
     dvalues, dxt = _run_in_chunks(differentiate, values, x, result.outputs)
     return dvalues, None, dxt.T.astype(x.dtype)
-
-
-# The forward pass is the program itself, so that derivatives of gradients can be taken.
-_product.defvjp(lambda *args: (_multiply(*args), args[:3]), _backward)
-# Equal products, such as those of equal layers, are traced and lowered once.
-_multiply_once: Callable[..., jax.Array] = jax.jit(_product, static_argnums=3)
 
 
 def _multiply(values: jax.Array, indices: jax.Array, x: jax.Array, result: Result) -> jax.Array:
@@ -299,6 +287,13 @@ def _multiply(values: jax.Array, indices: jax.Array, x: jax.Array, result: Resul
 
     y = _run_in_chunks(multiply_all, values, x, result.outputs)
     return y.reshape(groups * group, len(x))[: result.outputs].T
+
+
+# The forward pass is the program itself, so that derivatives of gradients can be taken.
+_product = jax.custom_vjp(_multiply, nondiff_argnums=(3,))
+_product.defvjp(lambda *args: (_multiply(*args), args[:3]), _backward)
+# Equal products, such as those of equal layers, are traced and lowered once.
+_multiply_once: Callable[..., jax.Array] = jax.jit(_product, static_argnums=3)
 
 
 def _scan_groups(
@@ -356,12 +351,8 @@ def _run_in_chunks(
 def _gather_rows(xt: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the rows of `xt` [inputs, rows] at `indices` [..., k]; padding reads zeros."""
     # Indices are not negative: wrapping them would cost a comparison and a select for each.
-    return xt.at[_widen(indices)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
-def _widen(indices: jax.Array) -> jax.Array:
-    """Converts narrow indices to int32: the sizes that they are compared with may not fit."""
-    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
+    places = xt.at[indices.astype(jnp.int32)]  # narrow ones do not hold the sizes
+    return places.get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _widen_float(dtype: DTypeLike) -> np.dtype:

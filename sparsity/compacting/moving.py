@@ -6,7 +6,7 @@ choose the masks; values and moments of entries that stay go to their new slots.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparsity.compacting.formats import FormatLayout
 from sparsity.compacting.state import StoredParameter, map_moments
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_loss, is_traced
@@ -32,33 +33,6 @@ if TYPE_CHECKING:
     from sparsity.compacting.compact import Compact
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class MovingParameter(StoredParameter):
-    """A masked parameter with its positions under a new mask; other attributes as in its base.
-
-    Attributes:
-      new: the new positions.
-    """
-
-    new: jax.Array
-
-    def carry(self, values: jax.Array, fresh: jax.Array | None = None) -> jax.Array:
-        """Returns kept values at the new positions; new entries are `fresh`, by default 0."""
-
-        def carry(
-            values: jax.Array, old: jax.Array, new: jax.Array, fresh: jax.Array | None
-        ) -> jax.Array:
-            layout = self.layout
-            # A 0 that depends on the new positions: no moment is dense before masks have moved.
-            token = jnp.min(new, initial=0).astype(jnp.int32)
-            moved = layout.take(layout.wrap(values, old).densify(token), new)
-            if fresh is None:
-                return moved
-            return jnp.where(layout.take(layout.make_mask(old), new) > 0, moved, fresh)
-
-        return sharding.shard_like(values, carry, values, self.positions, self.new, fresh)
 
 
 def move_masks(
@@ -104,26 +78,48 @@ def _move(
     pruner: BaseUpdater,
     tx: optax.GradientTransformation | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    masks = _update_masks(model, pruner, model.dense(params), count, loss)
-    new_masks = trees.leaves_by_path(masks)
+    masks = trees.leaves_by_path(_update_masks(model, pruner, model.dense(params), count, loss))
 
-    def find(path: trees.KeyPath, stored: StoredParameter) -> MovingParameter:
+    def find(path: trees.KeyPath, stored: StoredParameter) -> jax.Array:
         def locate(mask: jax.Array) -> jax.Array:
             return stored.layout.locate(mask).astype(stored.positions.dtype)
 
-        new = sharding.shard_like(stored.positions, locate, new_masks[path])
-        return MovingParameter(stored.name, stored.layout, stored.positions, new)
+        return sharding.shard_like(stored.positions, locate, masks[path])
 
-    moving = trees.map_matched(find, model.stored_tree)
+    new = trees.map_matched(find, model.stored_tree)
+    by_name = {trees.path_string(path): at for path, at in trees.leaves_by_path(new).items()}
+
+    def carry(
+        stored: StoredParameter, values: jax.Array, fresh: jax.Array | None = None
+    ) -> jax.Array:
+        carry = functools.partial(_carry_values, stored.layout)
+        return sharding.shard_like(
+            values, carry, values, stored.positions, by_name[stored.name], fresh
+        )
+
     fresh = () if tx is None else (tx.init(jax.tree.map(jnp.zeros_like, params)),)
-    opt_state = map_moments(MovingParameter.carry, moving, opt_state, *fresh)
+    opt_state = map_moments(carry, model.stored_tree, opt_state, *fresh)
     params = trees.map_matched(
-        lambda _, values, each: values if each is None else each.carry(values), params, moving
+        lambda _, values, stored: values if stored is None else carry(stored, values),
+        params,
+        model.stored_tree,
     )
-    return jax.tree.map(lambda each: each.new, moving), params, opt_state
+    return new, params, opt_state
 
 
 _move_compiled = jax.jit(_move, static_argnames=("pruner", "tx"))
+
+
+def _carry_values(
+    layout: FormatLayout, values: jax.Array, old: jax.Array, new: jax.Array, fresh: PyTree
+) -> jax.Array:
+    """Returns kept values at new positions; entries that are new are `fresh`, 0 for `None`."""
+    # A 0 that depends on the new positions: no moment is dense before masks have moved.
+    token = jnp.min(new, initial=0).astype(jnp.int32)
+    moved = layout.take(layout.wrap(values, old).densify(token), new)
+    if fresh is None:
+        return moved
+    return jnp.where(layout.take(layout.make_mask(old), new) > 0, moved, fresh)
 
 
 def _update_masks(
