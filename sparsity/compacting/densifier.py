@@ -1,6 +1,6 @@
 """Programs on kept values: a masked parameter is dense only while an equation reads the parameter.
 
-Casts and scalings apply to the kept values. Other entrywise equations and layouts of parameters are
+Casts apply to the kept values. Other entrywise equations and layouts of parameters are
 deferred to the equation that reads the result, usually a product: a `DenseRead`.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from sparsity.compacting.formats import KeptArray, KeptProduct, Token, is_kept
 from sparsity.core import sharding
-from sparsity.programs.entrywise import ENTRYWISE, find_uniform_value, is_copy
+from sparsity.programs.entrywise import ENTRYWISE, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
@@ -93,7 +92,7 @@ class Densifier(Interpreter[MaybePending]):
         | equation                                            | pending inputs    | outputs  |
         | --------------------------------------------------- | ----------------- | -------- |
         | without outputs, or a callback                      | are made dense    | dense    |
-        | transpose, cast, positive multiple, layers of stack | stay kept values  | kept     |
+        | transpose, cast, copy, layers of a stack            | stay kept values  | kept     |
         | entrywise or layout, of parameters alone            | stay pending      | deferred |
         | product that the format multiplies                  | stay kept values  | dense    |
         | product, lookup, or of parameters alone             | are dense in turn | dense    |
@@ -163,28 +162,15 @@ def _is_stack(array: MaybePending) -> bool:
 
 
 def _map_values(equation: Equation, inputs: Sequence[MaybePending]) -> KeptArray | None:
-    """Returns a cast or a positive multiple of kept values, `None` for other equations."""
-    name, params = equation.name, equation.params
-    kept = inputs[0] if isinstance(inputs[0], KeptArray) else inputs[-1]
-    if not isinstance(kept, KeptArray) or params.get("sharding"):
+    """Returns a cast or a copy of kept values, `None` for other equations."""
+    (kept, *others), params = inputs, equation.params
+    if others or not isinstance(kept, KeptArray) or params.get("sharding"):
         return None
     # Frozen entries are cast once, from their own dtype; two casts of the values may round twice.
     is_uncast = kept.frozen is None or kept.frozen.dtype == kept.values.dtype
-    if name == "convert_element_type" and is_uncast:
+    if equation.name == "convert_element_type" and is_uncast:
         return dataclasses.replace(kept, values=kept.values.astype(params["new_dtype"]))
-    if kept.frozen is not None:
-        return None
-    if name in ("mul", "div") and len(inputs) == 2:
-        at = 0 if kept is inputs[0] else 1
-        other = equation.inputs[1 - at]
-        constant = find_uniform_value(other.constant)
-        is_factor = constant is not None and 0 < constant < math.inf
-        if other.shape or not is_factor or (name == "div" and at == 1):
-            return None
-        pair = [kept.values, inputs[1 - at]]
-        (values,) = equation.bind(pair if at == 0 else pair[::-1])
-        return dataclasses.replace(kept, values=values)
-    if is_copy(equation) and not ENTRYWISE[name].is_placement:
+    if kept.frozen is None and is_copy(equation) and not ENTRYWISE[equation.name].is_placement:
         return dataclasses.replace(kept, values=equation.bind([kept.values])[0])
     return None
 
