@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import results
-from sparsity.compacting.formats import grouped_products as grouped
+from sparsity.compacting import grouped_products as grouped
 
 HEADING = "## Groups of outputs"
 SPARSITIES = (0.5, 0.8, 0.9, 0.95, 0.98)

@@ -18,7 +18,7 @@ from examples.mnist import config
 from sparsity import patterns
 from sparsity.cli import main
 from sparsity.cli.checkpoints import FORMATS
-from sparsity.compacting.formats import FORMAT_LAYOUTS
+from sparsity.compacting.compact import FORMAT_LAYOUTS
 from sparsity.masks import SCOPES
 from sparsity.masks.distributions import DISTRIBUTIONS
 from sparsity.sparsity_schedules import SCHEDULES

@@ -12,39 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.compacting.building import (
-    build,
-    check_params,
-    describe_masked,
-    read_formats,
-    read_masks_by_path,
+from sparsity.compacting import table
+from sparsity.compacting.densifier import Densifier, Record
+from sparsity.compacting.formats import (
+    Dense,
+    FormatLayout,
+    KeptArray,
+    MaskedParameter,
+    Values,
+    is_kept,
 )
-from sparsity.compacting.formats import ANY_MASK, FORMAT_LAYOUTS
-from sparsity.compacting.formats.base import is_kept
-from sparsity.compacting.moving.update import Loss, ModelInTraining, move_masks
-from sparsity.compacting.optimizer_state import (
+from sparsity.compacting.grouped import Grouped
+from sparsity.compacting.moving import Loss, move_masks
+from sparsity.compacting.state import (
     StoredParameter,
     StoredTree,
     check_entries,
-    check_kept_state,
     densify_kept_states,
-    densify_state,
     gather_state,
+    map_moments,
     unwrap,
 )
-from sparsity.compacting.stored_model import (
-    StoredModel,
-    count_bytes,
-    make_rows,
-    run_stored,
-    wrap_values,
-)
-from sparsity.compacting.table import plot, show_rows
-from sparsity.compacting.tune import choose, measure
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
+from sparsity.masks.slice_layout import SliceLayout, check_entries as check_mask
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.checks import check_masks_and_state, check_optimizer
 
@@ -53,9 +46,11 @@ if TYPE_CHECKING:
 
 Outside: TypeAlias = Literal["zero", "frozen"]
 
+FORMAT_LAYOUTS: dict[str, type[FormatLayout]] = {x.format: x for x in (Values, Grouped, Dense)}
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Compact(StoredModel, Generic[Tree]):
+class Compact(Generic[Tree]):
     """A model whose masked parameters are their kept values. Made by `compact`.
 
     The model is a pytree. Its leaves are the positions of the values, and frozen entries: pass the
@@ -71,14 +66,12 @@ class Compact(StoredModel, Generic[Tree]):
       bit-equal to the masked model.
     - 'grouped': [*stack, groups, k, group] values of groups of neighbouring outputs that keep the
       same inputs. Products gather inputs, and nothing is made dense: equal up to rounding.
-    - 'slices': [*stack, ...] whole slices along one axis, such as channels and heads, among frozen
-      entries. The parameter is made dense, but the gradient is a product of the slices alone.
     - 'dense': the parameter itself. Its gradient is 0 outside the mask.
 
     Attributes:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
-      frozen: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
-        than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
+      frozen: tree like the parameters: entries outside the masks, `None` for zeros: the
+        arrays of `params`.
       graph: the graph of the model.
       layouts: (path, layout) of each masked parameter.
       densifies_one_at_a_time: whether each parameter is made dense only when the inputs of its
@@ -95,23 +88,30 @@ class Compact(StoredModel, Generic[Tree]):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
+    indices: PyTree
+    frozen: PyTree
+    graph: Graph
+    layouts: tuple[tuple[Path, FormatLayout], ...]
+    densifies_one_at_a_time: bool
+    start: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+
     @property
     def params(self) -> Tree:
         """The parameters to start from: kept values of masked parameters, and dense parameters.
 
         A compiled step that donates its arguments deletes these arrays.
         """
-        return self.read_start("params")
+        return self._read_start("params")
 
     @property
     def opt_state(self) -> PyTree:
         """The optimizer's state of `params`, `None` without `opt_state`."""
-        return self.read_start("opt_state")
+        return self._read_start("opt_state")
 
     @property
     def tx(self) -> optax.GradientTransformation | None:
         """The optimizer of `opt_state`, which has no wrapper; `None` without `tx`."""
-        return self.read_start("tx")
+        return self._read_start("tx")
 
     @property
     def update_error(self) -> float | None:
@@ -134,7 +134,26 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        return run_stored(self, params, *args)
+        return self.run(params, args)
+
+    def run(
+        self, params: Params, args: tuple[PyTree, ...], record: Record = lambda *_: None
+    ) -> PyTree:
+        """Runs the model as `apply` does; `record` is that of `Densifier`."""
+        arrays, rebuild = trees.split_arrays(params)
+        leaves = jax.tree.leaves(self._wrap(params), is_leaf=is_kept)
+        leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
+
+        def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | KeptArray) -> PyTree:
+            if not is_kept(leaf):
+                return struct
+            dense = sharding.resize_struct(struct, leaf.shape)
+            return dense.update(sharding=leaf.explicit_sharding or dense.sharding)
+
+        example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
+        graph = self.graph.retrace(example, *args)
+        densifier = Densifier(graph.tracker.is_data, self.densifies_one_at_a_time, record)
+        return graph.model.run(densifier, [*leaves, *trees.split_arrays(args)[0]])
 
     def move(
         self,
@@ -149,8 +168,8 @@ class Compact(StoredModel, Generic[Tree]):
 
         No shape changes. Entries that stay keep values and moments; grown ones start at 0 with the
         state of a new optimizer; counts stay. Masks are those of the wrapped updater for the same
-        parameters, gradients and count. If `loss` reads each slice once, one dense gradient exists
-        at a time.
+        parameters, gradients and count. The call holds the dense parameters, and a dense gradient
+        if there is a `loss`.
 
         A call within a compiled function becomes a part of the program. Another call is compiled
         once for the same `loss`: give batches as `jax.tree_util.Partial(loss, batch=batch)`.
@@ -161,8 +180,8 @@ class Compact(StoredModel, Generic[Tree]):
           params: parameters like `self.params`.
           opt_state: state of the optimizer of `params`.
           count: number of steps so far, for drop fractions and random numbers.
-          loss: `loss(apply, params)` returns a scalar, and gives `apply`, which is `Compact.apply`,
-            the parameters or a cast of them. RigL ranks its gradients; SET needs none.
+          loss: `loss(apply, params)` returns a scalar. `apply` is the model, and `params` are dense
+            parameters. RigL ranks its gradients; SET needs none.
           tx: the optimizer, for states in which new entries are not 0, as in adagrad.
 
         Returns:
@@ -187,21 +206,30 @@ class Compact(StoredModel, Generic[Tree]):
           >>> model.indices, params
           ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
         """
-        _check_move(pruner, count, loss, tx)
-        self._check_movable(params, opt_state)
-        positions = self.indices
-        # An updater that keeps the counts and never regrows weights leaves the masks as they are.
-        if pruner.regrows or pruner.keeps_count != "exact":
-            training = ModelInTraining(self, params, opt_state, count)
-            positions, params, opt_state = move_masks(training, pruner, loss, tx)
+        check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
+        check_function("loss", loss, "(apply, params)", optional=True)
+        if tx is not None:
+            check_optimizer("tx", tx)
+        dtype = getattr(count, "dtype", type(count))
+        is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
+        if not is_integer or (not is_traced(count) and count < 0):
+            raise ValueError(f"count must be a number of steps, got count = {count!r}.")
+        if self._outside == "frozen":
+            raise ValueError(
+                "A compact model with outside = 'frozen' has values outside its masks, which "
+                "cannot move. Give compact outside='zero'."
+            )
+        self._wrap(params)
+        map_moments(lambda _, leaf: leaf, self.stored_tree, opt_state)
+        positions, params, opt_state = move_masks(self, pruner, params, opt_state, count, loss, tx)
         start = {**self.start, "params": params, "opt_state": opt_state}
         return dataclasses.replace(self, indices=positions, start=start), params, opt_state
 
     def dense(self, params: Params) -> Tree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
-            lambda leaf: leaf.densify_bits() if is_kept(leaf) else leaf,
-            wrap_values(self, params),
+            lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
+            self._wrap(params),
             is_leaf=is_kept,
         )
 
@@ -214,18 +242,12 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: a leaf holds no moment for each kept value; the error names the parameter.
         """
-        return densify_state(self._stored_tree, opt_state)
+        return map_moments(StoredParameter.densify, self.stored_tree, opt_state)
 
     @property
     def masks(self) -> Masks:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
-        layouts = dict(self.layouts)
-
-        def mask(path: trees.KeyPath, positions: jax.Array) -> jax.Array:
-            layout = layouts[trees.path_names(path)]
-            return layout.wrap(jnp.ones(layout.kept_shape, jnp.uint8), positions).densify()
-
-        return trees.map_matched(mask, self.indices)
+        return jax.tree.map(lambda x: x.layout.make_mask(x.positions), self.stored_tree)
 
     @property
     def formats(self) -> dict[Path, str]:
@@ -238,19 +260,18 @@ class Compact(StoredModel, Generic[Tree]):
         """Measures the products of each masked parameter in each format, on this device.
 
         Formats of one parameter are measured in turn, forward and backward, at the sizes of the
-        inputs. Formats that are nearly as fast as the fastest one take up to five times as many
-        rounds. Products of equal shapes are measured once in a process for each `rounds`.
+        inputs.
 
         Args:
           params: parameters like `self.params`.
           *args: inputs of the model.
-          rounds: number of measurements of each product, at least.
+          rounds: number of measurements of each product.
 
         Returns:
           A dictionary from paths to formats to median seconds, of all possible formats: an argument
           of `report`.
         """
-        return measure(self._in_all_formats(self.dense(params)), args, rounds)
+        return table.measure(self._in_all_formats(self.dense(params)), args, rounds)
 
     def tune(
         self,
@@ -266,7 +287,7 @@ class Compact(StoredModel, Generic[Tree]):
         Args:
           params: parameters like `self.params`.
           *args: inputs of the model.
-          rounds: number of measurements of each product, at least.
+          rounds: number of measurements of each product.
           opt_state: the optimizer's state of `params`; `None`: `self.opt_state`; `()`: no state.
 
         Returns:
@@ -275,22 +296,25 @@ class Compact(StoredModel, Generic[Tree]):
         Raises:
           ValueError: `opt_state` is missing, and `self.opt_state` belongs to other parameters.
         """
-        dense = self.dense(params)
-        state = self._read_state(params, opt_state)
-        check_kept_state(self._stored_tree, state)
+        dense, state = self.dense(params), opt_state
+        if state is None and self.opt_state is not None:
+            if params is not self.params:
+                raise ValueError("opt_state is None, and params are not model.params: give both.")
+            state = self.opt_state
+        state = None if state is None else self.dense_state(state)
         models = self._in_all_formats(dense)
         nbytes = {
             (path, name): sum(stored)
             for name, model in models.items()
-            for path, stored in count_bytes(model).items()
+            for path, stored in table.count_bytes(model).items()
         }
-        chosen = choose(measure(models, args, rounds), nbytes)
-        state = None if state is None else self.dense_state(state)
-        outside = self._outside
-        tuned = compact(self.graph, dense, self.masks, state, outside=outside, formats=chosen)
+        formats = table.choose(table.measure(models, args, rounds), nbytes)
+        tuned = compact(
+            self.graph, dense, self.masks, state, outside=self._outside, formats=formats
+        )
         return dataclasses.replace(tuned, start={**tuned.start, "tx": self.start.get("tx")})
 
-    def report(self, seconds: Mapping[Path, Mapping[str, float]] | None = None) -> str:
+    def report(self, seconds: table.Seconds | None = None) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
 
         Lines below name operations that make a parameter dense outside of products.
@@ -301,7 +325,7 @@ class Compact(StoredModel, Generic[Tree]):
         Returns:
           Text of several lines.
         """
-        return show_rows(make_rows(self), seconds)
+        return table.make_report(self, seconds)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact with frozen entries in dark.
@@ -312,75 +336,70 @@ class Compact(StoredModel, Generic[Tree]):
         Returns:
           The matplotlib axes.
         """
-        return plot(make_rows(self), ax)
-
-    def _read_state(self, params: Params, opt_state: optax.OptState | None) -> PyTree:
-        """Returns the optimizer's state of parameters: an argument, or the state of the model."""
-        if opt_state is not None or self.opt_state is None:
-            return opt_state
-        starts = trees.leaves_by_path(self.params)
-        for path, leaf in trees.leaves_by_path(params).items():
-            if leaf is not starts.get(path):
-                raise ValueError(
-                    "opt_state = None means model.opt_state, the state of model.params, and "
-                    f"{trees.path_string(path)!r} is another array. Give opt_state, the state of "
-                    "params."
-                )
-        return self.opt_state
-
-    def _check_movable(self, params: Params, opt_state: optax.OptState) -> None:
-        """Raises a ValueError unless parameters and their optimizer's state can move."""
-        if self._outside == "frozen":
-            raise ValueError(
-                "A compact model with outside = 'frozen' has values outside its masks, which "
-                "cannot move. Give compact outside='zero'."
-            )
-        wrap_values(self, params)
-        check_kept_state(self._stored_tree, opt_state)
+        return table.plot(self, ax)
 
     @property
-    def _stored_tree(self) -> StoredTree:
+    def stored_tree(self) -> StoredTree:
+        """Tree like the parameters of `StoredParameter`, `None` for dense parameters."""
         layouts = dict(self.layouts)
+        return trees.map_matched(
+            lambda path, positions: StoredParameter(
+                trees.path_string(path), layouts[trees.path_names(path)], positions
+            ),
+            self.indices,
+        )
 
-        def describe(path: trees.KeyPath, positions: jax.Array) -> StoredParameter:
-            name, layout = trees.path_string(path), layouts[trees.path_names(path)]
-            return StoredParameter(name, layout, positions)
+    def _read_start(self, name: str) -> PyTree:
+        """Returns an entry of `start`; raises an AttributeError if jax made the model."""
+        if name in self.start:
+            return self.start[name]
+        raise AttributeError(
+            f"This Compact has no {name}: jax made it from its leaves, in a function such as "
+            "jit, grad or jax.tree.map, and they are positions and frozen entries only. Keep "
+            "parameters and the optimizer's state beside the model, as arguments and results."
+        )
 
-        return trees.map_matched(describe, self.indices)
+    def _wrap(self, params: Params) -> PyTree:
+        """Returns the parameters with `KeptArray` for masked ones.
+
+        Raises:
+          ValueError: a parameter is missing, or has another shape than its kept values; or a dense
+            parameter has another shape than in the graph.
+        """
+        shapes = {parameter.path: parameter.shape for parameter in self.graph.parameters}
+
+        def wrap(
+            path: trees.KeyPath, leaf: PyTree, stored: StoredParameter | None, frozen: PyTree
+        ) -> PyTree:
+            shape = stored.layout.kept_shape if stored else shapes.get(trees.path_names(path))
+            if shape is not None and jnp.shape(leaf) != shape:
+                name = trees.path_string(path)
+                what = f"kept values of {name!r} have" if stored else f"parameter {name!r} has"
+                raise ValueError(
+                    f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
+                    "model.params."
+                )
+            if stored is None:
+                return leaf
+            return stored.layout.wrap(leaf, stored.positions, frozen, stored.name)
+
+        role = "positions of kept values"
+        return trees.map_matched(wrap, params, self.stored_tree, self.frozen, others_role=role)
 
     @property
     def _outside(self) -> Outside:
         """The argument of `compact`, which layouts store."""
-        is_frozen = any(layout.frozen_dtype is not None for _, layout in self.layouts)
-        return "frozen" if is_frozen else "zero"
+        return "frozen" if any(layout.is_frozen for _, layout in self.layouts) else "zero"
 
     def _in_all_formats(self, dense: Tree) -> dict[str, Compact[Tree]]:
         """Returns the model in each format, where parameters can have the format."""
-        if quantized := [path for path, each in self.layouts if each.is_quantized]:
-            raise ValueError(
-                f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
-                "floating parameters only. Give formats."
-            )
         masks, outside = self.masks, self._outside
-        arrays = read_masks_by_path(self.graph, masks)
-        masked = describe_masked(self.graph, dense, arrays, outside == "frozen").items()
+        masked = _describe_masked(self.graph, dense, masks, outside == "frozen").items()
         models = {}
         for name, layout in FORMAT_LAYOUTS.items():
-            formats = {path: name if layout.make(x) else ANY_MASK for path, x in masked}
+            formats = {path: name if layout.make(x) else "values" for path, x in masked}
             models[name] = compact(self.graph, dense, masks, outside=outside, formats=formats)
         return models
-
-
-def _check_move(pruner: object, count: chex.Numeric, loss: object, tx: object) -> None:
-    """Raises a ValueError that names an argument of `Compact.move` of another type."""
-    check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
-    check_function("loss", loss, "(apply, params)", optional=True)
-    if tx is not None:
-        check_optimizer("tx", tx)
-    dtype = getattr(count, "dtype", type(count))
-    is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
-    if not is_integer or (not is_traced(count) and count < 0):
-        raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
 # `register_dataclass` of jax 0.8 fails for a field such as `start`, which is no part of the pytree.
@@ -415,16 +434,14 @@ def compact(
       tx: the optimizer of `opt_state`; `model.tx` trains on, of a wrapped one the inner. Its
         program must prove that kept values train as masked parameters; without `tx` you vouch.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are.
-        Parameters may then be small integers or float8 that the model casts to a wider float: kept
-        values are float32, as the parameter is before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
-        and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
+        and all products allow it, else 'values'.
 
     Raises:
       ValueError: masks are traced or not of `params`, as the state; no proof is found for `tx`; a
-        format or a path is unknown; a parameter is not floating, or quantized and not cast; or a
-        mesh divides an axis that indexes no slices. Errors name the parameter.
+        format or a path is unknown; a masked parameter is not floating; or a mesh divides an axis
+        that indexes no slices. Errors name the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -442,26 +459,141 @@ def compact(
     check_masks_and_state(masks, opt_state, tx, may_hold_masks=False)
     if not isinstance(outside, str) or outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
-    check_params(graph, params)
     check_values("opt_state", opt_state, "Call compact outside of jit, scan and vmap.")
-    is_frozen = outside == "frozen"
-    by_path = read_masks_by_path(graph, masks, is_frozen)
-    masked = describe_masked(graph, params, by_path, is_frozen)
-    stored, stored_tree = build(graph, params, masked, read_formats(formats or {}, masked))
+    _check_params(graph, params)
+    masked = _describe_masked(graph, params, masks, outside == "frozen")
+    model = _build(graph, params, masked, _read_formats(formats, masked))
     opt_state = densify_kept_states(opt_state, params)
-    kept_state = gather_state(stored_tree, opt_state)
+    kept_state = gather_state(model.stored_tree, opt_state)
     if tx is not None:
-        check_entries(tx, params, stored.start["params"], opt_state, kept_state, by_path)
+        by_path = {path: parameter.mask for path, parameter in masked.items()}
+        check_entries(tx, params, model.params, opt_state, kept_state, by_path)
         tx = unwrap(tx)
-    return _start_with(stored, {**stored.start, "opt_state": kept_state, "tx": tx})
+    start = {**model.start, "opt_state": kept_state, "tx": tx}
+    return dataclasses.replace(model, start=start)
 
 
-def _start_with(stored: StoredModel, start: Mapping[str, PyTree]) -> Compact[PyTree]:
-    return Compact(
-        indices=stored.indices,
-        frozen=stored.frozen,
-        graph=stored.graph,
-        layouts=stored.layouts,
-        densifies_one_at_a_time=stored.densifies_one_at_a_time,
-        start=start,
-    )
+def _check_params(graph: Graph, params: Params) -> None:
+    """Raises a ValueError unless the leaves are arrays with the paths and shapes of the graph."""
+    graph.parameters.check_complete(params)
+    for key_path, parameter in graph.parameters.match(params, may_be_smaller=False).items():
+        if trees.path_names(key_path) != parameter.path:
+            raise ValueError(
+                f"The params have an array {trees.path_string(key_path)!r}, which is "
+                f"{parameter.name!r} in the graph. Give the tree that was traced."
+            )
+
+
+def _describe_masked(
+    graph: Graph, params: Params, masks: Masks, is_frozen: bool
+) -> dict[Path, MaskedParameter]:
+    """Returns the masked parameters by path.
+
+    Slices are layers of scans. Axes that index separate products, as experts do, follow if all
+    slices keep equally many entries.
+
+    Raises:
+      ValueError: a mask belongs to no parameter, has another shape or other entries than 0 and 1,
+        or its parameter is not floating.
+    """
+    scanned, leaves = graph.tracker.find_scanned_axes(), trees.leaves_by_names(params)
+    masked = {}
+    for parameter, array in graph.parameters.match_masks(masks):
+        path, mask = parameter.path, np.asarray(array)
+        if not trees.is_prunable(leaves[path]):
+            raise ValueError(
+                f"The masks have a leaf at {parameter.name!r}, whose dtype {leaves[path].dtype} is "
+                "not floating. Give it no mask: None."
+            )
+        check_mask(mask, parameter.name)
+        products = list(graph.tracker.find_products(path))
+        batch = set.intersection(*({*x.batch} for x in products)) if products else set()
+        stack = scanned.get(path, ())
+        slices = (*stack, *sorted(batch - {*stack}))
+        if len({*SliceLayout(mask.shape, slices).count_kept(mask).ravel().tolist()}) == 1:
+            stack = slices
+        # The axes over which all products sum, if they sum over the same ones, without groups.
+        inputs = products[0].contracting if products else ()
+        is_alike = all((x.contracting, x.groups) == (inputs, 1) for x in products)
+        has_outputs = len(inputs) + len(stack) < mask.ndim and not {*inputs} & {*stack}
+        inputs = inputs if is_alike and has_outputs else ()
+        masked[path] = MaskedParameter(mask, stack, inputs, is_frozen)
+    return masked
+
+
+def _read_formats(
+    formats: Mapping[Path, str] | Mapping[str, str] | None, masked: Mapping[Path, MaskedParameter]
+) -> dict[Path, str]:
+    """Returns formats by path; raises a ValueError for unknown paths and formats."""
+    check_kind("formats", formats, Mapping | None, "a dict {path: format}")
+    chosen = {}
+    for key, name in (formats or {}).items():
+        path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else key
+        if path not in masked:
+            raise ValueError(
+                f"formats has the path {key!r}, which has no mask. Masked are "
+                f"{trees.listed([trees.join_names(path) for path in masked])}."
+            )
+        if name not in (*FORMAT_LAYOUTS,):
+            raise ValueError(f"formats[{key!r}] must be one of {(*FORMAT_LAYOUTS,)}, got {name!r}.")
+        chosen[path] = name
+    return chosen
+
+
+def _build(
+    graph: Graph,
+    params: Tree,
+    masked: Mapping[Path, MaskedParameter],
+    formats: Mapping[Path, str],
+) -> Compact[Tree]:
+    """Returns the model of kept values, without a state.
+
+    Raises:
+      ValueError: a parameter cannot have the chosen format, or a mesh divides its values.
+    """
+    made = {path: _make_layout(path, x, formats.get(path)) for path, x in masked.items()}
+    layouts = {path: layout for path, (layout, _) in made.items()}
+
+    def place(path: trees.KeyPath, leaf: PyTree) -> jax.Array | None:
+        if (names := trees.path_names(path)) not in made:
+            return None
+        layout, positions = made[names]
+        return layout.place(positions, leaf, trees.path_string(path))
+
+    def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        layout = layouts.get(trees.path_names(path))
+        if layout is None or not layout.is_frozen:
+            return None
+        return leaf if layout.order == tuple(range(leaf.ndim)) else leaf.transpose(layout.order)
+
+    def gather(_: trees.KeyPath, leaf: PyTree, stored: StoredParameter | None) -> PyTree:
+        return leaf if stored is None else stored.gather(leaf)
+
+    indices, frozen = (trees.map_matched(fn, params) for fn in (place, freeze))
+    is_alone = jax.device_count() == 1
+    model: Compact[Tree] = Compact(indices, frozen, graph, tuple(layouts.items()), is_alone)
+    # A product may read a dense array, although the automatic format needs none.
+    automatic = [path for path, each in layouts.items() if each.multiplies and path not in formats]
+    readers = table.find_readers(model) if automatic else {}
+    if refused := [path for path in automatic if trees.join_names(path) in readers]:
+        return _build(graph, params, masked, {**formats, **dict.fromkeys(refused, "values")})
+    values = trees.map_matched(gather, params, model.stored_tree)
+    return dataclasses.replace(model, start={"params": values})
+
+
+def _make_layout(
+    path: Path, parameter: MaskedParameter, name: str | None
+) -> tuple[FormatLayout, np.ndarray]:
+    """Returns the layout of a parameter in a format, by default the best one, and positions."""
+    made: tuple[FormatLayout, np.ndarray] | None
+    if name is None:
+        made = Grouped.make_groups(parameter) or Values.make(parameter)
+    else:
+        made = FORMAT_LAYOUTS[name].make(parameter)
+    if made is None:
+        raise ValueError(
+            f"formats has {name!r} for {trees.join_names(path)!r} of shape "
+            f"{parameter.mask.shape}, but {FORMAT_LAYOUTS[str(name)].refusal}"
+        )
+    layout, positions = made
+    return dataclasses.replace(layout, is_frozen=parameter.is_frozen), positions

@@ -1,94 +1,194 @@
-"""A compact model as a table and as a picture."""
+"""A compact model as a table and as a picture, and the times of its formats."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from sparsity.compacting.formats import FORMAT_LAYOUTS
-from sparsity.compacting.formats.base import FormatLayout
-from sparsity.core import extras, trees
-from sparsity.core.checks import check_kind, check_number
+import jax
+import jax.numpy as jnp
+
+from sparsity.compacting.densifier import Densifier, MaybePending, densify_pending, kept_in
+from sparsity.compacting.formats import is_kept
+from sparsity.core import extras, sharding, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.pictures import draw_bars, pick_axes
-from sparsity.core.trees import Path
-from sparsity.graph import Parameter
+from sparsity.core.trees import Path, PyTree
+from sparsity.programs.products import PRODUCTS
+from sparsity.programs.program import Equation
+from sparsity.reports.times import time_in_turn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from sparsity.compacting.compact import Compact
 
-class StoredBytes(NamedTuple):
-    """Bytes of the values of a parameter, of their positions, and of frozen entries."""
+Seconds: TypeAlias = Mapping[Path, Mapping[str, float]]
 
-    values: int
-    positions: int = 0
-    frozen: int = 0
+_NOISE = 1.02  # seconds that count as equally fast
 
 
-class Row(NamedTuple):
-    """A row of the table: one parameter.
+class Read(NamedTuple):
+    """An equation that reads masked parameters.
 
     Attributes:
-      parameter: the parameter.
-      layout: layout of the kept values, `None` without a mask.
-      stored: bytes that are stored.
-      readers: operations other than products that read the parameter as a dense array.
+      equation: the equation.
+      inputs: its inputs, as shapes.
+      is_dense: whether the parameters are made dense.
     """
 
-    parameter: Parameter
-    layout: FormatLayout | None
-    stored: StoredBytes
-    readers: Sequence[str]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter when dense."""
-        return self.parameter.size * self.parameter.dtype.itemsize
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of kept values and of padding, bytes when dense, and `stored`."""
-        layout, size = self.layout, self.parameter.size
-        kept, padding = (layout.num_kept, layout.padding) if layout else (size, 0)
-        return kept, padding, self.nbytes, *self.stored
+    equation: Equation
+    inputs: list[MaybePending]
+    is_dense: bool
 
 
-def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]] | None) -> str:
+def list_reads(model: Compact[PyTree], args: tuple[PyTree, ...]) -> list[Read]:
+    """Returns the equations that read masked parameters, for inputs or their shapes."""
+    reads, layouts = list[Read](), dict(model.layouts)
+
+    def record(equation: Equation, inputs: Sequence[MaybePending], is_dense: bool) -> None:
+        shapes = jax.tree.map(sharding.abstract, list(inputs))
+        reads.append(Read(equation, shapes, is_dense))
+
+    def describe(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        layout = layouts.get(trees.path_names(path))
+        return leaf if layout is None else sharding.resize_struct(leaf, layout.kept_shape)
+
+    params = trees.map_matched(describe, model.graph.model.example[0])
+    arrays, rebuild = trees.split_arrays(sharding.abstract((params, args)))
+
+    def run(arrays: list[jax.Array]) -> PyTree:
+        params, args = rebuild(arrays)
+        return model.run(params, args, record)
+
+    jax.eval_shape(run, arrays)
+    return reads
+
+
+def find_readers(model: Compact[PyTree]) -> dict[str, set[str]]:
+    """Returns {name: operations that need a dense array, other than products of values}."""
+    readers: dict[str, set[str]] = {}
+    for equation, inputs, is_dense in list_reads(model, model.graph.model.example[1]):
+        for kept in kept_in(inputs) if is_dense else ():
+            if equation.name not in PRODUCTS or kept.layout.multiplies:
+                where = f"{equation.name} {equation.source}".strip()
+                readers.setdefault(kept.name, set()).add(where)
+    return readers
+
+
+def count_bytes(model: Compact[PyTree]) -> dict[Path, list[int]]:
+    """Returns the bytes of the values, positions and frozen entries of each parameter."""
+    layouts, nbytes = dict(model.layouts), {}
+    positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
+    for parameter in model.graph.parameters:
+        path = parameter.path
+        shape = layouts[path].kept_shape if path in layouts else parameter.shape
+        stored = [tree[path].nbytes if path in tree else 0 for tree in (positions, frozen)]
+        nbytes[path] = [math.prod(shape) * parameter.dtype.itemsize, *stored]
+    return nbytes
+
+
+def make_report(model: Compact[PyTree], seconds: Seconds | None) -> str:
     """Returns `Compact.report`."""
     check_kind("seconds", seconds, Mapping | None, "the result of measure, or None")
-    seconds = seconds or {}
-    for path, times in seconds.items():
-        check_kind(f"seconds[{path!r}]", times, Mapping, "a dict {format: seconds}")
-        for name, time in times.items():
-            check_number(f"seconds[{path!r}][{name!r}]", time)
-    measured_formats = {name for times in seconds.values() for name in times}
-    columns = [name for name in FORMAT_LAYOUTS if name in measured_formats]
-    texts = "parameter", "shape", "format"
+    seconds, nbytes, layouts = seconds or {}, count_bytes(model), dict(model.layouts)
+    columns = list(dict.fromkeys(name for times in seconds.values() for name in times))
     numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
-    if not any(row.stored.frozen for row in rows):
+    if not any(frozen for *_, frozen in nbytes.values()):
         numbers.pop()
-    table = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
-    counts = [row.numbers[: len(numbers)] for row in rows]
-    for row, count in zip(rows, counts, strict=True):
-        format_name = row.layout.format if row.layout else "no mask"
-        about = row.parameter.name, trees.shape_text(row.parameter.shape), format_name
-        measured = seconds.get(row.parameter.path, {})
+    times = [f"ms {name}" for name in columns]
+    table = extras.make_table(("parameter", "shape", "format"), [*numbers, *times])
+    totals = [0] * len(numbers)
+    for parameter in model.graph.parameters:
+        path, layout = parameter.path, layouts.get(parameter.path)
+        kept = (layout.num_kept, layout.padding) if layout else (parameter.size, 0)
+        counts = [*kept, parameter.size * parameter.dtype.itemsize, *nbytes[path]][: len(numbers)]
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        about = trees.shape_text(parameter.shape), layout.format if layout else "no mask"
+        measured = seconds.get(path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
-        table.add_row(*about, *map("{:,}".format, count), *shown)
-    totals = [sum(column) for column in zip(*counts, strict=True)]
+        table.add_row(parameter.name, *about, *map("{:,}".format, counts), *shown)
     table.add_section()
     table.add_row("all", "", "", *map("{:,}".format, totals), *[""] * len(columns))
     notes = [f"Columns {', '.join(numbers[2:-1])} and {numbers[-1]} are bytes."]
-    notes += [
-        f"{row.parameter.name} is made dense by {reader}." for row in rows for reader in row.readers
-    ]
+    for name, operations in find_readers(model).items():
+        notes += [f"{name} is made dense by {operation}." for operation in sorted(operations)]
     return "\n".join([extras.as_text(table), *notes])
 
 
-def plot(rows: Sequence[Row], ax: Axes | None) -> Axes:
+def plot(model: Compact[PyTree], ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
-    shown = [row for row in rows if row.layout or len(row.parameter.shape) > 1]
-    ax = pick_axes(ax, len(shown))
-    names, before = [row.parameter.name for row in shown], [row.nbytes for row in shown]
-    draw_bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
+    layouts, nbytes = dict(model.layouts), count_bytes(model)
+    shown = [x for x in model.graph.parameters if x.path in layouts or len(x.shape) > 1]
+    ax, before = pick_axes(ax, len(shown)), [x.size * x.dtype.itemsize for x in shown]
+    names, after = [x.name for x in shown], [sum(nbytes[x.path]) for x in shown]
+    draw_bars(ax, "bytes", names, before, after, sum(before))
     return ax
+
+
+def measure(
+    models: Mapping[str, Compact[PyTree]], args: tuple[PyTree, ...], rounds: int
+) -> dict[Path, dict[str, float]]:
+    """Returns the median seconds of the products of each parameter, forward and backward.
+
+    Args:
+      models: the model in each format, for parameters that can have the format.
+      args: inputs of the model.
+      rounds: number of measurements of each product.
+    """
+    runs: dict[Path, dict[str, Callable[[], object]]] = {}
+    for name, model in models.items():
+        reads = list_reads(model, args)
+        for path, layout in model.layouts:
+            names = [{kept.name for kept in kept_in(read.inputs)} for read in reads]
+            pairs = zip(reads, names, strict=True)
+            each = [read for read, names in pairs if trees.join_names(path) in names]
+            if layout.format == name and each:
+                runs.setdefault(path, {})[name] = _make_run(each, model)
+    seconds = {path: time_in_turn(*each.values(), rounds=rounds) for path, each in runs.items()}
+    return {path: dict(zip(runs[path], each, strict=True)) for path, each in seconds.items()}
+
+
+def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Path, str]:
+    """Returns for each parameter the smallest of the fastest formats."""
+    chosen = {}
+    for path, by_format in seconds.items():
+        fast = [x for x, time in by_format.items() if time <= _NOISE * min(by_format.values())]
+        chosen[path] = min(fast, key=lambda name: nbytes[path, name])
+    return chosen
+
+
+def _make_run(reads: list[Read], model: Compact[PyTree]) -> Callable[[], object]:
+    """Returns a function that runs products forward and backward, on ones."""
+    positions = {trees.join_names(x): at for x, at in trees.leaves_by_names(model.indices).items()}
+    interpreter = Densifier(lambda _: True, model.densifies_one_at_a_time)
+
+    def fill(leaf: PyTree) -> PyTree:
+        if not is_kept(leaf):
+            return jnp.full(leaf.shape, trees.is_prunable(leaf), leaf.dtype)
+        at, shape = positions[leaf.name], leaf.positions.shape
+        while at.ndim > len(shape):  # a product within a scan gets the first layer
+            at = at[0]
+        ones = jnp.ones(leaf.values.shape, leaf.values.dtype)
+        at = at[tuple(map(slice, shape))]
+        return dataclasses.replace(leaf, values=ones, positions=at, frozen=None)
+
+    inputs = [jax.tree.map(fill, read.inputs, is_leaf=is_kept) for read in reads]
+    arrays, structure = jax.tree.flatten(inputs)
+    floats = [array if trees.is_prunable(array) else None for array in arrays]
+
+    def loss(floats: list[jax.Array | None], arrays: list[jax.Array]) -> jax.Array:
+        pairs = zip(floats, arrays, strict=True)
+        inputs = jax.tree.unflatten(structure, [y if x is None else x for x, y in pairs])
+        outputs = [
+            output
+            for read, each in zip(reads, inputs, strict=True)
+            for output in interpreter.bind(read.equation, each)
+        ]
+        dense = [densify_pending(y) for y in outputs if trees.is_prunable(y) or is_kept(y)]
+        return sum((jnp.sum(jnp.abs(y) ** 2, dtype=jnp.float32) for y in dense), jnp.zeros(()))
+
+    return functools.partial(jax.jit(jax.grad(loss)), floats, arrays)

@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
-from sparsity.compacting import tune
+from sparsity.compacting import table
 from tests import helpers
 from tests.compacting.models import masked
 
@@ -57,7 +57,7 @@ def test_a_model_that_jax_made_from_its_leaves_works_with_parameters_beside_it(m
     np.testing.assert_array_equal(mapped.apply(values, X), model.apply(values, X))
     np.testing.assert_array_equal(mapped.dense(values)["up"], model.dense(values)["up"])
     assert mapped.report() == model.report()
-    monkeypatch.setattr(tune, "time_until_clear", lambda runs, rounds: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(table, "time_in_turn", lambda *runs, rounds: [1.0] * len(runs))
     with pytest.raises(AttributeError, match="no opt_state"):
         mapped.tune(values, X)
     assert mapped.tune(values, X, opt_state=state).opt_state[0].trace["up"].shape == (4,)
@@ -179,10 +179,7 @@ def test_an_updater_prunes_and_the_result_is_compact():
         ({"outside": np.zeros(2)}, "outside must be 'zero' or 'frozen'"),
         ({"formats": {"up": "csr"}}, "formats.'up'. must be one of .*'csr'"),
         ({"formats": {"up": ["values"]}}, "formats.'up'. must be one of .*'values'"),
-        (
-            {"formats": {("up", 0): "values"}},
-            "a part of the path .'up', 0. of formats must be text",
-        ),
+        ({"formats": {("up", 0): "values"}}, "path .'up', 0., which has no mask"),
         ({"formats": {"down": "values"}}, "'down', which has no mask. Masked are 'up'"),
         ({"opt_state": optax.sgd(0.1)}, "opt_state is an optimizer"),
         ({"tx": optax.sgd(0.1)}, "give opt_state"),
@@ -197,7 +194,10 @@ def test_an_updater_prunes_and_the_result_is_compact():
         ),
         ({"masks": sparsity.SparseState({"up": 1})}, "got the state of an optimizer"),
         ({"params": {"up": jnp.ones(4), "down": PARAMS["down"]}}, "shape .4,. at 'up'"),
-        ({"params": {**PARAMS, "up": jnp.ones((3, 4), int)}}, "'up' is int32, and the graph was"),
+        (
+            {"params": {**PARAMS, "up": jnp.ones((3, 4), int)}},
+            "'up', whose dtype int32 is not floating",
+        ),
         ({"opt_state": jax.eval_shape(lambda: PARAMS)}, "opt_state.'down'. has no values yet"),
     ],
 )
@@ -211,19 +211,12 @@ def test_parameters_of_another_tree_or_of_a_smaller_model_are_refused():
         return jnp.tanh(x @ params["layer"]["up"]) @ params["layer"]["down"]
 
     graph = trace(fn, {"layer": PARAMS}, X)
-    with pytest.raises(ValueError, match=r"an array 'down' of shape .4, 2., with which the graph"):
+    with pytest.raises(ValueError, match=r"an array 'down', which is 'layer/down' in the graph"):
         compact(graph, PARAMS, MASKS)
     smaller = {"up": PARAMS["up"][:, :2], "down": PARAMS["down"][:2]}
     for masks in (MASKS, {}):
-        with pytest.raises(
-            ValueError, match=r"an array '(up|down)' of shape .\d, 2., with which the graph"
-        ):
+        with pytest.raises(ValueError, match=r"shape .\d, 2. at '(up|down)', the graph was"):
             compact(GRAPH, smaller, masks)
-
-
-def test_traced_parameters_are_refused_by_name():
-    with pytest.raises(ValueError, match="The parameter 'down' is traced and has no values yet"):
-        jax.eval_shape(lambda params: compact(GRAPH, params, MASKS).params, PARAMS)
 
 
 def test_a_matrix_without_inputs_keeps_nothing():
@@ -280,13 +273,8 @@ def test_arguments_of_move_are_named(arguments, message):
 
 
 def test_times_of_a_report_are_those_of_measure():
-    model = compact(GRAPH, PARAMS, MASKS)
     with pytest.raises(ValueError, match=r"seconds must be the result of measure, or None, got"):
-        model.report([0.1])
-    with pytest.raises(ValueError, match=r"seconds..'up',.. must be a dict {format: seconds}"):
-        model.report({("up",): 0.1})
-    with pytest.raises(ValueError, match=r"seconds..'up',...'values'. must be a finite number"):
-        model.report({("up",): {"values": "fast"}})
+        compact(GRAPH, PARAMS, MASKS).report([0.1])
 
 
 def test_tune_carries_no_state_of_earlier_parameters():
@@ -296,7 +284,7 @@ def test_tune_carries_no_state_of_earlier_parameters():
     for _ in range(3):
         updates, state = tx.update(values, state)
         values = optax.apply_updates(values, updates)
-    with pytest.raises(ValueError, match=r"opt_state = None .* 'down' is .* Give opt_state"):
+    with pytest.raises(ValueError, match=r"opt_state is None, and params are not"):
         model.tune(values, X, rounds=1)
     assert model.tune(values, X, rounds=1, opt_state=state).opt_state[0].count == 3
     assert model.tune(model.params, X, rounds=1).opt_state[0].count == 0
@@ -305,7 +293,7 @@ def test_tune_carries_no_state_of_earlier_parameters():
 
 
 def test_tune_refuses_the_state_of_other_parameters_before_it_measures(monkeypatch):
-    monkeypatch.setattr(tune, "time_until_clear", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(table, "time_in_turn", lambda *_, **__: pytest.fail("measured"))
     model = compact(GRAPH, PARAMS, MASKS)
     with pytest.raises(ValueError, match=r"opt_state has a leaf of shape .3, 4. for 'up'"):
         model.tune(model.params, X, rounds=7, opt_state=optax.adam(0.1).init(PARAMS))
@@ -344,7 +332,7 @@ def test_a_state_without_a_leaf_of_the_parameters_is_refused(state, message):
     ],
 )
 def test_a_state_of_a_part_of_the_parameters_or_of_none_passes(tx, monkeypatch):
-    monkeypatch.setattr(tune, "time_until_clear", lambda runs, rounds: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(table, "time_in_turn", lambda *runs, rounds: [1.0] * len(runs))
     model, state = compact(GRAPH, PARAMS, MASKS, tx.init(PARAMS)), tx.init(PARAMS)
     expected = jax.tree.structure(state)
     assert jax.tree.structure(model.dense_state(model.opt_state)) == expected
@@ -353,7 +341,7 @@ def test_a_state_of_a_part_of_the_parameters_or_of_none_passes(tx, monkeypatch):
 
 
 def test_the_state_of_other_parameters_is_refused():
-    with pytest.raises(ValueError, match=r"shape .3, 4. of 'up'"):
+    with pytest.raises(ValueError, match=r"No leaf of opt_state .* shape .3, 4."):
         compact(GRAPH, PARAMS, MASKS, optax.adam(0.1).init([PARAMS["up"], PARAMS["down"]]))
 
 

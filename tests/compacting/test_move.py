@@ -10,7 +10,6 @@ import pytest
 
 import sparsity
 from sparsity import FanIn, NByM, Unstructured, compact, trace
-from sparsity.compacting.moving.gradients import differentiate_directly, read_positions
 from tests.helpers import checking_leaks
 
 ADAM = optax.adam(0.01)
@@ -249,16 +248,6 @@ def test_a_loss_may_cast_the_kept_values():
     assert_equal(moved.dense(values), kept)
 
 
-@pytest.mark.slow
-def test_gradients_that_are_zeros_in_the_program_are_left_out_and_other_constants_stay():
-    values = {("a",): jnp.arange(3.0), ("b",): jnp.ones(2), ("c",): jnp.float32(2)}
-    gradients = differentiate_directly(lambda x: x["a",].sum() + 5 * x["c",], values)
-    assert {path: x.tolist() for path, x in gradients.items()} == {("a",): [1, 1, 1], ("c",): 5}
-    gradients = differentiate_directly(lambda x: (x["a",] ** 2).sum(), values)
-    assert {path: x.tolist() for path, x in gradients.items()} == {("a",): [0, 2, 4]}
-    assert differentiate_directly(lambda x: jnp.float32(1), values) == {}
-
-
 @pytest.mark.parametrize("maps_params", [True, False])
 def test_models_move_in_parallel_under_vmap(maps_params):
     pruner = make_pruner(sparsity.RigL)
@@ -308,51 +297,38 @@ def test_later_moves_and_steps_compile_nothing(caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "pattern", "is_scanned"),
-    [
-        (sparsity.RigL, Unstructured(), True),
-        (sparsity.RigL, FanIn(16), True),
-        (SRIGL, Unstructured(), True),
-        (sparsity.SET, Unstructured(), False),
-        (sparsity.RigL, FanIn(16), False),
-        (SRIGL, Unstructured(), False),
-    ],
-)
-def test_a_move_holds_some_dense_layers_above_a_step(kind, pattern, is_scanned):
-    layers, width = 8 if is_scanned else 2, 512
-    w = jax.random.normal(jax.random.key(0), (layers, width, width)) / 23
-    params = {"w": w} if is_scanned else {str(i): x for i, x in enumerate(w)}
+@pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL, SRIGL])
+def test_a_move_needs_less_memory_than_a_masked_step_that_moves(kind):
+    layers, width = 8, 256
+    params = {"w": jax.random.normal(jax.random.key(0), (layers, width, width)) / 16}
 
     def fn(params, x):
-        if is_scanned:
-            return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0]
-        return functools.reduce(lambda h, w: jnp.tanh(h @ w), params.values(), x)
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0]
 
     x = jnp.ones((64, width))
-    pruner = make_pruner(kind, pattern, sparsity_distribution_fn=sparsity.Uniform(0.9))
-    masks = pruner.wrap_optax(ADAM).init(params).masks
-    model = compact(trace(fn, params, x), params, masks)
+    pruner = make_pruner(kind, sparsity_distribution_fn=sparsity.Uniform(0.9))
+    wrapped = pruner.wrap_optax(ADAM)
+    state = wrapped.init(params)
+    model = compact(trace(fn, params, x), params, state.masks)
 
     def loss(apply, params):
         return jnp.sum(jnp.square(apply(params, x)))
 
-    def step(model, values, state):
-        grads = jax.grad(functools.partial(loss, model.apply))(values)
-        updates, state = ADAM.update(grads, state, values)
-        return optax.apply_updates(values, updates), state
+    def step(params, state):
+        updates, state = wrapped.update(jax.grad(loss, 1)(fn, params), state, params)
+        return optax.apply_updates(params, updates), state
 
     def move(model, values, state):
         return model.move(pruner, values, state, 0, None if kind is sparsity.SET else loss)
 
-    arguments = model, model.params, ADAM.init(model.params)
-    compiled = [
-        jax.jit(f, donate_argnums=donated).lower(*arguments).compile().memory_analysis()
-        for f, donated in ((step, (1, 2)), (move, (0, 1, 2)))
-    ]
-    used = [each.argument_size_in_bytes + each.temp_size_in_bytes for each in compiled]
-    most = 7 if kind is SRIGL else 3
-    assert used[1] - used[0] <= most * 4 * width * width
+    def count_bytes(fn, *arguments):
+        donated = tuple(range(len(arguments)))
+        compiled = jax.jit(fn, donate_argnums=donated).lower(*arguments).compile()
+        memory = compiled.memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    moved = count_bytes(move, model, model.params, ADAM.init(model.params))
+    assert moved < count_bytes(step, params, state)
 
 
 def test_stacks_whose_layers_keep_different_numbers_stay_padded():
@@ -408,7 +384,7 @@ def test_tune_after_a_donated_step_needs_the_state_of_that_step():
     step = jax.jit(ADAM.update, donate_argnums=(0, 1))
     values, state = step(values, state)
     x = make_inputs()[0]
-    with pytest.raises(ValueError, match=r"opt_state = None .* 'b' is another array"):
+    with pytest.raises(ValueError, match=r"opt_state is None, and params are not"):
         model.tune(values, x, rounds=1)
     tuned = model.tune(values, x, rounds=1, opt_state=state)
     assert_equal(tuned.dense(tuned.params), model.dense(values))
@@ -479,12 +455,6 @@ def test_a_subclass_that_ranks_complete_parameters_gets_them():
     assert_equal(moved.masks, state.masks)
 
 
-def test_positions_beyond_the_exact_range_of_float32_come_back():
-    positions = np.array([0, 2**16, 2**24 + 1, 2**31 - 1])
-    digits = jnp.stack([positions % 2**16, positions // 2**16], -1).astype(jnp.float32)
-    assert read_positions(digits, jnp.int32).tolist() == positions.tolist()
-
-
 @pytest.mark.parametrize("algorithm", [sparsity.SET, sparsity.RigL])
 def test_masks_that_keep_nothing_stay_empty(algorithm):
     params, masks = {"w": jnp.ones((6, 4))}, {"w": np.zeros((6, 4), np.uint8)}
@@ -502,12 +472,6 @@ class All(sparsity.Layerwise):
 
     def move(self, leaves, drop_fraction):
         return [jnp.ones_like(leaf.mask) for leaf in leaves]
-
-
-class Shared(All):
-    """A scope that keeps numbers, and gives parameters one mask by their scores together."""
-
-    keeps_targets = True
 
 
 class Delegating:
@@ -550,7 +514,6 @@ class Rows(sparsity.SparsityType):
         (make_pruner(sparsity.RigL), {}, "grads = None: pass them."),
         (make_pruner(sparsity.GlobalRigL, batch_axes=0), {}, r"scope = Global\("),
         (make_pruner(sparsity.SET, scope=All()), {}, r"All\(\) parameters may trade entries"),
-        (make_pruner(sparsity.SET, scope=Shared()), {}, r"Shared\(\) .*`per_slice = True`"),
         (make_pruner(sparsity.SET, batch_axes=0), {}, r"'layers' .*batch_axes = 0.*batch_axes=1"),
         (make_pruner(sparsity.MagnitudePruning), {}, "MagnitudePruning may keep another number"),
         (make_pruner(sparsity.SET, Rows()), {}, "another number of entries"),

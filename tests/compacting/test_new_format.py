@@ -8,8 +8,8 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
-from sparsity.compacting.formats import FORMAT_LAYOUTS
-from sparsity.compacting.formats.base import FormatLayout
+from sparsity.compacting.compact import FORMAT_LAYOUTS
+from sparsity.compacting.formats import FormatLayout
 from sparsity.masks.slice_layout import SliceLayout
 
 
@@ -27,8 +27,8 @@ class Backwards(FormatLayout):
             return None
         return cls(shape, stack, slice_kept_shape=positions.shape[-1:]), positions
 
-    def gather(self, array, positions):
-        return super().gather(flip(array, self.stack), positions)
+    def take(self, array, positions):
+        return super().take(flip(jnp.asarray(array), self.stack), positions)
 
     def scatter_slice(self, values, positions, flat):
         return flat[::-1].at[positions].set(values)[::-1]
@@ -38,7 +38,7 @@ class Backwards(FormatLayout):
 
 
 def flip(array, stack):
-    return np.flip(array, [axis for axis in range(array.ndim) if axis not in stack])
+    return array[tuple(slice(None, None, 1 if i in stack else -1) for i in range(array.ndim))]
 
 
 def fn(params, x):

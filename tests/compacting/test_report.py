@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from sparsity import compact, trace
-from sparsity.compacting.formats import find_groups as grouping
-from sparsity.compacting.formats.base import MaskedParameter
-from sparsity.compacting.formats.values import Values
-from sparsity.compacting.tune import choose
+from sparsity.compacting import grouped as grouping
+from sparsity.compacting.formats import MaskedParameter, Values
+from sparsity.compacting.table import choose
 
 W = jnp.arange(1.0, 33.0).reshape(4, 8)
 MASK = np.repeat(np.array([[1], [0], [1], [1]], np.uint8), 8, axis=1)
@@ -33,11 +32,11 @@ def test_a_report_counts_values_positions_and_frozen_entries_and_adds_them_up():
     ]
     assert report.splitlines()[-1] == "Columns dense, values and positions are bytes."
     frozen = compact(graph, params, {"b": None, "w": MASK}, outside="frozen")
-    report = frozen.report({("w",): {"slices": 0.0012345, "values": 2.0}})
+    report = frozen.report({("w",): {"values": 2.0, "dense": 0.0012345}})
     assert rows(report)[-4:-1] == [
         ["b", "8", "no", "mask", "8", "0", "32", "32", "0", "0"],
-        ["w", "4x8", "slices", "24", "0", "128", "96", "6", "128", "2e+03", "1.23"],
-        ["all", "32", "0", "160", "128", "6", "128"],
+        ["w", "4x8", "values", "24", "0", "128", "96", "96", "128", "2e+03", "1.23"],
+        ["all", "32", "0", "160", "128", "96", "128"],
     ]
     assert report.splitlines()[-1] == "Columns dense, values, positions and frozen are bytes."
 
@@ -55,20 +54,13 @@ def test_a_report_names_what_makes_a_parameter_dense_outside_of_products():
     assert note.startswith("params is made dense by mul ")
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
-        lambda w: 2 * w,
-        lambda w: jax.lax.mul(jnp.float32(2), w),
-        lambda w: w * 2,
-        lambda w: w / 2,
-        lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
-    ],
-)
-def test_products_of_groups_take_casts_and_positive_multiples(scale):
-    model = compact(trace(lambda w, x: x @ scale(w), W, X), W, MASK, formats={(): "grouped"})
+def test_products_of_groups_take_casts():
+    def fn(w, x):
+        return x @ w.astype(jnp.bfloat16).astype(jnp.float32)
+
+    model = compact(trace(fn, W, X), W, MASK, formats={(): "grouped"})
     assert "is made dense" not in model.report()
-    np.testing.assert_array_equal(model.apply(model.params, X), X @ scale(W * MASK))
+    np.testing.assert_array_equal(model.apply(model.params, X), fn(W * MASK, X))
 
 
 def test_the_smallest_of_the_formats_within_a_fiftieth_of_the_fastest_is_chosen():
@@ -92,21 +84,6 @@ def test_positions_of_groups_and_their_padding_fit_their_integers(inputs, dtype)
     _, indices = grouping.find_groups(mask)
     assert indices.dtype == dtype
     assert indices.tolist() == [[inputs - 2, inputs - 1], [inputs - 1, inputs]]
-
-
-def test_layers_keep_whole_slices_if_at_most_half_of_what_is_stored_is_padding():
-    def chosen(counts):
-        mask = np.zeros((len(counts), 4, 3), np.uint8)
-        for layer, count in zip(mask, counts, strict=True):
-            layer[:count] = 1
-        w = jnp.ones(mask.shape)
-        layers = lambda w, x: jax.lax.scan(lambda x, w: (x + x @ w[:, :1], None), x, w)[0]  # noqa: E731
-        graph = trace(layers, w, jnp.ones((2, 4)))
-        (layout,) = dict(compact(graph, w, mask, outside="frozen").layouts).values()
-        return layout.format, layout.padding
-
-    assert chosen([2, 0]) == ("slices", 6)
-    assert chosen([2, 0, 0]) == ("values", 12)
 
 
 def test_a_mesh_may_divide_values_along_the_stack_alone():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from sparsity.compacting.formats import grouped_products as grouped
+from sparsity.compacting import grouped_products as grouped
 
 INPUTS, GROUPS, K, GROUP, ROWS = 16, 8, 5, 4, 8
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sparsity
-from sparsity.compacting.optimizer_state import densify_kept_states
+from sparsity.compacting.state import densify_kept_states
 from sparsity.masks.slice_layout import (
     kept_positions,
     read_words,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import jax
@@ -11,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.compacting.formats.base import FormatLayout
-from sparsity.compacting.formats.narrow_dtypes import to_bits
+from sparsity.compacting.formats import FormatLayout
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.programs.optimizers import Removed, States, check_entrywise
@@ -24,52 +24,38 @@ from sparsity.training.state import SparseState
 _REMEDY = "start a new state: compact without opt_state, then tx.init(model.params)"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StoredParameter:
-    """A parameter as `compact` stores it, to which leaves of an optimizer's state belong.
+    """A masked parameter as `compact` stores it. Not a pytree, so that trees hold it as a leaf.
 
     Attributes:
       name: the path.
-      layout: the layout of the kept values, `None` for a dense parameter.
+      layout: the layout of the kept values.
       positions: where the kept values lie.
     """
 
     name: str
-    layout: FormatLayout | None
-    positions: jax.Array | np.ndarray | None
-
-    def place_positions(self, leaf: PyTree) -> jax.Array | None:
-        """Returns the positions on the devices of a parameter."""
-        if self.layout is None:
-            return None
-        return self.layout.place(np.asarray(self.positions), leaf, self.name)
-
-    def freeze(self, leaf: PyTree) -> PyTree:
-        """Returns the dense slices of a parameter if entries outside the mask are frozen."""
-        if self.layout is None or self.layout.frozen_dtype is None:
-            return None
-        order = self.layout.order
-        return to_bits(leaf if order == tuple(range(leaf.ndim)) else leaf.transpose(order))
+    layout: FormatLayout
+    positions: jax.Array
 
     def gather(self, leaf: PyTree) -> PyTree:
         """Returns the entries that the mask keeps, of a dense array or of its shape."""
-        if self.layout is None:
-            return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return self.layout.describe_values(leaf)
-        values = self.layout.gather(np.asarray(leaf), np.asarray(self.positions))
-        if self.layout.is_quantized and values.dtype == self.layout.frozen_dtype:
-            values = values.astype(np.float32)
+            return sharding.resize_struct(leaf, self.layout.kept_shape)
+        values = _take(self.layout, np.asarray(leaf), np.asarray(self.positions))
         return self.layout.place(values, leaf, self.name)
 
     def densify(self, values: jax.Array) -> jax.Array:
         """Returns kept values as a dense array, with zeros outside the mask."""
-        if self.layout is None:
-            return values
-        return self.layout.wrap(values, jnp.asarray(self.positions)).densify()
+        return self.layout.wrap(values, self.positions).densify()
 
 
-StoredTree: TypeAlias = PyTree  # tree like the parameters, a `StoredParameter` for each
+@functools.partial(jax.jit, static_argnums=0)
+def _take(layout: FormatLayout, array: jax.Array, positions: jax.Array) -> jax.Array:
+    return layout.take(array, positions)
+
+
+StoredTree: TypeAlias = PyTree  # like the parameters: `StoredParameter`, or `None` if dense
 
 
 def densify_kept_states(state: PyTree, params: Params) -> PyTree:
@@ -109,78 +95,53 @@ def densify_kept_states(state: PyTree, params: Params) -> PyTree:
     return state
 
 
-def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
-    """Cuts the moments of masked parameters down to those of kept values.
+def map_moments(
+    fn: Callable[..., jax.Array],
+    stored_tree: StoredTree,
+    state: PyTree,
+    *others: PyTree,
+    are_dense: bool = False,
+) -> PyTree:
+    """Maps `fn(stored, moment, *others)` over the moments of masked parameters in a state.
+
+    Other leaves stay: moments of dense parameters, counts, and single numbers for a parameter.
 
     Args:
-      stored_tree: the parameters as `compact` stores them.
-      state: state of an optimizer, with dense moments; of a SparseState the inner state.
+      fn: a function of a `StoredParameter` and leaves.
+      stored_tree: tree of `StoredParameter`.
+      state: state of an optimizer.
+      *others: trees of the structure of `state`.
+      are_dense: whether moments have the shape of the parameter, not that of its kept values.
 
     Raises:
-      ValueError: a leaf holds no moment for each entry, or belongs to no parameter and has the
-        shape of one; the error names the leaf.
+      ValueError: a leaf holds no moment for each entry, or none belongs to a parameter.
     """
-    while nodes := trees.find_nodes(state, SparseState):
-        state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
-    leaves = trees.leaves_by_path(stored_tree).items()
-    masked = {path: stored.layout.shape for path, stored in leaves if stored.layout is not None}
-    owners.check_state(stored_tree, state, _REMEDY, masked)
+    owners.check_state(stored_tree, state, _REMEDY)
 
-    def gather(stored: StoredParameter | None, leaf: PyTree) -> PyTree:
-        shape = jnp.shape(leaf)
+    def apply(stored: StoredParameter | None, leaf: PyTree, *other: PyTree) -> PyTree:
         if stored is None:
             return leaf
-        if stored.layout is None or shape == stored.layout.shape:
-            return stored.gather(leaf)
+        layout = stored.layout
+        expected, shape = layout.shape if are_dense else layout.kept_shape, jnp.shape(leaf)
+        if shape == expected:
+            return fn(stored, leaf, *other)
         if np.size(leaf) == 1:
             return leaf
+        whose = "which has" if are_dense else "whose kept values have"
         raise ValueError(
-            f"opt_state has a leaf of shape {shape} for {stored.name!r} of shape "
-            f"{stored.layout.shape}: it holds no moment for each entry, as factored moments, and "
-            "kept values would train otherwise than the masked model. Use an optimizer that works "
-            f"entry by entry, or {_REMEDY}."
+            f"opt_state has a leaf of shape {shape} for {stored.name!r}, {whose} shape {expected}: "
+            "it holds no moment for each entry, as factored moments, or is that of other "
+            f"parameters. Use an optimizer that works entry by entry, or {_REMEDY}."
         )
 
-    return owners.map_owned(gather, stored_tree, state)
+    return owners.map_owned(apply, stored_tree, state, *others)
 
 
-def densify_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
-    """Returns the state with dense moments, 0 outside the masks.
-
-    Raises:
-      ValueError: a leaf holds no moment for each kept value; the error names the parameter.
-    """
-
-    def densify_stored(stored: StoredParameter | None, leaf: jax.Array) -> jax.Array:
-        return leaf if stored is None or not _has_moments(stored, leaf) else stored.densify(leaf)
-
-    owners.check_state(stored_tree, state, _REMEDY)
-    return owners.map_owned(densify_stored, stored_tree, state)
-
-
-def check_kept_state(stored_tree: StoredTree, state: PyTree) -> None:
-    """Raises a ValueError that names a parameter without a moment for each kept value."""
-    owners.check_state(stored_tree, state, _REMEDY)
-    owners.map_owned(lambda stored, leaf: stored and _has_moments(stored, leaf), stored_tree, state)
-
-
-def _has_moments(stored: StoredParameter, leaf: jax.Array) -> bool:
-    """Returns whether a leaf of a parameter holds a moment for each kept value.
-
-    Raises:
-      ValueError: the leaf holds others; optimizers write one entry where they keep no moment.
-    """
-    shape = jnp.shape(leaf)
-    if stored.layout is None or (np.size(leaf) == 1 and shape != stored.layout.kept_shape):
-        return False
-    if shape == stored.layout.kept_shape:
-        return True
-    raise ValueError(
-        f"opt_state has a leaf of shape {shape} for {stored.name!r}, whose kept values have shape "
-        f"{stored.layout.kept_shape}: it holds no moment for each of them, as factored moments, or "
-        "is that of other parameters. Give the state of an optimizer of model.params that works "
-        "entry by entry."
-    )
+def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
+    """Cuts the moments of masked parameters down to kept values; takes a SparseState, too."""
+    while nodes := trees.find_nodes(state, SparseState):
+        state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
+    return map_moments(StoredParameter.gather, stored_tree, state, are_dense=True)
 
 
 def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:

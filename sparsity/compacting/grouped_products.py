@@ -27,7 +27,6 @@ from jax.typing import DTypeLike
 from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
 from sparsity.core.sharding import explicit_sharding, mesh_axes, vary_alike
-from sparsity.core.trees import PyTree, is_array
 from sparsity.masks.slice_layout import number_padding
 
 Carry = TypeVar("Carry")
@@ -36,17 +35,9 @@ Precision: TypeAlias = lax.PrecisionLike
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Arguments: TypeAlias = "tuple[jax.Array, jax.Array, jax.Array]"
 
-# Bytes of inputs that a step of the loop over groups gathers on a CPU. Groups of 16 at 90 %, times
-# faster than dense, by bytes, on 2 cores with 1 MiB of L2 cache each:
-#   rows   forward: 64K 256K  1M   4M   with gradients: 64K 256K  1M   4M
-#     16            5.2  5.8  3.7  3.2                  5.6  6.1  4.4  5.4
-#     64            3.1  2.6  4.4   -                   2.8  3.4  3.7   -
-#    128            2.7  2.6  4.1  3.2                  3.1  2.9  3.6  4.2
-#    512            2.9  3.1  3.3  3.1                  3.1  2.9  3.3  3.4
-# With one row all groups fit 1M: 3.7 in chunks of 64K, 8.6 in one.
-_CHUNK_BYTES = 2**20
-_CHUNK_BYTES_FEW_ROWS = 2**18
-_FEW_ROWS = range(8, 64)
+# Bytes of inputs that a step of the loop over groups gathers on a CPU, where they fit the cache:
+# 1.3 times as fast as 4 MiB at 128 and 512 rows.
+_CPU_CHUNK_BYTES = 2**20
 
 
 class Result(NamedTuple):
@@ -100,9 +91,24 @@ def grouped_product(
       >>> grouped_product(values, indices, jnp.array([[1.0, 10.0, 100.0]]), outputs=3)
       Array([[301., 402.,  50.]], dtype=float32)
     """
-    _check(values, indices, outputs)
-    if not is_array(x) or x.ndim != 2:
-        raise ValueError(f"x must have shape [rows, inputs], got {_describe(x)}.")
+    check_int("outputs", outputs)
+    shapes = [getattr(array, "shape", None) for array in (values, indices, x)]
+    if [None if shape is None else len(shape) for shape in shapes] != [3, 2, 2]:
+        raise ValueError(
+            "values, indices and x must have shapes [groups, k, group], [groups, k] and [rows, "
+            f"inputs], got {shapes}."
+        )
+    groups, k, group = values.shape
+    if indices.shape != (groups, k) or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"indices must be integers [groups, k] = {[groups, k]}, got {indices.dtype}"
+            f"{list(indices.shape)}."
+        )
+    if not (groups - 1) * group < outputs <= groups * group and (outputs or groups):
+        raise ValueError(
+            f"outputs must fill {groups} groups of {group}, of which only the last may be ragged, "
+            f"got outputs = {outputs}."
+        )
     return multiply_stack(values, indices, x, outputs, precision, preferred_element_type)
 
 
@@ -221,12 +227,6 @@ def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
     return [()] * array.ndim if sharding is None else mesh_axes(sharding, array.ndim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(values: jax.Array, indices: jax.Array, x: jax.Array, result: Result) -> jax.Array:
-    """Multiplies with the derivatives of `_backward`."""
-    return _multiply(values, indices, x, result)
-
-
 def _backward(
     result: Result, arguments: Arguments, dy: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
@@ -252,7 +252,7 @@ def _backward(
         values, indices, dy = chunk
         rows_added = dot(values, dy, (((2,), (1,)), ((0,), (0,))))
         # Several groups may read one input, so gradients add up; padding is dropped.
-        places = dxt.at[_widen(indices)]
+        places = dxt.at[indices.astype(jnp.int32)]
         return places.add(rows_added, mode="drop", wrap_negative_indices=False), None
 
     empty, _ = vary_alike([jnp.zeros((inputs, rows), wide), x])
@@ -264,12 +264,6 @@ def _backward(
 
     dvalues, dxt = _run_in_chunks(differentiate, values, x, result.outputs)
     return dvalues, None, dxt.T.astype(x.dtype)
-
-
-# The forward pass is the program itself, so that derivatives of gradients can be taken.
-_product.defvjp(lambda *args: (_multiply(*args), args[:3]), _backward)
-# Equal products, such as those of equal layers, are traced and lowered once.
-_multiply_once: Callable[..., jax.Array] = jax.jit(_product, static_argnums=3)
 
 
 def _multiply(values: jax.Array, indices: jax.Array, x: jax.Array, result: Result) -> jax.Array:
@@ -295,6 +289,13 @@ def _multiply(values: jax.Array, indices: jax.Array, x: jax.Array, result: Resul
     return y.reshape(groups * group, len(x))[: result.outputs].T
 
 
+# The forward pass is the program itself, so that derivatives of gradients can be taken.
+_product = jax.custom_vjp(_multiply, nondiff_argnums=(3,))
+_product.defvjp(lambda *args: (_multiply(*args), args[:3]), _backward)
+# Equal products, such as those of equal layers, are traced and lowered once.
+_multiply_once: Callable[..., jax.Array] = jax.jit(_product, static_argnums=3)
+
+
 def _scan_groups(
     body: Callable[[Carry, Sequence[jax.Array]], tuple[Carry, Output]],
     carry: Carry,
@@ -313,13 +314,11 @@ def _scan_groups(
       The last carry, and the results [groups, ...].
     """
     groups = len(arrays[0])
-    count = groups // chunk
-    # One chunk needs no loop, nor its copies.
-    if count * chunk == groups and count <= 1:
+    even = groups // chunk * chunk
+    if groups <= chunk:  # one chunk needs no loop, nor its copies
         return body(carry, arrays)
-    even = count * chunk
-    chunks = [a[:even].reshape(count, chunk, *a.shape[1:]) for a in arrays]
-    carry, results = lax.scan(body, carry, chunks)
+    blocks = [a[:even].reshape(-1, chunk, *a.shape[1:]) for a in arrays]
+    carry, results = lax.scan(body, carry, blocks)
     results = jax.tree.map(lambda a: a.reshape(even, *a.shape[2:]), results)
     if even < groups:
         carry, last = body(carry, [a[even:] for a in arrays])
@@ -330,66 +329,33 @@ def _scan_groups(
 def _run_in_chunks(
     run: Callable[[int], Output], values: jax.Array, x: jax.Array, outputs: int
 ) -> Output:
-    """Returns `run(chunk)` for the number of groups at a time, which is smaller on CPUs."""
-    rows, inputs = x.shape
-    cpu_bytes = _CHUNK_BYTES_FEW_ROWS if rows in _FEW_ROWS else _CHUNK_BYTES
+    """Returns `run(chunk)` for the number of groups at a time, which is smaller on CPUs.
+
+    Their gathered inputs take no more bytes than the dense matrix.
+    """
+    (groups, k, _), (rows, inputs) = values.shape, x.shape
+
+    def choose_chunk(budget: int) -> int:
+        most = min(max(budget // max(k * rows * x.dtype.itemsize, 1), 1), max(groups, 1))
+        # Equal chunks spare a copy of the values, if they are not much smaller.
+        return next((n for n in range(most, most // 2, -1) if groups % n == 0), most)
+
     dense_bytes = inputs * outputs * x.dtype.itemsize
-    budgets = dense_bytes, min(dense_bytes, cpu_bytes)
-    chunk, cpu_chunk = (_choose_chunk(values, x, budget) for budget in budgets)
+    chunk, cpu_chunk = map(choose_chunk, (dense_bytes, min(dense_bytes, _CPU_CHUNK_BYTES)))
     if chunk == cpu_chunk:
         return run(chunk)
     result: Output = lax.platform_dependent(cpu=lambda: run(cpu_chunk), default=lambda: run(chunk))
     return result
 
 
-def _choose_chunk(values: jax.Array, x: jax.Array, budget: int) -> int:
-    """Returns the number of groups whose gathered inputs fit a number of bytes, at least one."""
-    groups, k, _ = values.shape
-    most = min(max(budget // max(k * len(x) * x.dtype.itemsize, 1), 1), max(groups, 1))
-    # Equal chunks spare a copy of the values, if they are not much smaller.
-    equal = (n for n in range(most, most // 2, -1) if groups % n == 0)
-    return next(equal, most)
-
-
 def _gather_rows(xt: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the rows of `xt` [inputs, rows] at `indices` [..., k]; padding reads zeros."""
     # Indices are not negative: wrapping them would cost a comparison and a select for each.
-    return xt.at[_widen(indices)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
-def _widen(indices: jax.Array) -> jax.Array:
-    """Converts narrow indices to int32: the sizes that they are compared with may not fit."""
-    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
+    places = xt.at[indices.astype(jnp.int32)]  # narrow ones do not hold the sizes
+    return places.get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _widen_float(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype of sums: float32 for narrower floats, else the dtype itself."""
     dtype = jnp.dtype(dtype)
     return promote(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
-
-
-def _describe(value: PyTree) -> str:
-    """Returns the dtype and the shape of an array, or a value that is none."""
-    return f"{value.dtype}{list(value.shape)}" if is_array(value) else repr(value)
-
-
-def _check(values: jax.Array, indices: jax.Array, outputs: int) -> None:
-    """Raises a ValueError unless shapes and dtypes fit each other."""
-    if not is_array(values) or len(values.shape) != 3:
-        raise ValueError(f"values must have shape [groups, k, group], got {_describe(values)}.")
-    shape = values.shape[:2]
-    if (
-        not is_array(indices)
-        or indices.shape != shape
-        or not jnp.issubdtype(indices.dtype, jnp.integer)
-    ):
-        raise ValueError(
-            f"indices must be integers [groups, k] = {list(shape)}, got {_describe(indices)}."
-        )
-    check_int("outputs", outputs)
-    groups, _, group = values.shape
-    if not (groups - 1) * group < outputs <= groups * group and (outputs or groups):
-        raise ValueError(
-            f"outputs must fill {groups} groups of {group}, of which only the last may be ragged, "
-            f"got outputs = {outputs}."
-        )

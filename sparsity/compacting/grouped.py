@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,26 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
 
-from sparsity.compacting.formats import grouped_products
-from sparsity.compacting.formats.base import (
+from sparsity.compacting import grouped_products
+from sparsity.compacting.formats import (
     FormatLayout,
     KeptArray,
     KeptProduct,
     MaskedParameter,
     Token,
 )
-from sparsity.compacting.formats.find_groups import find_groups
 from sparsity.core.sharding import explicit_sharding
 from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
 from sparsity.masks.slice_layout import SliceLayout
-from sparsity.patterns import FanIn, SparsityType
+from sparsity.patterns import FanIn
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import Product, read_product
 from sparsity.programs.program import Equation
+
+# At 90 % with gradients, groups of 1 are 1.1 to 1.7 times as fast as dense, groups of 4 2.0 to 4.5.
+_LEAST_GROUP = 4
+_MOST_PADDING = 1.25  # ratio of stored entries that are not kept to kept entries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,15 +55,15 @@ class Grouped(FormatLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        return cls.make_automatic(parameter) or cls.make_automatic(parameter, is_single=True)
+        return cls.make_groups(parameter) or cls.make_groups(parameter, is_single=True)
 
     @classmethod
-    def make_automatic(
+    def make_groups(
         cls, parameter: MaskedParameter, is_single: bool = False
     ) -> tuple[Self, np.ndarray] | None:
         """Returns the layout and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
-        if parameter.frozen_dtype is not None or not inputs:
+        if parameter.is_frozen or not inputs:
             return None
         by_output = _to_matrices(mask, stack, inputs).swapaxes(-1, -2)
         groups = find_groups(by_output, is_single=is_single)
@@ -87,31 +90,29 @@ class Grouped(FormatLayout):
         return self.slice_kept_shape[-1]
 
     @property
-    def num_units(self) -> int:
+    def num_inputs(self) -> int:
         """Number of inputs."""
         return math.prod(self.shape[axis] for axis in self.inputs)
 
-    def gather(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        groups, k, group = self.slice_kept_shape
-        matrices = _to_matrices(array, self.stack, self.inputs)
-        inputs, outputs = matrices.shape[-2:]
-        count, missing = math.prod(self.batch_shape), groups * group - outputs
-        matrices = matrices.reshape(count, inputs, outputs)
-        matrices = np.pad(matrices, ((0, 0), (0, 1), (0, missing)))  # padding reads a row of zeros
-        rows = matrices.reshape(count, inputs + 1, groups, group).swapaxes(1, 2)
-        at = positions.reshape(count, groups, k, 1).astype(np.int64)
-        return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        groups, _, group = self.slice_kept_shape
+        matrices = jnp.asarray(_to_matrices(array, self.stack, self.inputs))
+        *batch, inputs, outputs = matrices.shape
+        missing = [(0, 0)] * (len(batch) + 1) + [(0, groups * group - outputs)]
+        rows = jnp.pad(matrices, missing).reshape(*batch, inputs, groups, group).swapaxes(-3, -2)
+        at = jnp.expand_dims(positions, -1).astype(jnp.int32)
+        return jnp.take_along_axis(rows, at, -2, mode="fill", fill_value=0)
 
     def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
-        matrix = grouped_products.scatter_groups(kept.values, positions, self.num_units, outputs)
+        matrix = grouped_products.scatter_groups(kept.values, positions, self.num_inputs, outputs)
         return matrix.reshape(-1)
 
     def multiply(self, product: KeptProduct) -> jax.Array | None:
         equation, at, kept, other = product
         roles, num_inputs = read_product(equation), len(self.inputs)
-        if not kept.is_plain:
+        if kept.frozen is not None:
             return None
         if roles.kind == "convolution" and at == 1 and _is_pointwise(equation, roles):
             other = _stride(equation, other)
@@ -126,35 +127,20 @@ class Grouped(FormatLayout):
         matrices = _to_matrices(mask, self.stack, self.inputs)
         # All outputs of a group read the same inputs: the first one tells.
         units = matrices[..., :: self.group].swapaxes(-1, -2)
-        return units.reshape(math.prod(self.positions_shape[:-1]), self.num_units)
+        return units.reshape(math.prod(self.positions_shape[:-1]), self.num_inputs)
 
-    def locate_units(self, marks: jax.Array) -> jax.Array:
+    def locate(self, mask: jax.Array) -> jax.Array:
         # Padding is the number of inputs, which 16 bits hold.
-        return jnp.minimum(super().locate_units(marks), self.num_units)
+        return jnp.minimum(super().locate(mask), self.num_inputs)
 
-    def count_unit_rows(self, pattern: SparsityType) -> int | None:
-        has_groups = isinstance(pattern, FanIn) and pattern.group == self.group
-        return self.slice_kept_shape[0] if has_groups else None
-
-    def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
-        """Returns the scores of the inputs that groups keep, as those of a matrix [k, outputs]."""
-        _, k, _ = self.slice_kept_shape
-        matrix = scores.reshape(self.slice_kept_shape).swapaxes(0, 1).reshape(k, -1)
-        return dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
-
-    def explain_refusal(self, site: Site) -> str:
-        pattern, has_groups = site.pattern, self.is_full
-        if isinstance(pattern, FanIn):
-            axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.input_axes}
-            largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
-            has_groups |= axes == {*self.inputs} and largest % self.group == 0
-        if has_groups:
-            return ""
-        return (
-            f"{pattern!r} keeps no groups of {self.group} outputs that read the same inputs, "
-            "as the format 'grouped' has. "
-            f"Give compact formats={{{site.name!r}: 'values'}}."
-        )
+    def fits(self, site: Site) -> bool:
+        pattern = site.pattern
+        is_full = self.num_kept == math.prod(self.shape)
+        if is_full or not isinstance(pattern, FanIn):
+            return is_full
+        axes = {absolute_axis(x, site.batch_axes, len(self.shape)) for x in pattern.input_axes}
+        largest = min(pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
+        return axes == {*self.inputs} and largest % self.group == 0
 
     @property
     def divisible_axes(self) -> tuple[int, ...]:
@@ -243,7 +229,7 @@ def _contract(
     end = kept.depth + num_inputs
     inputs, outputs = kept.sizes[kept.depth : end], kept.sizes[end:]
     y = grouped_products.multiply_stack(
-        kept.read_values(),
+        kept.values,
         kept.positions,
         x.reshape(*rows, math.prod(inputs)),
         math.prod(outputs),
@@ -258,3 +244,42 @@ def _contract(
     y = y.transpose([places[source] for source in result])
     placed = explicit_sharding(equation.outputs[0])
     return reshard(y, placed) if placed else y
+
+
+def find_groups(mask: np.ndarray, *, is_single: bool = False) -> tuple[int, np.ndarray] | None:
+    """Finds the largest groups of neighbouring outputs that keep the same inputs.
+
+    Outputs g * group to g * group + group - 1 are group g; the last one may be ragged. The size is
+    read from the entries of the mask, not from the name of a pattern.
+
+    Args:
+      mask: bool or uint8 [*stack, outputs, inputs], 1 = kept. All matrices of a stack get the same
+        group and k.
+      is_single: make each output a group; by default groups have at least 4 outputs.
+
+    Returns:
+      The size, and positions [*stack, groups, k]: sorted, uint16 where `inputs` fits, and `inputs`
+      where a group keeps fewer than k. `None` for smaller groups, or too much padding.
+
+    Example:
+      >>> find_groups(np.repeat([[1, 0, 1], [0, 1, 0]], 4, axis=0))
+      (4, array([[0, 2], [1, 3]], dtype=uint16))
+    """
+    mask = np.asarray(mask).astype(bool, copy=False)
+    differs = (mask[..., 1:, :] != mask[..., :-1, :]).any(axis=(*range(mask.ndim - 2), -1))
+    # A group ends wherever neighbours differ, so that the size divides all these positions.
+    common = int(np.gcd.reduce(1 + np.flatnonzero(differs)))
+    group = 1 if is_single else common or max(mask.shape[-2], 1)
+    if group < _LEAST_GROUP and not is_single:
+        return None
+    positions, num_kept = list_kept(mask[..., ::group, :]), np.count_nonzero(mask)
+    is_padded = positions.size * group - num_kept > _MOST_PADDING * num_kept
+    return None if is_padded else (group, positions)
+
+
+def list_kept(rows: np.ndarray) -> np.ndarray:
+    """Returns the kept inputs of bool[..., inputs], padded: [..., k]."""
+    inputs = rows.shape[-1]
+    positions = SliceLayout(rows.shape, tuple(range(rows.ndim - 1))).list_positions(rows)
+    dtype = np.uint16 if inputs <= np.iinfo(np.uint16).max else np.int32
+    return np.minimum(positions, inputs).astype(dtype)

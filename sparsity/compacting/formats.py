@@ -1,7 +1,6 @@
-"""Formats of kept values: what a format must say, and a parameter that has one.
+"""Formats of kept values: what a format defines, and the formats 'values' and 'dense'.
 
-A format is a subclass of `FormatLayout` in `sparsity.compacting.formats`. A `FormatLayout` holds
-shapes, and a `KeptArray` the arrays.
+A `FormatLayout` holds the shapes of a parameter, and a `KeptArray` its arrays.
 """
 
 from __future__ import annotations
@@ -17,23 +16,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, auto_axes
 
-from sparsity.compacting.formats.narrow_dtypes import (
-    is_narrow,
-    is_quantized,
-    read_layer,
-    unsigned_like,
-)
-from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
+from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
-from sparsity.masks.slice_layout import (
-    KeptLayout,
-    kept_positions,
-    map_rows,
-    scatter,
-    slots_of_positions,
-)
-from sparsity.patterns import SparsityType
+from sparsity.masks.slice_layout import KeptLayout, SliceLayout, kept_positions, map_rows
 from sparsity.programs.program import Equation
 
 Token: TypeAlias = jax.Array | int  # an int32 0: an array that depends on it is allocated later
@@ -46,13 +32,13 @@ class MaskedParameter(NamedTuple):
       mask: the mask, not packed.
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
-      frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
+      is_frozen: whether entries outside the mask are frozen, not 0.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
-    frozen_dtype: np.dtype | None
+    is_frozen: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +54,7 @@ class FormatLayout(KeptLayout):
       multiplies: whether products need no dense array.
       stores_all: whether all entries have a slot, whatever the mask keeps.
       padding: number of values that are no entries of the parameter, of all slices.
-      frozen_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
+      is_frozen: whether entries outside the mask are frozen, not 0.
     """
 
     format: ClassVar[str]
@@ -77,17 +63,12 @@ class FormatLayout(KeptLayout):
     stores_all: ClassVar[bool] = False
 
     padding: int = 0
-    frozen_dtype: np.dtype | None = None
+    is_frozen: bool = False
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
         """Returns the layout and the positions of the kept values, `None` where none fits."""
         raise NotImplementedError
-
-    @classmethod
-    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Calls `make` for a parameter without a chosen format; `None` if another is faster."""
-        return cls.make(parameter)
 
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
@@ -99,9 +80,14 @@ class FormatLayout(KeptLayout):
         """
         raise NotImplementedError
 
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        """Returns the entries at positions of an array of the parameter's shape."""
+        rows = self.slices(array)
+        return jnp.take_along_axis(rows, positions, -1, mode="fill", fill_value=0)
+
     def mark_units(self, mask: jax.Array) -> jax.Array:
         """Returns the mask of the units, such as entries, to which positions count, [rows, n]."""
-        raise NotImplementedError
+        return self.slices(mask).reshape(math.prod(self.batch_shape), self.slice_size)
 
     @property
     def positions_shape(self) -> tuple[int, ...]:
@@ -113,37 +99,16 @@ class FormatLayout(KeptLayout):
         """Number of kept values that are entries of the parameter."""
         return math.prod(self.kept_shape) - self.padding
 
-    @property
-    def num_units(self) -> int:
-        """Number of units to which a row of positions counts."""
-        return self.slice_size
-
-    @property
-    def is_full(self) -> bool:
-        """True if the mask keeps all entries, as far as shapes can tell."""
-        return not self.stores_all and self.num_kept == math.prod(self.shape)
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if the values are float32 numbers in place of quantized ones."""
-        return self.frozen_dtype is not None and is_quantized(self.frozen_dtype)
-
-    def describe_values(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Returns the type of the kept values of a parameter."""
-        values = sharding.resize_struct(leaf, self.kept_shape)
-        return values.update(dtype=np.float32) if self.is_quantized else values
-
     def wrap(
         self,
         values: jax.Array,
         positions: jax.Array,
         frozen: jax.Array | None = None,
         name: str = "params",
-        observer: Observer | None = None,
     ) -> KeptArray:
         """Returns kept values with their positions."""
         axes = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return KeptArray(values, positions, frozen, observer, self, axes, name)
+        return KeptArray(values, positions, frozen, self, axes, name)
 
     # Programs
 
@@ -151,20 +116,20 @@ class FormatLayout(KeptLayout):
         """Returns a dense slice, flat.
 
         Args:
-          kept: the kept values of the slice, without an observer.
+          kept: the kept values of the slice.
           token: see `KeptArray.densify`.
         """
         size, dtype, start = self.slice_size, kept.values.dtype, jnp.asarray(token)
-        if kept.frozen is None or self.frozen_dtype is None:
+        if kept.frozen is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.scatter_slice(kept.values, kept.positions, zeros)
         outside = lax.stop_gradient(kept.frozen).reshape(size)
-        if jnp.issubdtype(self.frozen_dtype, jnp.floating):
+        if jnp.issubdtype(outside.dtype, jnp.floating):
             # Frozen entries wait, too: their copy is made when a product needs the slice.
-            unsigned = unsigned_like(self.frozen_dtype)
-            outside = lax.bitcast_convert_type(outside, unsigned) + start.astype(unsigned)
-        outside = lax.bitcast_convert_type(outside, self.frozen_dtype).astype(dtype)
-        return self.scatter_slice(kept.values, kept.positions + start, outside)
+            bits = np.dtype(f"uint{8 * outside.dtype.itemsize}")
+            waiting = lax.bitcast_convert_type(outside, bits) + start.astype(bits)
+            outside = lax.bitcast_convert_type(waiting, outside.dtype)
+        return self.scatter_slice(kept.values, kept.positions + start, outside.astype(dtype))
 
     def find_dense(self, kept: KeptArray) -> jax.Array | None:
         """Returns the dense array if the values are dense; `None` to call `densify_slice`."""
@@ -172,15 +137,6 @@ class FormatLayout(KeptLayout):
 
     def multiply(self, product: KeptProduct) -> jax.Array | None:
         """Returns a product of kept values, `None` if the product needs a dense array."""
-        return None
-
-    def differentiate(self, product: KeptProduct, cotangent: jax.Array) -> jax.Array | None:
-        """Returns the gradient of the kept values; `None` if a dense gradient is needed.
-
-        Args:
-          product: the product.
-          cotangent: its gradient.
-        """
         return None
 
     # Moves of masks
@@ -192,50 +148,17 @@ class FormatLayout(KeptLayout):
           mask: uint8 mask of the shape of the parameter; keeps as many entries of each slice as
             are stored.
         """
-        return self.locate_units(self.mark_units(mask))
-
-    def locate_units(self, marks: jax.Array) -> jax.Array:
-        """Returns the positions of the units that a mask of units, [rows, n], keeps."""
         k = self.positions_shape[-1]
-        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), marks)
+        positions: jax.Array = map_rows(lambda row: kept_positions(row, k), self.mark_units(mask))
         return positions.reshape(self.positions_shape)
 
-    def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """Returns where the values of new positions are stored, and whether they are.
+    def make_mask(self, positions: jax.Array) -> jax.Array:
+        """Returns the uint8 mask that keeps the entries at positions."""
+        return self.wrap(jnp.ones(self.kept_shape, jnp.uint8), positions).densify()
 
-        Args:
-          old: positions of stored values.
-          new: positions of equal shape.
-
-        Returns:
-          int32 and bool arrays of the shape of the positions; ignore the slot where the flag is
-          false. Slots are `None` if all values stay where they are.
-        """
-
-        def find(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-            old = old + jnp.min(new, initial=0).astype(old.dtype)  # 0, which waits for a move
-            kept = scatter(self.num_units, old, jnp.uint8(1))
-            return slots_of_positions(kept, new.astype(jnp.int32))
-
-        rows = (x.reshape(-1, x.shape[-1]) for x in (old, new))
-        slots, stays = map_rows(find, *rows)
-        return slots.reshape(new.shape), stays.reshape(new.shape)
-
-    def count_unit_rows(self, pattern: SparsityType) -> int | None:
-        """Returns the number of rows whose units move one by one.
-
-        Returns:
-          `None` for another pattern, which moves the mask of a slice in its own way.
-        """
-        return None
-
-    def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
-        """Returns the scores of the stored units, from the scores of their entries."""
-        return scores
-
-    def explain_refusal(self, site: Site) -> str:
-        """Returns why masks of a site may have no such layout, '' if all have."""
-        return ""
+    def fits(self, site: Site) -> bool:
+        """Returns whether masks of a site, which keep as many entries, have such a layout."""
+        return True
 
     # Devices
 
@@ -280,24 +203,18 @@ class KeptArray:
     Attributes:
       values: [*stack, *slice_kept_shape] the kept values of each slice.
       positions: [*stack, ...] where they lie.
-      frozen: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of
-        less than 32 bits are unsigned integers of the same bits, see `to_bits`.
-      observer: gets the gradients of dense slices, in place of the kept values.
+      frozen: dense slices, for the entries outside the mask; `None` stands for zeros.
       layout: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
-      layers: in a step of a scan the values of all layers, and the index of the layer that is
-        `values`, or `None`: see `layer`.
     """
 
     values: jax.Array
     positions: jax.Array
     frozen: jax.Array | None
-    observer: Observer | None
     layout: FormatLayout
     axes: tuple[int, ...]
     name: str
-    layers: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def depth(self) -> int:
@@ -315,11 +232,6 @@ class KeptArray:
         return tuple(self.sizes[axis] for axis in self.axes)
 
     @property
-    def is_plain(self) -> bool:
-        """True if entries outside the mask are 0, and no gradient is observed."""
-        return self.frozen is None and self.observer is None
-
-    @property
     def explicit_sharding(self) -> Sharding | None:
         """Sharding in the type of the dense array; `None` without a mesh of Explicit axes."""
         placed = sharding.explicit_sharding(jax.typeof(self.values))
@@ -330,49 +242,16 @@ class KeptArray:
         target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
         return sharding.fit(target, self.shape)
 
-    def read_values(self) -> jax.Array:
-        """Returns the values, of `layers` in a step of a scan."""
-        return self.values if self.layers is None else read_layer(self.values, *self.layers)
-
-    def with_values(self, values: jax.Array) -> Self:
-        """Returns an array of other values, which are computed from `read_values`."""
-        return dataclasses.replace(self, values=values, layers=None)
-
     def densify(self, token: Token = 0) -> jax.Array:
-        """Returns the dense array; observes no gradient.
+        """Returns the dense array.
 
         Args:
           token: an int32 0; no array is allocated before its value exists.
         """
-        kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = self.explicit_sharding
         if placed is None:
-            return self._join_slices(kept, token)
-        return auto_axes(self._join_slices, out_sharding=placed)(kept, token)
-
-    def densify_observed(self, token: Token = 0) -> jax.Array:
-        """Returns the dense array for an equation of the model, whose gradient `observer` gets.
-
-        Args:
-          token: see `densify`.
-        """
-        dense = self.layout.find_dense(self)
-        dense = self.densify(token) if dense is None else dense
-        if self.observer is None:
-            return dense
-        slices = dense.transpose(np.argsort(self.axes))
-        return self.observer.watch(slices, self.depth).transpose(self.axes)
-
-    def densify_bits(self) -> jax.Array:
-        """Returns the dense array with the bits of frozen entries, NaN included.
-
-        Within a scan the array has no second derivatives.
-        """
-        dtype = self.values.dtype
-        has_bits = jnp.issubdtype(dtype, jnp.floating)  # complex numbers have none
-        if self.frozen is None or dtype != self.layout.frozen_dtype or not has_bits:
-            return self.densify()
-        return _densify_bits(self)
+            return self._join_slices(self, token)
+        return auto_axes(self._join_slices, out_sharding=placed)(self, token)
 
     def _join_slices(self, kept: Self, token: Token) -> jax.Array:
         densify_each = functools.partial(self.layout.densify_slice, token=token)
@@ -380,47 +259,10 @@ class KeptArray:
             densify_each = jax.vmap(densify_each)
         return densify_each(kept).reshape(self.sizes).transpose(self.axes)
 
-    def layer(self, stack: Self, index: jax.Array | None) -> Self:
-        """Returns the array of a step of a scan, whose values and positions are of one layer.
-
-        Args:
-          stack: the array of all layers.
-          index: index of the layer, to read narrow values from all layers; their gradient is
-            still that of the layer. `None` reads the layer that the scan takes.
-        """
-        layers = None
-        if index is not None and is_narrow(self.values.dtype):
-            layers = stack.read_values(), index
-        axes = tuple(axis - 1 for axis in self.axes[1:])
-        return dataclasses.replace(self, axes=axes, layers=layers)
-
 
 jax.tree_util.register_dataclass(
-    KeptArray, ["values", "positions", "frozen", "observer", "layers"], ["layout", "axes", "name"]
+    KeptArray, ["values", "positions", "frozen"], ["layout", "axes", "name"]
 )
-
-
-@jax.custom_jvp
-def _densify_bits(kept: KeptArray) -> jax.Array:
-    """Returns the dense array of values among frozen entries of the same dtype, as integers.
-
-    XLA on CPUs would widen floats of 16 bits to write them, and NaNs would lose their bits.
-    """
-    unsigned = unsigned_like(kept.values.dtype)
-    arrays = kept.values, kept.frozen
-    values, frozen = jax.tree.map(lambda x: lax.bitcast_convert_type(x, unsigned), arrays)
-    layout = dataclasses.replace(kept.layout, frozen_dtype=unsigned)
-    bits = dataclasses.replace(kept, values=values, frozen=frozen, layout=layout)
-    return lax.bitcast_convert_type(bits.densify(), kept.values.dtype)
-
-
-@_densify_bits.defjvp
-def _densify_bits_tangents(
-    primals: tuple[KeptArray], tangents: tuple[KeptArray]
-) -> tuple[jax.Array, jax.Array]:
-    (kept,), (tangent,) = primals, tangents
-    change = dataclasses.replace(kept, values=tangent.values, frozen=None)
-    return _densify_bits(kept), change.densify()
 
 
 class KeptProduct(NamedTuple):
@@ -442,3 +284,65 @@ class KeptProduct(NamedTuple):
 def is_kept(node: object) -> TypeGuard[KeptArray]:
     """Returns whether a node of a tree is kept values: an `is_leaf` of `jax.tree`."""
     return isinstance(node, KeptArray)
+
+
+class Values(FormatLayout):
+    """Kept values [*stack, k] at ascending positions of the flat slice.
+
+    Positions beyond the slice are padding.
+    """
+
+    format = "values"
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
+        mask, shapes = parameter.mask, (parameter.mask.shape, parameter.stack)
+        positions = SliceLayout(*shapes).list_positions(mask)
+        padding = positions.size - int(np.count_nonzero(mask))
+        return cls(*shapes, slice_kept_shape=positions.shape[-1:], padding=padding), positions
+
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return lax.scatter(
+            flat,
+            positions[:, None],
+            values,
+            lax.ScatterDimensionNumbers((), (0,), (0,)),
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
+
+
+class Dense(FormatLayout):
+    """Dense slices; positions are their masks; outside of these the values are 0."""
+
+    format = "dense"
+    stores_all = True
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
+        shape, stack = parameter.mask.shape, parameter.stack
+        layout = SliceLayout(shape, stack)
+        slices = np.ascontiguousarray(parameter.mask.transpose(layout.order) != 0, np.uint8)
+        return cls(shape, stack, slice_kept_shape=layout.slice_shape), slices
+
+    def take(self, array: AnyArray, positions: AnyArray) -> jax.Array:
+        return jnp.where(positions > 0, array.transpose(self.order), jnp.zeros((), array.dtype))
+
+    def find_dense(self, kept: KeptArray) -> jax.Array | None:
+        if kept.frozen is not None:
+            return None
+        # XLA removes a selection of equal arrays, which takes no pass over the parameter; its
+        # derivatives of any order are 0 outside the mask.
+        values = jnp.where(kept.positions > 0, kept.values, lax.stop_gradient(kept.values))
+        return values.reshape(kept.sizes).transpose(kept.axes)
+
+    def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
+        return jnp.where(positions.reshape(-1) > 0, values.reshape(-1), flat)
+
+    def locate(self, mask: jax.Array) -> jax.Array:
+        return mask.transpose(self.order)
+
+    @property
+    def divisible_axes(self) -> tuple[int, ...]:
+        return tuple(range(len(self.slice_shape)))
