@@ -244,9 +244,9 @@ def check_shapes(
         if jnp.shape(mask) != expected:
             raise ValueError(
                 f"The mask of {name!r} has shape {jnp.shape(mask)}, but for {role} of shape "
-                f"{shape} it needs {expected} with use_packed_masks={are_packed}. Give masks of this model;"
-                f" sparsity.masks.{'pack' if are_packed else 'unpack'}_masks(masks, params) "
-                "converts those of the other setting."
+                f"{shape} it needs {expected} with use_packed_masks={are_packed}. Give masks of "
+                f"this model; sparsity.masks.{'pack' if are_packed else 'unpack'}_masks(masks, "
+                "params) converts those of the other setting."
             )
         if are_packed:
             _check_bits(mask, name)

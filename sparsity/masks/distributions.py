@@ -199,7 +199,7 @@ class Uniform:
                     f"{names.explain_syntax(key)}"
                     f"{names.suggest(key, labels.values(), cutoff=0)}"
                 )
-        excluded = [x for x in prunable if sites is not None and sites.is_excluded(x)]
+        excluded = [x for x in prunable if sites is not None and x in sites.excluded]
         custom: dict[trees.KeyPath, float | None] = dict.fromkeys(excluded)
         selected: Candidates = {}
         for key_path, param in prunable.items():

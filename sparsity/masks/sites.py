@@ -14,7 +14,7 @@ import chex
 import jax
 
 from sparsity.core import names, trees
-from sparsity.core.checks import check_int
+from sparsity.core.checks import check_int, check_kind
 from sparsity.core.trees import Params, Path
 from sparsity.masks.budgets import MaskBudget
 from sparsity.patterns import SparsityType
@@ -23,6 +23,10 @@ TopkFn: TypeAlias = Callable[[jax.Array, chex.Numeric], chex.Array]
 PatternChoice: TypeAlias = SparsityType | Callable[[Path, jax.Array], SparsityType | None]
 BatchAxes: TypeAlias = int | Callable[[Path, jax.Array], int]
 Overrides: TypeAlias = names.Named[float | None]
+_PATTERNS = (
+    "Unstructured, NByM, Block, Channel, FanIn or another SparsityType, or None for a parameter "
+    "that stays dense"
+)
 
 
 class Site(NamedTuple):
@@ -80,7 +84,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
         self._budget, self.has_user_filter = budget, has_user_filter
-        self._excluded: Collection[trees.KeyPath] = ()
+        self.excluded: Collection[trees.KeyPath] = ()  # which stay dense under any override
         self._sites: dict[trees.KeyPath, Site] = {}
         self._patterns: dict[trees.KeyPath, SparsityType | None] = {}
 
@@ -111,17 +115,13 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def without(self, key_paths: Collection[trees.KeyPath]) -> Sites:
         """Returns the table with some parameters excluded, which stay dense under any override."""
         sites = copy.copy(self)
-        sites._excluded = frozenset(key_paths)
+        sites.excluded = frozenset(key_paths)
         return sites
-
-    def is_excluded(self, key_path: trees.KeyPath) -> bool:
-        """Returns whether a parameter stays dense under any override."""
-        return key_path in self._excluded
 
     def stays_dense(self, key_path: trees.KeyPath) -> bool:
         """Returns whether a parameter is excluded, or has no pattern and no override."""
         has_pattern = self._find_pattern(key_path) is not None or self._has_override(key_path)
-        return self.is_excluded(key_path) or not has_pattern
+        return key_path in self.excluded or not has_pattern
 
     def is_named(self, key_path: trees.KeyPath) -> bool:
         """Returns whether an override names a parameter, or `sparsity_type` keeps it dense."""
@@ -135,16 +135,12 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def _find_pattern(self, key_path: trees.KeyPath) -> SparsityType | None:
         """Returns the pattern of a parameter; calls a function of (path, param) once."""
         if key_path not in self._patterns:
-            param, source = self._params[key_path], self._pattern
-            pattern: object = source
+            source = self._pattern
+            pattern = source if isinstance(source, SparsityType) else None
             if not isinstance(source, SparsityType):
-                pattern = source(trees.path_names(key_path), param)
-            if not (pattern is None or isinstance(pattern, SparsityType)):
-                raise ValueError(
-                    "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
-                    f"SparsityType, or None for a parameter that stays dense, got {pattern!r} "
-                    f"for parameter {trees.path_string(key_path)!r} of shape {param.shape}."
-                )
+                pattern = source(trees.path_names(key_path), self._params[key_path])
+            label = f"sparsity_type of {trees.path_string(key_path)!r}"
+            check_kind(label, pattern, SparsityType | None, _PATTERNS)
             self._patterns[key_path] = pattern
         return self._patterns[key_path]
 
@@ -153,10 +149,6 @@ def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
     """Returns the number of leading axes of a parameter that index separate matrices."""
     axes = batch_axes(path, param) if callable(batch_axes) else batch_axes
     name = trees.join_names(path)
-    check_int(f"batch_axes of {name!r}", axes)
-    if axes < 0 or (callable(batch_axes) and axes > param.ndim):
-        raise ValueError(
-            f"batch_axes must lie between 0 and the number of axes, got {axes} for "
-            f"{name!r} of shape {param.shape}."
-        )
+    most = param.ndim if callable(batch_axes) else None
+    check_int(f"batch_axes of {name!r}", axes, 0, most)
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes

@@ -12,19 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
-from sparsity.patterns.base import (
-    REMEDY,
-    SparsityType,
-    absolute_axis,
-    check_axis,
-    describe_parameter,
-    sum_units,
-)
-from sparsity.selection.topk import num_kept
+from sparsity.patterns import base
+from sparsity.selection import num_kept
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(SparsityType):
+class Block(base.SparsityType):
     """Keeps or removes rectangles of the last two axes, ragged edges included.
 
     A sparsity is a fraction of the blocks. A smaller block at a ragged edge counts as one, so that
@@ -55,34 +48,54 @@ class Block(SparsityType):
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         if len(shape) - batch_axes < 1:
-            parameter = describe_parameter(shape, batch_axes, name)
-            raise ValueError(f"{self} needs at least one axis; {parameter} has none. {REMEDY}")
+            parameter = base.describe_parameter(shape, batch_axes, name)
+            raise ValueError(f"{self} needs at least one axis; {parameter} has none. {base.REMEDY}")
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        grid = _Grid.cover(self.block_shape, scores.shape, batch_axes)
+        leading, sizes, (height, width) = self._cut_to(scores.shape, batch_axes)
+        scores = scores.reshape(*leading, *sizes)
+        missing = [(0, -sizes[0] % height), (0, -sizes[1] % width)]
+        # Repeated edge rows and columns change no maximum.
+        mode = "constant" if self.use_avg_pooling else "edge"
+        if missing != [(0, 0)] * 2:
+            scores = jnp.pad(scores, [(0, 0)] * len(leading) + missing, mode)
+        rows, columns = scores.shape[-2] // height, scores.shape[-1] // width
+        blocks, axes = scores.reshape(*leading, rows, height, columns, width), (-3, -1)
         if not self.use_avg_pooling:
-            # Repeated edge rows and columns change no maximum.
-            return grid.reduce(scores, jnp.max, "edge")
-        total = grid.reduce(scores, sum_units, "constant")
-        counts = np.outer(*grid.list_block_sizes()).astype(total.dtype)
+            return jnp.max(blocks, axes)
+        total = base.sum_units(blocks, axes)
+        heights = np.minimum(height, sizes[0] - height * np.arange(rows))
+        widths = np.minimum(width, sizes[1] - width * np.arange(columns))
+        counts = np.outer(heights, widths).astype(total.dtype)
         counts = counts if is_traced(total) else jax.device_put(counts)
         return total / jnp.broadcast_to(counts, total.shape)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        return _Grid.cover(self.block_shape, shape, batch_axes).expand(units).reshape(shape)
+        _, sizes, (height, width) = self._cut_to(shape, batch_axes)
+        entries = jnp.repeat(jnp.repeat(units, height, axis=-2), width, axis=-1)
+        return entries[..., : sizes[0], : sizes[1]].reshape(shape)
 
     def count_kept(
         self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
     ) -> int | None:
-        grid = _Grid.cover(self.block_shape, shape, batch_axes)
-        if any(size % block for size, block in zip(grid.sizes, grid.block, strict=True)):
+        _, sizes, block = self._cut_to(shape, batch_axes)
+        if sizes[0] % block[0] or sizes[1] % block[1]:
             return None  # blocks at the edges are smaller
-        size, block = math.prod(shape[batch_axes:]), math.prod(grid.block)
-        return num_kept(size // block, sparsity) * block
+        size, entries = math.prod(shape[batch_axes:]), math.prod(block)
+        return num_kept(size // entries, sparsity) * entries
+
+    def _cut_to(
+        self, shape: tuple[int, ...], batch_axes: int
+    ) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]:
+        """Returns the axes before the last two, the sizes of these, and a block cut to them."""
+        height, width = (1, *shape[batch_axes:])[-2:]
+        rows, columns = self.block_shape
+        block = max(1, min(rows, height)), max(1, min(columns, width))
+        return shape[: max(len(shape) - 2, batch_axes)], (height, width), block
 
 
 @dataclasses.dataclass(frozen=True)
-class Channel(SparsityType):
+class Channel(base.SparsityType):
     """Keeps or removes together all entries with the same index along `axis`.
 
     The score of a channel is the sum of its entries' scores.
@@ -102,80 +115,30 @@ class Channel(SparsityType):
         check_int("Channel.axis", self.axis)
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
-        check_axis(self, self.axis, shape, batch_axes, name)
+        base.check_axis(self, self.axis, shape, batch_axes, name)
 
     def renumber_axes(self, fn: Callable[[int], int]) -> Self:
         return dataclasses.replace(self, axis=fn(self.axis))
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        return sum_units(scores, self._list_other_axes(scores.ndim, batch_axes))
+        return base.sum_units(scores, self._list_other_axes(scores.ndim, batch_axes))
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         other_axes = self._list_other_axes(len(shape), batch_axes)
         return jnp.broadcast_to(jnp.expand_dims(units, other_axes), shape)
 
     def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
-        channels = shape[absolute_axis(self.axis, batch_axes, len(shape))]
+        channels = shape[base.absolute_axis(self.axis, batch_axes, len(shape))]
         size = math.prod(shape[batch_axes:])
         return num_kept(channels, sparsity) * (size // max(channels, 1))
 
     def _list_other_axes(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
-        axis = absolute_axis(self.axis, batch_axes, ndim)
+        axis = base.absolute_axis(self.axis, batch_axes, ndim)
         return tuple(i for i in range(batch_axes, ndim) if i != axis)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Grid:
-    """The blocks of an array."""
-
-    block: tuple[int, int]  # rows and columns, cut to the array
-    leading_shape: tuple[int, ...]  # axes before the last two
-    counts: tuple[int, int]  # rows and columns of blocks
-    sizes: tuple[int, int]  # the last two axes
-
-    @classmethod
-    def cover(cls, block_shape: tuple[int, int], shape: tuple[int, ...], batch_axes: int) -> _Grid:
-        """Returns the grid of blocks that covers arrays of a shape."""
-        height, width = (1, *shape[batch_axes:])[-2:]
-        rows, columns = (
-            max(1, min(b, s)) for b, s in zip(block_shape, (height, width), strict=True)
-        )
-        counts = (-(-height // rows), -(-width // columns))
-        leading_shape = shape[: max(len(shape) - 2, batch_axes)]
-        return cls((rows, columns), leading_shape, counts, (height, width))
-
-    def reduce(
-        self, scores: jax.Array, reduce_fn: Callable[..., jax.Array], mode: str
-    ) -> jax.Array:
-        """Reduces each block to [*lead, rows, columns]; `jnp.pad` fills ragged edges in `mode`."""
-        scores = scores.reshape(*self.leading_shape, *self.sizes)
-        padding = [n * b - s for n, b, s in zip(self.counts, self.block, self.sizes, strict=True)]
-        if any(padding):
-            scores = jnp.pad(
-                scores, [(0, 0)] * len(self.leading_shape) + [(0, n) for n in padding], mode
-            )
-        (rows, columns), (height, width) = self.counts, self.block
-        blocks = scores.reshape(*self.leading_shape, rows, height, columns, width)
-        return reduce_fn(blocks, (blocks.ndim - 3, blocks.ndim - 1))
-
-    def list_block_sizes(self) -> list[np.ndarray]:
-        """Returns the heights of the rows of blocks, and the widths of the columns."""
-        return [
-            np.minimum(step, size - step * np.arange(count))
-            for step, size, count in zip(self.block, self.sizes, self.counts, strict=True)
-        ]
-
-    def expand(self, units: jax.Array) -> jax.Array:
-        """Expands blocks to entries, each with the value of its block."""
-        (rows, columns), (height, width) = self.counts, self.block
-        entries = jnp.broadcast_to(
-            units[..., :, None, :, None], (*self.leading_shape, rows, height, columns, width)
-        ).reshape(*self.leading_shape, rows * height, columns * width)
-        return entries[..., : self.sizes[0], : self.sizes[1]]
-
-
-@dataclasses.dataclass(frozen=True)
-class FanIn(SparsityType):
+class FanIn(base.SparsityType):
     """Keeps equally many inputs of every output; each `group` neighbouring outputs share them.
 
     A unit is one input of one group of outputs: `group` entries, scored by the sum of their scores.
@@ -223,11 +186,11 @@ class FanIn(SparsityType):
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         for axis in self.input_axes:
-            check_axis(self, axis, shape, batch_axes, name)
-        axes = {absolute_axis(axis, batch_axes, len(shape)) for axis in self.input_axes}
+            base.check_axis(self, axis, shape, batch_axes, name)
+        axes = {base.absolute_axis(axis, batch_axes, len(shape)) for axis in self.input_axes}
         if len(axes) < len(self.input_axes):
-            parameter = describe_parameter(shape, batch_axes, name)
-            raise ValueError(f"{self}: two of the axes are one axis of {parameter}. {REMEDY}")
+            parameter = base.describe_parameter(shape, batch_axes, name)
+            raise ValueError(f"{self}: two of the axes are one axis of {parameter}. {base.REMEDY}")
 
     def renumber_axes(self, fn: Callable[[int], int]) -> Self:
         return dataclasses.replace(self, axis=tuple(map(fn, self.input_axes)))
@@ -242,7 +205,7 @@ class FanIn(SparsityType):
         if padding := -outputs % group:
             rows = jnp.pad(rows, [(0, padding * (i == batch_axes)) for i in range(rows.ndim)])
         groups = rows.reshape(*batch, -(-outputs // group), group, *inputs)
-        return sum_units(groups, batch_axes + 1)
+        return base.sum_units(groups, batch_axes + 1)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         order, _, outputs, _ = self._split_axes(shape, batch_axes)
@@ -265,7 +228,7 @@ class FanIn(SparsityType):
     ) -> tuple[list[int], tuple[int, ...], int, tuple[int, ...]]:
         """Returns the axes by role; the sizes of the batch, the outputs as one, and the inputs."""
         ndim = len(shape)
-        inputs = sorted(absolute_axis(axis, batch_axes, ndim) for axis in self.input_axes)
+        inputs = sorted(base.absolute_axis(axis, batch_axes, ndim) for axis in self.input_axes)
         outputs = [axis for axis in range(batch_axes, ndim) if axis not in inputs]
         count = math.prod(shape[axis] for axis in outputs)
         order = [*range(batch_axes), *outputs, *inputs]

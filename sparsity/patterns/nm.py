@@ -17,21 +17,13 @@ import numpy as np
 from sparsity import selection
 from sparsity.core import sharding
 from sparsity.core.checks import check_fraction, check_int
-from sparsity.patterns.base import (
-    REMEDY,
-    SparsityType,
-    absolute_axis,
-    check_arrays,
-    check_axis,
-    describe_parameter,
-    keep_active,
-)
+from sparsity.patterns import base
 
 N_COLON_M = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
 
 @dataclasses.dataclass(frozen=True)
-class NByM(SparsityType):
+class NByM(base.SparsityType):
     """Keeps at most `n` of every `m` consecutive entries along an axis; density n / m.
 
     Attributes:
@@ -63,12 +55,13 @@ class NByM(SparsityType):
             )
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
-        check_axis(self, self.axis, shape, batch_axes, name)
-        size = shape[absolute_axis(self.axis, batch_axes, len(shape))]
+        base.check_axis(self, self.axis, shape, batch_axes, name)
+        size = shape[base.absolute_axis(self.axis, batch_axes, len(shape))]
         if size % self.m:
+            parameter = base.describe_parameter(shape, batch_axes, name)
             raise ValueError(
-                f"{self}: axis {self.axis} of {describe_parameter(shape, batch_axes, name)} has "
-                f"{size} entries, which m = {self.m} does not divide. {REMEDY}"
+                f"{self}: axis {self.axis} of {parameter} has {size} entries, which "
+                f"m = {self.m} does not divide. {base.REMEDY}"
             )
 
     @property
@@ -117,12 +110,12 @@ class NByM(SparsityType):
                 f"{self} ranks the entries of each group and needs topk_fn = None, got topk_fn = "
                 f"{topk_fn!r}."
             )
-        check_arrays(batch_axes, scores=scores)
+        base.check_arrays(batch_axes, scores=scores)
         check_fraction("sparsity", sparsity)
         check_fraction("target", 0 if target is None else target)
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
-            axis = absolute_axis(self.axis, batch_axes, scores.ndim)
+            axis = base.absolute_axis(self.axis, batch_axes, scores.ndim)
             num_kept = _count_kept_on_ramp(self.n, self.m, sparsity, target)
             return selection.nm_mask(scores, num_kept, self.m, axis=axis)
 
@@ -140,14 +133,14 @@ class NByM(SparsityType):
         batch_axes: int = 0,
     ) -> jax.Array:
         """Returns the mask after each group has dropped entries and grown equally many."""
-        check_arrays(batch_axes, mask=mask, drop_scores=drop_scores, grow_scores=grow_scores)
+        base.check_arrays(batch_axes, mask=mask, drop_scores=drop_scores, grow_scores=grow_scores)
         check_fraction("drop_fraction", drop_fraction)
 
         def move(
             mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
         ) -> jax.Array:
-            kept, _ = keep_active(mask, drop, fraction, batch_axes)
-            axis = absolute_axis(self.axis, batch_axes, mask.ndim)
+            kept, _ = base.keep_active(mask, drop, fraction, batch_axes)
+            axis = base.absolute_axis(self.axis, batch_axes, mask.ndim)
             grown = selection.nm_mask(grow, self.n, self.m, axis=axis, keep=kept)
             # A leaf with target 0 is dense and has no groups.
             return jnp.where(jnp.all(mask > 0), mask, grown)

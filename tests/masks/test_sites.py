@@ -150,7 +150,7 @@ def test_a_type_that_is_none_is_an_error_with_the_leaf():
     pruner = sparsity.MagnitudePruning(
         sparsity_type=lambda path, param: "2:4", sparsity_distribution_fn=sparsity.Uniform(0.5)
     )
-    with pytest.raises(ValueError, match=r"got '2:4' for parameter 'a/w' of shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"sparsity_type of 'a/w' must be .* '2:4'"):
         pruner.instant_sparsify({"a": {"w": jnp.ones((2, 4))}})
 
 
@@ -159,7 +159,7 @@ def test_batch_axes_out_of_range_are_an_error_with_the_leaf(axes):
     pruner = sparsity.MagnitudePruning(
         batch_axes=lambda path, param: axes, sparsity_distribution_fn=sparsity.Uniform(0.5)
     )
-    with pytest.raises(ValueError, match=rf"got {axes} for 'a/w' of shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=f"batch_axes of 'a/w' must be at .* = {axes}"):
         pruner.instant_sparsify({"a": {"w": jnp.ones((2, 4))}})
 
 

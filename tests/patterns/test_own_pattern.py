@@ -196,7 +196,7 @@ def test_a_function_that_returns_no_type_is_an_error_with_the_leaf(wrong):
     pruner = sparsity.MagnitudePruning(
         sparsity_type=lambda path, param: wrong, batch_axes=1, sparsity_distribution_fn=_HALF
     )
-    with pytest.raises(ValueError, match=r"sparsity_type must be .* for parameter 'w'"):
+    with pytest.raises(ValueError, match="sparsity_type of 'w' must be"):
         pruner.instant_sparsify(_params())
 
 
