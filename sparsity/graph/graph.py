@@ -402,7 +402,11 @@ class Graph:
     # For pruners.
 
     def is_weight(
-        self, path: Path | None = None, param: chex.Array | None = None, *, min_inputs: int = 1
+        self,
+        path: Path | None = None,
+        param: chex.Array | None = None,
+        *,
+        min_inputs: int | None = None,
     ) -> PyTree:
         """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
@@ -416,7 +420,7 @@ class Graph:
           min_inputs: smallest number of inputs of an output. For a convolution, this number is the
             input channels of a group times the window.
         """
-        is_weight = WeightFilter(self, min_inputs)
+        is_weight = WeightFilter(self, 1 if min_inputs is None else min_inputs)
         if (path is None) != (param is None):
             raise ValueError(
                 "is_weight is a filter_fn(path, param): give both path and param, or min_inputs."

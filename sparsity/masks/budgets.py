@@ -22,7 +22,7 @@ from sparsity.selection.keys import to_keys
 _MAX_COST = 2**62  # fits two words, with room for a sum
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Cost:
     """Cost in numbers of kept weights or channels: products of these, and maxima, added up.
 
