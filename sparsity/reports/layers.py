@@ -64,9 +64,6 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: UpdaterHo
     Returns:
       Text of several lines.
 
-    Raises:
-      ImportError: rich is missing, which the extra `summary` brings.
-
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
       >>> params = {"w": jnp.array([[1.0, 0.0]])}
