@@ -7,8 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from sparsity.cli import checkpoints
-from sparsity.finetuning.delta import Delta
-from sparsity.finetuning.entries import arrays_by_name
+from sparsity.finetuning.delta import Delta, arrays_by_name
 
 ABOUT = "Write a copy of a checkpoint with the changes of a delta."
 EXAMPLES = """\
@@ -32,11 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     delta = Delta.load(arguments.delta)
     delta = dataclasses.replace(delta, base=checkpoints.filter_leaves(delta.base, arguments.filter))
     params = arrays_by_name(checkpoints.read(arguments.source))
-    changed = [
-        (params[name], array.astype(params[name].dtype))  # the byte order, nothing else
-        for name, array in delta.patches(params)
-        if array is not None
-    ]
+    applied = delta.apply(params)
+    names = {name for term in delta.terms for name in term.entries if name in delta.base}
+    changed = [(params[name], applied[name]) for name in sorted(names)]
     checkpoints.write(arguments.source, arguments.target, changed, overwrite=arguments.overwrite)
     print(f"{len(changed)} of {len(params)} parameters changed.")
     return 0

@@ -14,8 +14,7 @@ from sparsity.cli import checkpoints
 from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
-from sparsity.finetuning.delta import Delta
-from sparsity.finetuning.entries import arrays_by_name, have_other_bits
+from sparsity.finetuning.delta import Delta, arrays_by_name, have_other_bits
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
 EXAMPLES = """\
@@ -86,10 +85,9 @@ def _show_delta(arguments: argparse.Namespace) -> int:
             "shape": list(selected[name].shape),
             "dtype": selected[name].dtype,
             "weight": term.weight,
-            "entries": entries.count,
-            "density": entries.count / math.prod(selected[name].shape),
-            "bytes": entries.nbytes,
-            "largest_change": abs(term.weight) * entries.largest,
+            "entries": entries.values.size,
+            "density": entries.values.size / math.prod(selected[name].shape),
+            "bytes": entries.indices.nbytes + entries.values.nbytes,
         }
         for term in delta.terms
         for name, entries in term.entries.items()
@@ -101,7 +99,7 @@ def _show_delta(arguments: argparse.Namespace) -> int:
         print_json({"changes": rows, "total": {"leaves": len(selected), "size": size} | total})
     else:
         last = {"leaf": "total", "shape": [size], "density": total["entries"] / max(size, 1)}
-        columns = ["parameter", "array", "weight", "entries", "density", "bytes", "largest change"]
+        columns = ["parameter", "array", "weight", "entries", "density", "bytes"]
         print_table(
             columns,
             map(_format_delta_cells, rows),
@@ -119,7 +117,6 @@ def _format_delta_cells(row: JsonObject) -> list[str]:
         f"{row['entries']:,}",
         f"{row['density']:.4%}",
         format_bytes(row["bytes"]),
-        f"{row['largest_change']:.3g}" if "largest_change" in row else "",
     ]
 
 

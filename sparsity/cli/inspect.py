@@ -14,7 +14,7 @@ from sparsity.cli.detect import find_patterns
 from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
 from sparsity.cli.stored import StoredArray
 from sparsity.core import extras, trees
-from sparsity.finetuning.entries import arrays_by_name
+from sparsity.finetuning.delta import arrays_by_name
 
 ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
 EXAMPLES = """\

@@ -20,7 +20,7 @@ from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath
-from sparsity.finetuning.entries import arrays_by_name
+from sparsity.finetuning.delta import arrays_by_name
 from sparsity.patterns import SparsityType
 from sparsity.patterns.base import REMEDY
 from sparsity.training.base_updater import ALGORITHM_REGISTRY

@@ -41,7 +41,7 @@ def load(module: str, extra: str) -> types.ModuleType:
         raise ImportError(message, name=error.name) from error
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Table:
     """A table of text: columns of texts to the left, of numbers to the right."""
 
