@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from sparsity.cli import checkpoints
-from sparsity.finetuning.delta import Delta, arrays_by_name
+from sparsity.finetuning.delta import Delta
 
 ABOUT = "Write a copy of a checkpoint with the changes of a delta."
 EXAMPLES = """\
@@ -29,11 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target.resolve() == arguments.delta.resolve():
         raise ValueError(f"{arguments.target} is the delta. Give another path.")
     delta = Delta.load(arguments.delta)
-    delta = dataclasses.replace(delta, base=checkpoints.filter_leaves(delta.base, arguments.filter))
-    params = arrays_by_name(checkpoints.read(arguments.source))
+    delta = dataclasses.replace(delta, base=checkpoints.filter_names(delta.base, arguments.filter))
+    params = {name: load() for name, load in checkpoints.read_by_name(arguments.source).items()}
     applied = delta.apply(params)
     names = {name for term in delta.terms for name in term.entries if name in delta.base}
-    changed = [(params[name], applied[name]) for name in sorted(names)]
-    checkpoints.write(arguments.source, arguments.target, changed, overwrite=arguments.overwrite)
-    print(f"{len(changed)} of {len(params)} parameters changed.")
+    checkpoints.write(arguments.source, arguments.target, {name: applied[name] for name in names})
+    print(f"{len(names)} of {len(params)} parameters changed.")
     return 0

@@ -12,9 +12,8 @@ import numpy as np
 
 from sparsity.cli import checkpoints
 from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
-from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
-from sparsity.finetuning.delta import Delta, arrays_by_name, have_other_bits
+from sparsity.finetuning.delta import Delta, have_other_bits
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
 EXAMPLES = """\
@@ -42,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_delta(arguments)
     if arguments.save and os.path.lexists(arguments.save):
         raise ValueError(f"{arguments.save} exists. Give another path to --save.")
-    old, new = (arrays_by_name(checkpoints.read(path)) for path in (arguments.old, arguments.new))
-    selected = checkpoints.filter_leaves(old | new, arguments.filter)
+    old, new = (checkpoints.read_by_name(path) for path in (arguments.old, arguments.new))
+    selected = checkpoints.filter_names(old | new, arguments.filter)
     if arguments.save:
-        base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))
+        base, params = ({name: x[name]() for name in selected if name in x} for x in (old, new))
         Delta.between(base, params).save(arguments.save)
         sizes = [_count_bytes(path) for path in (arguments.save, arguments.new)]
         if sizes[0] >= sizes[1]:
@@ -54,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{arguments.new} itself {format_bytes(sizes[1])}: keep the checkpoint instead",
                 file=sys.stderr,
             )
-    reports = {name: compare(old.get(name), new.get(name)) for name in selected}
+    reports = {
+        name: compare(*(x[name]() if name in x else None for x in (old, new))) for name in selected
+    }
     total = {key: sum(report.get(key, 0) for report in reports.values()) for key in COUNTS}
     differing = {name: x for name, x in reports.items() if _has_differences(x)}
     if arguments.json:
@@ -78,7 +79,7 @@ def _show_delta(arguments: argparse.Namespace) -> int:
         delta = Delta.load(arguments.old)
     except ValueError as error:
         raise ValueError(f"{error} To compare checkpoints, name two.") from error
-    selected = checkpoints.filter_leaves(delta.base, arguments.filter)
+    selected = checkpoints.filter_names(delta.base, arguments.filter)
     rows: list[JsonObject] = [
         {
             "leaf": name,
@@ -120,8 +121,8 @@ def _format_delta_cells(row: JsonObject) -> list[str]:
     ]
 
 
-def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
-    """Compares two arrays; reads both once, piece by piece.
+def compare(old: np.ndarray | None, new: np.ndarray | None) -> JsonObject:
+    """Compares two arrays.
 
     Returns:
       `old` and `new`: the `shape` and `dtype` of each array, `None` for a missing one. For equal
@@ -132,15 +133,13 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
     report: JsonObject = {"old": _describe_type(old), "new": _describe_type(new)}
     if old is None or new is None or old.shape != new.shape:
         return report
-    counts = np.zeros(len(COUNTS), np.int64)
-    for a, b in zip(old.pieces(), new.pieces(), strict=True):
-        before, after = a != 0, b != 0
-        changed = before & after & (a != b) & ((a == a) | (b == b))
-        differs = have_other_bits(a, b) if a.dtype == b.dtype else changed
-        bits = differs & (before == after) & ~changed
-        masks = (before & after, before & ~after, after & ~before, changed, bits)
-        counts += [np.count_nonzero(mask) for mask in masks]
-    return report | dict(zip(COUNTS, counts.tolist(), strict=True))
+    a, b = old.reshape(-1), new.reshape(-1)
+    before, after = a != 0, b != 0
+    changed = before & after & (a != b) & ((a == a) | (b == b))
+    differs = have_other_bits(a, b) if a.dtype == b.dtype else changed
+    bits = differs & (before == after) & ~changed
+    masks = (before & after, before & ~after, after & ~before, changed, bits)
+    return report | {name: int(mask.sum()) for name, mask in zip(COUNTS, masks, strict=True)}
 
 
 def _count_bytes(path: Path) -> int:
@@ -148,7 +147,7 @@ def _count_bytes(path: Path) -> int:
     return sum(x.stat().st_size for x in [path, *path.rglob("*")] if x.is_file())
 
 
-def _describe_type(array: StoredArray | None) -> JsonObject | None:
+def _describe_type(array: np.ndarray | None) -> JsonObject | None:
     return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 

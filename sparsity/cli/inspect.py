@@ -12,9 +12,7 @@ import numpy as np
 from sparsity.cli import checkpoints
 from sparsity.cli.detect import find_patterns
 from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
-from sparsity.cli.stored import StoredArray
 from sparsity.core import extras, trees
-from sparsity.finetuning.delta import arrays_by_name
 
 ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
 EXAMPLES = """\
@@ -32,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a row for each array of a checkpoint, and their sum."""
-    arrays = arrays_by_name(checkpoints.read(arguments.path))
-    selected = checkpoints.filter_leaves(arrays, arguments.filter)
+    leaves = checkpoints.read_by_name(arguments.path, arguments.filter)
     zstd = _load_zstd()
-    reports = {name: describe_array(array, zstd) for name, array in selected.items()}
+    reports = {name: describe_array(load(), zstd) for name, load in leaves.items()}
     total = _sum_reports(list(reports.values()))
     if arguments.json:
         print_json({"path": str(arguments.path), "leaves": reports, "total": total})
@@ -55,8 +52,8 @@ def _load_zstd() -> ModuleType | None:
         return None
 
 
-def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
-    """Describes an array; reads it once, piece by piece.
+def describe_array(array: np.ndarray, zstd: ModuleType | None) -> JsonObject:
+    """Describes an array.
 
     Args:
       array: the array.
@@ -66,27 +63,22 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
       `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and `bytes`: `dense`; `bitmask`,
       the non-zeros and a bit for each entry; `zstd`, compressed, `None` without the package.
     """
-    packed = [np.empty(0, np.uint8)]
-    compressor = zstd.ZstdCompressor().compressobj() if zstd else None
-    compressed = 0
-    for piece in array.pieces():
-        packed.append(np.packbits(piece != 0))
-        if compressor:
-            compressed += len(compressor.compress(piece.view(np.uint8)))
-    bits = np.concatenate(packed)
-    mask = np.unpackbits(bits, count=array.size).view(bool).reshape(array.shape)
-    nonzeros = int(np.bitwise_count(bits).sum())
+    nonzeros = int(np.count_nonzero(array))
+    if zstd:
+        compressor = zstd.ZstdCompressor().compressobj()
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        compressed = len(compressor.compress(content)) + len(compressor.flush())
     return {
         "shape": list(array.shape),
         "dtype": str(array.dtype),
         "size": array.size,
         "nonzeros": nonzeros,
         "sparsity": _compute_sparsity(nonzeros, array.size),
-        "patterns": find_patterns(mask),
+        "patterns": find_patterns(array != 0),
         "bytes": {
             "dense": array.nbytes,
-            "bitmask": bits.size + nonzeros * array.dtype.itemsize,
-            "zstd": compressed + len(compressor.flush()) if compressor else None,
+            "bitmask": -(-array.size // 8) + nonzeros * array.dtype.itemsize,
+            "zstd": compressed if zstd else None,
         },
     }
 

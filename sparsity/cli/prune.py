@@ -16,11 +16,9 @@ from sparsity import api
 from sparsity.algorithms import NoPruning
 from sparsity.cli import checkpoints
 from sparsity.cli.output import escape_controls, print_table
-from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath
-from sparsity.finetuning.delta import arrays_by_name
 from sparsity.patterns import SparsityType
 from sparsity.patterns.base import REMEDY
 from sparsity.training.base_updater import ALGORITHM_REGISTRY
@@ -69,11 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         terms = [f"{option} stands for {key}" for key, option in OPTIONS.items() if key in message]
         note = f" Here {', '.join(terms)}." if terms else ""
         raise ValueError(f"{message}{note}") from None
-    pairs = list(changed.values())
-    checkpoints.write(arguments.source, arguments.target, pairs, overwrite=arguments.overwrite)
+    checkpoints.write(arguments.source, arguments.target, changed)
     for reason in reasons:
         print(f"sparsity: left dense: {escape_controls(reason)}", file=sys.stderr)
-    _print_sparsities({name: array for name, (_, array) in changed.items()})
+    _print_sparsities(changed)
     return 0
 
 
@@ -88,10 +85,8 @@ def _list_algorithms() -> list[str]:
     ]
 
 
-def _prune(
-    arguments: argparse.Namespace, reasons: list[str]
-) -> dict[str, tuple[StoredArray, np.ndarray]]:
-    """Returns pruned parameters by name, and their new values; appends why others stay dense."""
+def _prune(arguments: argparse.Namespace, reasons: list[str]) -> dict[str, np.ndarray]:
+    """Returns pruned parameters by name; appends why others stay dense."""
     if arguments.algorithm not in _list_algorithms():
         raise ValueError(
             "--algorithm must name an algorithm that prunes without training or gradients, got "
@@ -105,10 +100,9 @@ def _prune(
     }
     updater = api.create_updater_from_config(config)
     tree = checkpoints.read(arguments.source)
-    selected = checkpoints.filter_leaves(arrays_by_name(tree), arguments.filter)
-    params = trees.map_matched(
-        lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
-    )
+    leaves = {trees.path_string(path): path for path in trees.leaves_by_path(tree)}
+    selected = checkpoints.filter_names(leaves, arguments.filter).values()
+    params = trees.map_matched(lambda path, load: load() if path in selected else None, tree)
     if not any(map(trees.is_prunable, jax.tree.leaves(params))):
         dtypes = trees.listed(sorted({array.dtype.name for array in jax.tree.leaves(params)}))
         raise ValueError(
@@ -117,18 +111,16 @@ def _prune(
         )
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
-        params = trees.map_matched(_to_native, params)
+        native = trees.map_matched(_to_native, params)
         pattern = updater.sparsity_type
         assert isinstance(pattern, SparsityType)  # a configuration names one for all parameters
         choose_pattern = functools.partial(_choose_pattern, pattern, reasons)
         updater = dataclasses.replace(updater, sparsity_type=choose_pattern)
-        pruned, masks = updater.instant_sparsify(params)
-    values = trees.leaves_by_path(pruned)
-    arrays = {trees.path_string(path): values[path] for path in trees.leaves_by_path(masks)}
-    # Only the byte order changes.
+        pruned, masks = updater.instant_sparsify(native)
+    values, given = trees.leaves_by_path(pruned), trees.leaves_by_path(params)
     return {
-        name: (selected[name], np.asarray(array).astype(selected[name].dtype))
-        for name, array in arrays.items()
+        trees.path_string(path): np.asarray(values[path]).astype(given[path].dtype)  # byte order
+        for path in trees.leaves_by_path(masks)
     }
 
 

@@ -9,14 +9,13 @@ import safetensors.numpy
 
 from sparsity import Delta
 from sparsity.cli import checkpoints, main
-from sparsity.finetuning.delta import arrays_by_name
 from tests.cli.checkpoints import FORMATS, weights
 from tests.helpers import bits
 
 
 def arrays(path):
     """Returns the arrays of a checkpoint by name."""
-    return {name: x.load() for name, x in arrays_by_name(checkpoints.read(path)).items()}
+    return {name: load() for name, load in checkpoints.read_by_name(path).items()}
 
 
 def tuned_weights():

@@ -1,25 +1,20 @@
-"""Files whose descriptions lie are read as they say, or refused by name; memory stays bounded."""
+"""Files whose descriptions lie are read as they say, or refused by name."""
 
 import json
-import shutil
-import tracemalloc
 import zipfile
 
 import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
-import tensorstore
 
 import sparsity
 from sparsity.cli import main
-from tests.cli.checkpoints import ORBAX_LAYOUTS, save_orbax_layout
 from tests.graph import removal
 from tests.malformed import lie
 from tests.properties.strategies import EXAMPLES, FIRST
 
 FILES = EXAMPLES or 60
-LIMIT = 16 << 20  # bytes that reading a file of a few hundred bytes may take
 BASE = {
     "w": np.arange(12, dtype=np.float32).reshape(3, 4),
     "b": np.ones(5, np.float16),
@@ -29,18 +24,12 @@ BASE = {
 
 @pytest.fixture
 def run(capsys):
-    """Returns a function that runs a command, which takes little memory and prints one error."""
+    """Returns a function that runs a command, which prints at most one error."""
 
     def check(*arguments):
-        tracemalloc.start()
-        try:
-            code = main([*map(str, arguments)])
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        code = main([*map(str, arguments)])
         error = capsys.readouterr().err
         assert error.count("\n") == error.count("sparsity: error: ") == (code == 2), error
-        assert peak < LIMIT, (arguments, peak)
         return code
 
     return check
@@ -141,53 +130,4 @@ def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
         if pruned == 0:
             assert run("inspect", target) == 0
             target.unlink()
-    assert codes == {0, 2}
-
-
-# Folders of Orbax: descriptions of the tree and of arrays, and files in the place of others.
-
-
-def list_files(folder, has_database):
-    """Returns the files of all arrays, {name: bytes} that can be set, of either layout."""
-    spec = {"driver": "file", "path": f"{folder}/"}
-    spec = {"driver": "ocdbt", "base": spec} if has_database else spec
-    return tensorstore.KvStore.open(spec).result()
-
-
-def spoil_folder(rng, folder, has_database):
-    files = list_files(folder, has_database)
-    names = sorted(name.decode() for name in files.list().result())
-    names = [name for name in names if name.startswith(("w/", "b/", "n.m/"))]
-    described = [name for name in names if name.endswith((".zarray", "zarr.json"))]
-    match rng.integers(4):
-        case 0:
-            tree = json.loads((folder / "_METADATA").read_text())
-            (folder / "_METADATA").write_text(json.dumps(lie(rng, tree)))
-        case 1:
-            files[str(rng.choice(names))] = files[str(rng.choice(names))]
-        case _:
-            name = str(rng.choice(described))
-            files[name] = json.dumps(lie(rng, json.loads(files[name])))
-
-
-@pytest.mark.slow
-@pytest.mark.drawn(10_000)
-def test_a_folder_of_orbax_that_lies_is_refused_or_read(tmp_path, run):
-    rng, codes = np.random.default_rng(FIRST), set()
-    folder, target = tmp_path / "folder", tmp_path / "target"
-    tree = {"w": BASE["w"], "b": BASE["b"], "n": {"m": np.arange(6).reshape(2, 3)}}
-    for index, (has_database, zarr3) in enumerate(ORBAX_LAYOUTS):
-        save_orbax_layout(tmp_path / str(index), tree, database=has_database, zarr3=zarr3)
-    for number in range(FILES):
-        shutil.copytree(tmp_path / str(number % 4), folder)
-        spoil_folder(rng, folder, ORBAX_LAYOUTS[number % 4][0])
-        code = run("inspect", folder, "--json")
-        pruned = run("prune", folder, target, "--sparsity", "0.5")
-        assert pruned in (code, 2)
-        codes.add(code)
-        if pruned == 0:
-            assert run("inspect", target) == 0
-            shutil.rmtree(target)
-        assert not target.exists()
-        shutil.rmtree(folder)
     assert codes == {0, 2}
