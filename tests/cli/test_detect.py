@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.cli import detect
+from sparsity.cli import inspect
 from sparsity.sparsity_types import parse_sparsity_type
 
 
 def detect_pattern(mask):
-    return detect.find_patterns(np.asarray(mask, bool))
+    return inspect.find_patterns(np.asarray(mask, bool))
 
 
 @functools.cache
