@@ -18,7 +18,7 @@ from sparsity.compacting.formats.base import is_kept
 from sparsity.compacting.stored_model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
-from sparsity.reports.times import rounds_in_turn
+from sparsity.reports import rounds_in_turn
 
 Seconds: TypeAlias = dict[Path, dict[str, float]]
 TimedCall: TypeAlias = Callable[[], object]

@@ -7,7 +7,7 @@ import pytest
 
 import sparsity
 from sparsity import EpochStrategy, pruning
-from sparsity.epochs import updater as epoch_strategy
+from sparsity import epochs as epoch_strategy
 from tests.epochs.epoch_oracle import (
     parameters,
     strategy,
