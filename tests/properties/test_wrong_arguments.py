@@ -429,14 +429,15 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_argument(name):
 def list_keys(algorithm):
     """Keys that a configuration of an algorithm takes, without the choices of names."""
     fields = {*api._list_field_names(sparsity.ALGORITHM_REGISTRY[algorithm])}
-    tables = api.DISTRIBUTIONS, api.SCHEDULES, sparsity.ALGORITHM_REGISTRY
-    keys = set.union(fields, *(api._list_config_keys(table.values()) for table in tables))
+    tables = api.DISTRIBUTIONS, api.SCHEDULES
+    keys = fields.union(*(api._read_keys(x) for table in tables for x in table.values()))
+    keys |= {*sparsity.ALGORITHM_REGISTRY[algorithm].config_keys}
     if sparsity.ALGORITHM_REGISTRY[algorithm].schedule_type != "polynomial":
         keys -= {"power", "initial_sparsity"}  # ignored, which is logged
     if algorithm.startswith("global"):
         keys.remove("erk_power_scale")
     if "scope" in fields:
-        keys |= api._list_config_keys(api.SCOPES.values())
+        keys = keys.union(*map(api._read_keys, api.SCOPES.values()))
     return keys
 
 
