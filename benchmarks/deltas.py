@@ -93,7 +93,7 @@ def report(size: int, sizes: list[list[str]], times: list[list[str]]) -> str:
         "changed value; a million values at 1 % are as many megabytes. The plain difference is not "
         "exact, XOR of the bits and the delta are; zstd has level 3.\n\n"
         f"{results.table(columns, sizes)}\n\nTimes at 1 %: best CPU time of runs in turn, "
-        "fingerprints of all weights included.\n\n"
+        "digests of all weights included.\n\n"
         f"{results.table(['step', 'CPU seconds', 'of saving all'], times)}"
     )
 

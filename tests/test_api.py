@@ -294,7 +294,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest_and_all_keys(name, key, nea
 
 
 def test_a_key_of_another_algorithm_is_an_error():
-    with pytest.raises(ValueError, match="'drop_fraction_fn' is no key"):
+    with pytest.raises(ValueError, match=r"Remove 'drop_fraction_fn'.*rigl"):
         create(config(drop_fraction_fn=lambda step: 0.3))
     with pytest.raises(ValueError, match=r"Remove 'drop_fraction' = 0.3: MagnitudePruning.*rigl"):
         create(config(drop_fraction=0.3))
@@ -478,7 +478,7 @@ def test_the_fields_of_a_registered_schedule_are_its_keys(registries):
     listed = config(schedule_type="listed", steps=(1, 5))
     assert create(listed).scheduler == Listed((1, 5))
     assert create(listed | {"decay": 0.5}).scheduler == Listed((1, 5), 0.5)
-    with pytest.raises(ValueError, match=r"^'steps' is no key of schedule_type 'periodic'"):
+    with pytest.raises(ValueError, match=r"^Remove 'steps' = \(1, 5\).* schedule_type 'listed'"):
         create(config(schedule_type="periodic", update_freq=2, steps=(1, 5)))
     # A field of the algorithm stays a key of the algorithm.
     updater = create(config(algorithm="sr_ste", decay=0.5))
@@ -537,7 +537,7 @@ def test_a_scope_shares_keys_with_algorithms_and_distributions(registries):
     scaled = create(options | {"scope": "scaled"})
     assert scaled.scope == Scaled(0.2, 0.5)
     assert scaled.sparsity_distribution_fn == sparsity.Uniform(0.5)
-    with pytest.raises(ValueError, match=r"^'use_normalization' needs scope = 'global'"):
+    with pytest.raises(ValueError, match=r"^Remove 'use_normalization' = True.* scope 'global'"):
         create(config(use_normalization=True))
 
 
@@ -586,7 +586,7 @@ def test_what_is_no_updater_class_cannot_be_registered(registry, algorithm):
 
 @pytest.mark.parametrize("register", ["register_distribution", "register_schedule"])
 def test_what_cannot_be_called_cannot_be_registered(register):
-    with pytest.raises(ValueError, match="such as its class, got"):
+    with pytest.raises(ValueError, match="or a function that makes one, got"):
         getattr(sparsity, register)("mine", 3)
 
 

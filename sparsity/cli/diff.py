@@ -1,130 +1,79 @@
-"""`sparsity diff` shows which masks moved and which weights changed; shows and saves deltas."""
+"""`sparsity diff` compares checkpoints, shows and saves deltas; `sparsity apply` applies them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import math
 import os
 import sys
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from sparsity.cli import checkpoints
-from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
-from sparsity.cli.stored import StoredArray
-from sparsity.core import trees
-from sparsity.finetuning.delta import Delta
-from sparsity.finetuning.entries import arrays_by_name, have_other_bits
+from sparsity.cli.inspect import format_bytes
+from sparsity.core import extras, trees
+from sparsity.finetuning.delta import Delta, have_other_bits
 
-ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
-EXAMPLES = """\
-  sparsity diff before.safetensors after.safetensors
-  sparsity diff runs/1/default runs/2/default --json
-  sparsity diff base.safetensors tuned.safetensors --save delta.safetensors
-  sparsity diff delta.safetensors
-"""
 COUNTS = ("kept", "dropped", "grown", "changed", "bits")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
-    parser.add_argument("old", type=Path, help="a checkpoint, or a delta alone")
-    parser.add_argument("new", type=Path, nargs="?", help="the checkpoint to compare with it")
-    parser.add_argument(
-        "--save", metavar="DELTA", type=Path, help="write the changed entries, for 'sparsity apply'"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, with all parameters")
+def apply(arguments: argparse.Namespace) -> int:
+    """Writes a copy of a checkpoint with the changes of a delta."""
+    checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
+    delta = Delta.load(arguments.delta)
+    delta = dataclasses.replace(delta, base=checkpoints.filter_names(delta.base, arguments.filter))
+    params = {name: load() for name, load in checkpoints.read_by_name(arguments.source).items()}
+    applied = delta.apply(params)
+    names = {name for term in delta.terms for name in term.entries if name in delta.base}
+    checkpoints.write(arguments.source, arguments.target, {name: applied[name] for name in names})
+    print(f"{len(names)} of {len(params)} parameters changed.")
+    return 0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the differences of two checkpoints, or a delta; returns 1 if there are any, else 0."""
+def diff(arguments: argparse.Namespace) -> int:
+    """Shows which masks and weights changed between two checkpoints, or in a delta."""
     if arguments.new is None:
         return _show_delta(arguments)
     if arguments.save and os.path.lexists(arguments.save):
         raise ValueError(f"{arguments.save} exists. Give another path to --save.")
-    old, new = (arrays_by_name(checkpoints.read(path)) for path in (arguments.old, arguments.new))
-    selected = checkpoints.filter_leaves(old | new, arguments.filter)
+    pair = [checkpoints.read_by_name(path) for path in (arguments.old, arguments.new)]
+    selected = checkpoints.filter_names(pair[0] | pair[1], arguments.filter)
     if arguments.save:
-        base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))
-        Delta.between(base, params).save(arguments.save)
-        sizes = [_count_bytes(path) for path in (arguments.save, arguments.new)]
-        if sizes[0] >= sizes[1]:
-            print(
-                f"sparsity: {arguments.save} takes {format_bytes(sizes[0])}, "
-                f"{arguments.new} itself {format_bytes(sizes[1])}: keep the checkpoint instead",
-                file=sys.stderr,
-            )
-    reports = {name: compare(old.get(name), new.get(name)) for name in selected}
+        models = [{name: x[name]() for name in selected if name in x} for x in pair]
+        Delta.between(*models).save(arguments.save)
+        sizes = [format_bytes(_count_bytes(path)) for path in (arguments.save, arguments.new)]
+        print(f"sparsity: delta of {sizes[0]}, checkpoint of {sizes[1]}", file=sys.stderr)
+    reports = {name: compare(*(x.get(name) for x in pair)) for name in selected}
     total = {key: sum(report.get(key, 0) for report in reports.values()) for key in COUNTS}
-    differing = {name: x for name, x in reports.items() if _has_differences(x)}
+    differing = {
+        name: report
+        for name, report in reports.items()
+        if report["old"] != report["new"] or any(report[key] for key in COUNTS[1:])
+    }
     if arguments.json:
-        print_json({"leaves": reports, "total": total})
+        print(json.dumps({"leaves": reports, "total": total}, indent=2))
     elif differing:
-        rows = [[name, *_format_cells(report)] for name, report in differing.items()]
+        table = extras.make_table(["parameter", "array"], COUNTS)
+        for name, report in differing.items():
+            types = [report[key] for key in ("old", "new")]
+            texts = [
+                f"{trees.shape_text(x['shape'])} {x['dtype']}" if x else "nothing" for x in types
+            ]
+            counts = [f"{report[key]:,}" if key in report else "" for key in COUNTS]
+            table.add_row(name, " -> ".join(dict.fromkeys(texts)), *counts)
+        table.add_section()
         last = f"{len(differing)} of {len(reports)} parameters differ"
-        print_table(
-            ["parameter", "array", *COUNTS], rows, [last, *_format_cells(total)], num_text_columns=2
-        )
+        table.add_row(last, "", *(f"{total[key]:,}" for key in COUNTS))
+        print(extras.as_text(table))
     else:
         print(f"No difference in {len(reports)} parameters.")
     return 1 if differing else 0
 
 
-def _show_delta(arguments: argparse.Namespace) -> int:
-    """Prints the entries of a delta by parameter; returns 1 if there are any, else 0."""
-    if arguments.save:
-        raise ValueError("--save needs two checkpoints. See 'sparsity diff --help'.")
-    try:
-        delta = Delta.load(arguments.old)
-    except ValueError as error:
-        raise ValueError(f"{error} To compare checkpoints, name two.") from error
-    selected = checkpoints.filter_leaves(delta.base, arguments.filter)
-    rows: list[JsonObject] = [
-        {
-            "leaf": name,
-            "shape": list(selected[name].shape),
-            "dtype": selected[name].dtype,
-            "weight": term.weight,
-            "entries": entries.count,
-            "density": entries.count / math.prod(selected[name].shape),
-            "bytes": entries.nbytes,
-            "largest_change": abs(term.weight) * entries.largest,
-        }
-        for term in delta.terms
-        for name, entries in term.entries.items()
-        if name in selected
-    ]
-    size = sum(math.prod(parameter.shape) for parameter in selected.values())
-    total: JsonObject = {key: sum(row[key] for row in rows) for key in ("entries", "bytes")}
-    if arguments.json:
-        print_json({"changes": rows, "total": {"leaves": len(selected), "size": size} | total})
-    else:
-        last = {"leaf": "total", "shape": [size], "density": total["entries"] / max(size, 1)}
-        columns = ["parameter", "array", "weight", "entries", "density", "bytes", "largest change"]
-        print_table(
-            columns,
-            map(_format_delta_cells, rows),
-            _format_delta_cells(last | total),
-            num_text_columns=2,
-        )
-    return 1 if rows else 0
-
-
-def _format_delta_cells(row: JsonObject) -> list[str]:
-    return [
-        row["leaf"],
-        f"{trees.shape_text(row['shape'])} {row.get('dtype', '')}",
-        f"{row['weight']:g}" if "weight" in row else "",
-        f"{row['entries']:,}",
-        f"{row['density']:.4%}",
-        format_bytes(row["bytes"]),
-        f"{row['largest_change']:.3g}" if "largest_change" in row else "",
-    ]
-
-
-def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
-    """Compares two arrays; reads both once, piece by piece.
+def compare(*loads: checkpoints.Load | None) -> dict[str, Any]:
+    """Compares two arrays, given by functions that load them, `None` for a missing one.
 
     Returns:
       `old` and `new`: the `shape` and `dtype` of each array, `None` for a missing one. For equal
@@ -132,38 +81,41 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
       only, `grown` in the new one only; `changed` are kept with another value. NaN equals NaN.
       `bits` are equal in value, but not in bits, as 0.0 and -0.0.
     """
-    report: JsonObject = {"old": _describe_type(old), "new": _describe_type(new)}
+    old, new = (None if load is None else load() for load in loads)
+    report: dict[str, Any] = {
+        role: x if x is None else {"shape": list(x.shape), "dtype": str(x.dtype)}
+        for role, x in (("old", old), ("new", new))
+    }
     if old is None or new is None or old.shape != new.shape:
         return report
-    counts = np.zeros(len(COUNTS), np.int64)
-    for a, b in zip(old.pieces(), new.pieces(), strict=True):
-        before, after = a != 0, b != 0
-        changed = before & after & (a != b) & ((a == a) | (b == b))
-        differs = have_other_bits(a, b) if a.dtype == b.dtype else changed
-        bits = differs & (before == after) & ~changed
-        masks = (before & after, before & ~after, after & ~before, changed, bits)
-        counts += [np.count_nonzero(mask) for mask in masks]
-    return report | dict(zip(COUNTS, counts.tolist(), strict=True))
+    a, b = old.reshape(-1), new.reshape(-1)
+    before, after = a != 0, b != 0
+    changed = before & after & (a != b) & ((a == a) | (b == b))
+    differs = have_other_bits(a, b) if a.dtype == b.dtype else changed
+    bits = differs & (before == after) & ~changed
+    masks = (before & after, before & ~after, after & ~before, changed, bits)
+    return report | {name: int(mask.sum()) for name, mask in zip(COUNTS, masks, strict=True)}
+
+
+def _show_delta(arguments: argparse.Namespace) -> int:
+    """Prints the entries of a delta by parameter; returns 1 if there are any, else 0."""
+    if arguments.save or arguments.json:
+        raise ValueError("--save and --json need two checkpoints. See 'sparsity diff --help'.")
+    delta = Delta.load(arguments.old)
+    selected = checkpoints.filter_names(delta.base, arguments.filter)
+    table = extras.make_table(["parameter", "array"], ["weight", "entries", "density", "bytes"])
+    for term in delta.terms:
+        for name, (indices, values, _) in term.entries.items():
+            if name in selected:
+                shape, dtype, _ = selected[name]
+                array = f"{trees.shape_text(shape)} {dtype}"
+                density = f"{values.size / math.prod(shape):.4%}"
+                numbers = f"{term.weight:g}", f"{values.size:,}", density
+                table.add_row(name, array, *numbers, format_bytes(indices.nbytes + values.nbytes))
+    print(f"{extras.as_text(table)}\n{delta}")
+    return 1 if delta.nbytes else 0
 
 
 def _count_bytes(path: Path) -> int:
     """Returns the bytes of a file, or of all files in a folder."""
     return sum(x.stat().st_size for x in [path, *path.rglob("*")] if x.is_file())
-
-
-def _describe_type(array: StoredArray | None) -> JsonObject | None:
-    return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
-
-
-def _has_differences(report: JsonObject) -> bool:
-    return report["old"] != report["new"] or any(report[key] for key in COUNTS[1:])
-
-
-def _format_cells(report: JsonObject) -> list[str]:
-    """Returns the shape and dtype of an array, or those of both if they differ, and the counts."""
-    texts = [
-        f"{trees.shape_text(array['shape'])} {array['dtype']}" if array else "nothing"
-        for array in (report[key] for key in ("old", "new") if key in report)
-    ]
-    change = " -> ".join(dict.fromkeys(texts))
-    return [change, *(f"{report[key]:,}" if key in report else "" for key in COUNTS)]

@@ -3,60 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from sparsity.cli import checkpoints
-from sparsity.cli.detect import find_patterns
-from sparsity.cli.output import JsonObject, format_bytes, print_json, print_table
-from sparsity.cli.stored import StoredArray
 from sparsity.core import extras, trees
-from sparsity.finetuning.entries import arrays_by_name
 
-ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
-EXAMPLES = """\
-  sparsity inspect model.safetensors
-  sparsity inspect checkpoints/100/default --filter '.*kernel' --json
-"""
 BYTES = ("dense", "bitmask", "zstd")
+GROUPS = (2, 4, 8, 16, 32)  # the sizes M of the N:M patterns to look for
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
-    parser.add_argument("path", type=Path, help="the checkpoint")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints a row for each array of a checkpoint, and their sum."""
-    arrays = arrays_by_name(checkpoints.read(arguments.path))
-    selected = checkpoints.filter_leaves(arrays, arguments.filter)
-    zstd = _load_zstd()
-    reports = {name: describe_array(array, zstd) for name, array in selected.items()}
-    total = _sum_reports(list(reports.values()))
+def inspect(arguments: argparse.Namespace) -> int:
+    """Shows what a checkpoint holds: sparsity, patterns, bytes."""
+    leaves = checkpoints.read_by_name(arguments.path, arguments.filter)
+    zstd = None
+    try:
+        zstd = extras.load("zstandard", "cli")
+    except ImportError as error:
+        print(f"sparsity: sizes under zstd are left out. {error}", file=sys.stderr)
+    reports = {name: describe_array(load(), zstd) for name, load in leaves.items()}
+    size, nonzeros = (sum(x[key] for x in reports.values()) for key in ("size", "nonzeros"))
+    sizes = {form: [x["bytes"][form] for x in reports.values()] for form in BYTES}
+    total = {
+        "size": size,
+        "nonzeros": nonzeros,
+        "sparsity": (size - nonzeros) / max(size, 1),
+        "bytes": {form: None if None in x else sum(x) for form, x in sizes.items()},
+    }
     if arguments.json:
-        print_json({"path": str(arguments.path), "leaves": reports, "total": total})
-    else:
-        rows = [[name, *_format_cells(report)] for name, report in reports.items()]
-        columns = ["parameter", "shape", "dtype", "patterns", "sparsity", *BYTES]
-        print_table(columns, rows, ["total", *_format_cells(total)], num_text_columns=4)
+        print(json.dumps({"leaves": reports, "total": total}, indent=2))
+        return 0
+    table = extras.make_table(["parameter", "shape", "dtype", "patterns"], ["sparsity", *BYTES])
+    for name, x in reports.items():
+        shape = trees.shape_text(x["shape"])
+        table.add_row(name, shape, x["dtype"], " ".join(x["patterns"]), *_format_numbers(x))
+    table.add_section()
+    table.add_row("total", f"{size:,}", "", "", *_format_numbers(total))
+    print(extras.as_text(table))
     return 0
 
 
-def _load_zstd() -> ModuleType | None:
-    """Returns the package `zstandard`; if it is missing, prints the remedy and returns `None`."""
-    try:
-        return extras.load("zstandard", "cli")
-    except ImportError as error:
-        print(f"sparsity: sizes under zstd are left out. {error}", file=sys.stderr)
-        return None
-
-
-def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
-    """Describes an array; reads it once, piece by piece.
+def describe_array(array: np.ndarray, zstd: ModuleType | None) -> dict[str, Any]:
+    """Describes an array.
 
     Args:
       array: the array.
@@ -66,54 +59,108 @@ def describe_array(array: StoredArray, zstd: ModuleType | None) -> JsonObject:
       `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and `bytes`: `dense`; `bitmask`,
       the non-zeros and a bit for each entry; `zstd`, compressed, `None` without the package.
     """
-    packed = [np.empty(0, np.uint8)]
-    compressor = zstd.ZstdCompressor().compressobj() if zstd else None
-    compressed = 0
-    for piece in array.pieces():
-        packed.append(np.packbits(piece != 0))
-        if compressor:
-            compressed += len(compressor.compress(piece.view(np.uint8)))
-    bits = np.concatenate(packed)
-    mask = np.unpackbits(bits, count=array.size).view(bool).reshape(array.shape)
-    nonzeros = int(np.bitwise_count(bits).sum())
+    mask = array != 0
+    nonzeros, compressed = int(np.count_nonzero(mask)), None
+    if zstd:
+        stream, content = zstd.ZstdCompressor().compressobj(), np.asarray(array, order="C")
+        compressed = len(stream.compress(content.reshape(-1).view(np.uint8))) + len(stream.flush())
+    bitmask = -(-array.size // 8) + nonzeros * array.dtype.itemsize
     return {
         "shape": list(array.shape),
         "dtype": str(array.dtype),
         "size": array.size,
         "nonzeros": nonzeros,
-        "sparsity": _compute_sparsity(nonzeros, array.size),
+        "sparsity": (array.size - nonzeros) / max(array.size, 1),
         "patterns": find_patterns(mask),
-        "bytes": {
-            "dense": array.nbytes,
-            "bitmask": bits.size + nonzeros * array.dtype.itemsize,
-            "zstd": compressed + len(compressor.flush()) if compressor else None,
-        },
+        "bytes": {"dense": array.nbytes, "bitmask": bitmask, "zstd": compressed},
     }
 
 
-def _sum_reports(reports: list[JsonObject]) -> JsonObject:
-    size, nonzeros = (sum(report[key] for report in reports) for key in ("size", "nonzeros"))
-    counts = {form: [report["bytes"][form] for report in reports] for form in BYTES}
-    return {
-        "size": size,
-        "nonzeros": nonzeros,
-        "sparsity": _compute_sparsity(nonzeros, size),
-        "bytes": {
-            form: None if None in counts_of_form else sum(counts_of_form)
-            for form, counts_of_form in counts.items()
-        },
-    }
+def format_bytes(count: int | None) -> str:
+    """Returns a number of bytes as text for a table, '-' for an unknown one.
+
+    Example:
+      >>> format_bytes(999), format_bytes(2_500_000), format_bytes(None)
+      ('999 B', '2.50 MB', '-')
+    """
+    if count is None or count < 1000:
+        return "-" if count is None else f"{count} B"
+    power = min((len(str(count)) - 1) // 3, 4)
+    return f"{count / 1000**power:.2f} {' kMGT'[power]}B"
 
 
-def _compute_sparsity(nonzeros: int, size: int) -> float:
-    return (size - nonzeros) / max(size, 1)
+def _format_numbers(report: dict[str, Any]) -> list[str]:
+    return [f"{report['sparsity']:.4f}", *(format_bytes(report["bytes"][form]) for form in BYTES)]
 
 
-def _format_cells(report: JsonObject) -> list[str]:
-    return [
-        trees.shape_text(report["shape"]) if "shape" in report else f"{report['size']:,}",
-        report.get("dtype", ""),
-        " ".join(report.get("patterns", [])),
-        f"{report['sparsity']:.4f}",
-        *(format_bytes(report["bytes"][form]) for form in BYTES),
-    ]
+def find_patterns(mask: np.ndarray) -> list[str]:
+    """Returns the patterns of a mask by the names that `parse_sparsity_type` reads.
+
+    Args:
+      mask: bool, True = kept.
+
+    Returns:
+      The channel pattern, if channels are kept or removed as a whole. Otherwise the largest block
+      pattern, for each axis the N:M pattern with the smallest N that the number of ones allows, and
+      constant fan-in with its largest groups of outputs: along each axis, all axes but the last,
+      and all but the first, unless a pattern before implies the groups.
+      An empty list for a mask of ones or of zeros.
+
+    Example:
+      >>> find_patterns(np.array([[1, 0, 1, 0], [0, 0, 1, 1]], bool))
+      ['nm_2,4,-1']
+    """
+    ones, axes = int(np.count_nonzero(mask)), [*range(-mask.ndim, 0)]
+    if ones in (0, mask.size):
+        return []
+    periods = [_find_period(mask, axis) for axis in axes]
+    changing_axes = [axis for axis in axes if periods[axis] < mask.shape[axis]]
+    if len(changing_axes) == 1 and mask.ndim > 1:
+        return [f"channel_{changing_axes[0]}"]
+    rows, columns = [1, *periods][-2:]
+    patterns = [f"block_{rows},{columns}"] if rows * columns > 1 else []
+    groups = {axis: _find_groups(mask, axis, ones) for axis in axes}
+    patterns += [f"nm_{n},{m},{axis}" for axis, pairs in groups.items() for n, m in pairs]
+    inputs = [(axis,) for axis in axes]
+    inputs += [tuple(axes[:-1]), tuple(axes[1:])] if mask.ndim > 2 else []
+    for contracted in inputs:
+        size = _find_fan_in(mask, contracted, ones)
+        if size > any(groups[axis] for axis in contracted):  # which N:M implies for one output
+            patterns.append(f"fanin_{size},{','.join(map(str, contracted))}")
+            break
+    return patterns
+
+
+def _find_period(mask: np.ndarray, axis: int) -> int:
+    """Returns the largest step along an axis whose multiples are the only places of changes."""
+    other_axes = tuple(x for x in range(-mask.ndim, 0) if x != axis)
+    changes = np.flatnonzero(np.any(np.diff(mask, axis=axis), axis=other_axes)) + 1
+    return int(np.gcd.reduce(changes)) if changes.size else mask.shape[axis]
+
+
+def _find_groups(mask: np.ndarray, axis: int, ones: int) -> list[tuple[int, int]]:
+    """Returns the sparsest N:M pattern of a mask along an axis, if any; on ties the smallest M."""
+    candidates = []
+    for m in GROUPS:
+        if mask.shape[axis] % m == 0:
+            n = int(np.moveaxis(mask, axis, -1).reshape(-1, m).sum(axis=1).max())
+            if n == -(-ones * m // mask.size) < m:  # the fullest group has at least the mean
+                candidates.append((n, m))
+    return sorted(candidates, key=lambda pair: (pair[0] / pair[1], pair[1]))[:1]
+
+
+def _find_fan_in(mask: np.ndarray, contracted: tuple[int, ...], ones: int) -> int:
+    """Returns how many neighbouring outputs read the same inputs; 0 without a constant fan-in.
+
+    Where outputs lie on both sides of the inputs, groups divide the axes behind them.
+    """
+    first_axis = contracted[0] + mask.ndim
+    outer_size = math.prod(mask.shape[:first_axis])
+    layers = mask.reshape(outer_size, -1, math.prod(mask.shape[first_axis + len(contracted) :]))
+    counts = layers.sum(axis=1)
+    if counts.size == 1 or np.any(counts != ones / counts.size):
+        return 0
+    if layers.shape[2] == 1:
+        return _find_period(layers, -3)
+    period = _find_period(layers, -1)
+    return period if outer_size == 1 else math.gcd(period, layers.shape[2])

@@ -19,7 +19,7 @@ from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Path, PyTree
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
-from sparsity.reports.times import time_in_turn
+from sparsity.reports import time_in_turn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

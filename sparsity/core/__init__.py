@@ -5,7 +5,7 @@
 - Arrays: `sharding.py` places them, `kernels.py` controls what XLA fuses and how arrays lie in
   memory, and `hashing.py` draws random scores.
 - Exact numbers: `exact.py` integers of two words, `exact_sums.py` sums in any order,
-  `dtypes.py` the promotion of dtypes.
-- Others: `checks.py` of arguments, `statements.py` of classes, `files.py`, `extras.py` of imports,
-  and `pictures.py`.
+  `polynomials.py` costs, and `dtypes.py` the promotion of dtypes.
+- Others: `checks.py` of arguments, `statements.py` of classes, `files.py`, `extras.py` of optional
+  packages and tables, and `pictures.py`.
 """

@@ -24,11 +24,13 @@ def reading(path: Path, remedy: str = "save it again") -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the system, such as a full disk, into an OSError that names the file."""
+    """Turns any error of a writer, such as a full disk, into an OSError that names the file."""
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or error
+    except ImportError:
+        raise
+    except Exception as error:  # libraries have errors of their own for a full disk
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise OSError(f"{path} cannot be written: {reason}. Nothing there has changed.") from error
 
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.cli import detect
+from sparsity.cli import inspect
 from sparsity.sparsity_types import parse_sparsity_type
 
 
 def detect_pattern(mask):
-    return detect.find_patterns(np.asarray(mask, bool))
+    return inspect.find_patterns(np.asarray(mask, bool))
 
 
 @functools.cache
@@ -21,13 +21,7 @@ def made(kind, shape):
     return parse_sparsity_type(kind).select(scores, 0.5)
 
 
-@pytest.fixture(params=[detect.TILE, 256], ids=["one tile", "many tiles"])
-def tile(request, monkeypatch):
-    monkeypatch.setattr(detect, "TILE", request.param)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -56,7 +50,6 @@ def test_the_pattern_of_a_mask_is_found(kind, shape):
     assert detect_pattern(made(kind, shape)) == [kind]
 
 
-@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     ("kind", "shape", "block"),
     [
@@ -83,16 +76,14 @@ def test_a_mask_of_one_output_reads_no_constant_number_of_inputs():
     assert detect_pattern([[1], [0], [0], [1], [1], [1], [0]]) == ["channel_-2"]
 
 
-@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("sparsity", [0.5, 0.8])
 @pytest.mark.parametrize("shape", [(64, 64), (64, 33), (3, 3, 32, 32), (512,)])
 def test_an_unstructured_mask_has_no_pattern(shape, sparsity):
     assert detect_pattern(np.random.default_rng(0).random(shape) > sparsity) == []
 
 
-@pytest.mark.usefixtures("tile")
-def test_rows_that_change_in_a_later_tile_are_seen():
-    mask = np.ones((96, 8), np.uint8)  # three of the small tiles, the first of ones alone
+def test_rows_that_change_late_are_seen():
+    mask = np.ones((96, 8), np.uint8)
     mask[48:72] = 0
     assert detect_pattern(mask) == ["channel_-2"]
     mask[:, 4:] = 1

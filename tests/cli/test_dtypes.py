@@ -68,7 +68,7 @@ def test_a_dtype_that_jax_does_not_hold_is_refused_by_name(tmp_path, capsys, nam
     target = (tmp_path / name).with_stem("b")
     assert main(["prune", str(tmp_path / name), str(target), *HALF]) == 2
     error = capsys.readouterr().err
-    assert f"'x' has the dtype {np.dtype(dtype)}" in error
+    assert f"jax does not hold 'x' of {np.dtype(dtype)}" in error
     assert "--filter" in error
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes() == before

@@ -1,6 +1,5 @@
 """Where copies are written: only a checkpoint is replaced, and when the new one is complete."""
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 import sparsity
-from sparsity.cli import checkpoints, main
+from sparsity.cli import main
 from tests.cli.checkpoints import FORMATS, weights
 
 try:
@@ -23,6 +22,7 @@ except ImportError:  # Windows
     resource = None
 
 HALF = ["--sparsity", "0.5"]
+FILES = ["a.safetensors", "a.npz", "a.msgpack"]
 WEIGHTS = {"w": np.arange(1, 17, dtype=np.float32).reshape(4, 4)}
 
 
@@ -75,7 +75,7 @@ def refused(tmp_path, capsys):
     return check
 
 
-@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a"])
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
 def test_a_checkpoint_takes_the_place_of_one_when_asked(tmp_path, refused, name):
     source, target = save(tmp_path / "x" / name), save(tmp_path / "y" / name)
     (target.parent / "notes.txt").write_text("kept")
@@ -87,19 +87,10 @@ def test_a_checkpoint_takes_the_place_of_one_when_asked(tmp_path, refused, name)
     assert zeros(source) == 8
 
 
-def test_a_folder_that_contains_the_source_is_not_replaced(tmp_path, refused):
-    source = save(tmp_path / "runs" / "1" / "default")
-    for target in (tmp_path / "runs", tmp_path / "runs" / "1", Path("/")):
-        assert "contain one another" in refused(source, target, "--overwrite")
-    file = save(tmp_path / "runs.npz" / "a.npz")
-    assert "contain one another" in refused(file, file.parent, "--overwrite")
-
-
-def test_a_copy_is_not_written_into_its_source(tmp_path, refused):
-    source = save(tmp_path / "a")
-    (tmp_path / "link").symlink_to(source)
-    for target in (source / "b", source / "d", tmp_path / "link" / "b"):
-        assert "contain one another" in refused(source, target, "--overwrite")
+def test_folders_are_not_replaced(tmp_path, refused):
+    source, other = save(tmp_path / "runs" / "1" / "default"), save(tmp_path / "other")
+    for target in (tmp_path / "runs", source, other, Path("/")):
+        assert "is not replaced" in refused(source, target, "--overwrite")
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
@@ -109,17 +100,13 @@ def test_links_are_not_replaced(tmp_path, refused, options):
         link = tmp_path / f"to_{name}.npz"
         link.symlink_to(leads_to)
         error = refused(source, link, *options)
-        assert ("is a link" if options else "exists") in error
+        assert ("is not replaced" if options else "exists") in error
 
 
-@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a"])
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path, refused, name):
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_what_is_no_file_is_not_replaced(tmp_path, refused, name):
     source, target = save(tmp_path / "x" / name), tmp_path / name
-    target.write_bytes(b"as it was")
-    assert "is not replaced" in refused(source, target, "--overwrite")
-    target.unlink()
     target.mkdir()
-    assert "is not replaced" in refused(source, target, "--overwrite")
     (target / "precious.txt").write_text("kept")
     assert "is not replaced" in refused(source, target, "--overwrite")
     shutil.rmtree(target)
@@ -128,60 +115,20 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path, refused, name):
 
 
 def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path, refused):
-    file, folder = save(tmp_path / "x" / "a.npz"), save(tmp_path / "b.npz.d")
-    folder = folder.rename(tmp_path / "b.npz")
-    assert "one is a file, the other a folder. Give another" in refused(file, folder, "--overwrite")
+    file = save(tmp_path / "x" / "a.npz")
     assert "ending ''" in refused(save(tmp_path / "c"), file, "--overwrite")
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "d/notes.txt", "other/_METADATA"])
-def test_a_folder_with_other_files_is_not_replaced(tmp_path, refused, name):
-    source, target = save(tmp_path / "a"), save(tmp_path / "b")
-    (target / name).parent.mkdir(exist_ok=True)
-    (target / name).write_text("kept")
-    assert f"other files: '{name}'. Give another path" in refused(source, target, "--overwrite")
-    (target / name).unlink()
-    (target / name).symlink_to(source)
-    assert f"other files: '{name}'. Give another path" in refused(source, target, "--overwrite")
-
-
-def test_the_current_folder_is_not_replaced(tmp_path, refused, monkeypatch):
-    source, target = save(tmp_path / "a"), save(tmp_path / "b")
-    for folder in (target, target / "d"):
-        monkeypatch.chdir(folder)
-        for name in (target, os.path.relpath(target)):
-            assert "current folder" in refused(source, name, "--overwrite")
-
-
-def test_a_folder_without_ocdbt_is_replaced_and_its_other_files_are_not(tmp_path, refused):
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
-    for name in ("a", "b"):
-        ocp.Checkpointer(handler).save(tmp_path / name, WEIGHTS | {"s": 3})
-    (tmp_path / "b" / "w" / "notes").write_text("kept")
-    assert "'w/notes'" in refused(tmp_path / "a", tmp_path / "b", "--overwrite")
-    (tmp_path / "b" / "w" / "notes").unlink()
-    again = ["prune", str(tmp_path / "a"), str(tmp_path / "b"), *HALF, "--overwrite"]
-    assert main(again) == 0
-    assert zeros(tmp_path / "b") == 8
-    assert main(again) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "step"), [("a.npz", "replace"), ("a", "rename"), ("a", "replace")]
-)
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_failure_while_replacing_leaves_the_old_one(tmp_path, monkeypatch, name, step, error):
-    source, target = save(tmp_path / "x" / name), save(tmp_path / name)
+def test_a_failure_while_replacing_leaves_the_old_one(tmp_path, monkeypatch, error):
+    source, target = save(tmp_path / "x" / "a.npz"), save(tmp_path / "a.npz")
     before = files(tmp_path)
-    original = getattr(os, step)
 
     def fail(old, new):
         monkeypatch.undo()
-        if step == "rename":  # the old one is moved away, and then
-            original(old, new)
         raise error("stop")
 
-    monkeypatch.setattr(os, step, fail)
+    monkeypatch.setattr(os, "replace", fail)
     command = ["prune", str(source), str(target), *HALF, "--overwrite"]
     if error is OSError:
         assert main(command) == 2
@@ -191,21 +138,6 @@ def test_a_failure_while_replacing_leaves_the_old_one(tmp_path, monkeypatch, nam
     assert files(tmp_path) == before
 
 
-def test_what_comes_to_the_target_meanwhile_is_not_replaced(tmp_path, monkeypatch, capsys):
-    source, target = save(tmp_path / "a.npz"), tmp_path / "b.npz"
-    npz = checkpoints.FORMATS[".npz"]
-
-    def write(*arguments):
-        npz.write(*arguments)
-        target.write_bytes(b"of another program")
-
-    monkeypatch.setitem(checkpoints.FORMATS, ".npz", dataclasses.replace(npz, write=write))
-    assert main(["prune", str(source), str(target), *HALF]) == 2
-    assert "exists" in capsys.readouterr().err
-    assert target.read_bytes() == b"of another program"
-    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "b.npz"}
-
-
 def test_a_fifo_is_no_checkpoint(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.npz")
     assert main(["inspect", str(tmp_path / "a.npz")]) == 2
@@ -213,19 +145,19 @@ def test_a_fifo_is_no_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.skipif(resource is None, reason="limits of files are of Unix")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FILES)
 def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(tmp_path, capsys, name):
     source, target = tmp_path / name, tmp_path / f"target{(tmp_path / name).suffix}"
     for path in (source, target):
         FORMATS[name][0](path, weights())
-    files = [target] if target.is_file() else [x for x in target.rglob("*") if x.is_file()]
-    before = {file: file.read_bytes() for file in files}
+    before = target.read_bytes()
     command = ["prune", str(source), str(target), "--sparsity", "0.5", "--overwrite"]
     assert run_on_a_full_disk(lambda: main(command)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"sparsity: error: {target} cannot be written: File too large.")
+    assert error.startswith(f"sparsity: error: {target} cannot be written: ")
+    assert "File too large" in error
     assert error.count("\n") == 1
-    assert {file: file.read_bytes() for file in files} == before
+    assert target.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {source.name, target.name}
 
 
@@ -269,7 +201,7 @@ def open_path():
 
 
 @pytest.mark.skipif(resource is None, reason="users are of Unix")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FILES)
 def test_a_read_only_folder_leaves_the_old_checkpoint(open_path, capsys, read_only, name):
     source = save(open_path / f"source{Path(name).suffix}")
     target = save(open_path / f"target{Path(name).suffix}")

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity import EpochStrategy, pruning
-from sparsity.epochs import updater as epoch_strategy
+from sparsity import EpochStrategy, epochs as epoch_strategy, pruning
 from tests.epochs.epoch_oracle import (
     parameters,
     strategy,

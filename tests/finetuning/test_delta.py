@@ -1,10 +1,7 @@
 """Sparse deltas: exact to the bit, small, checked against their base, or refused."""
 
-import bisect
 import os
-import types
 import typing
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ from flax import nnx
 
 import sparsity
 from sparsity import Delta
-from sparsity.finetuning import gaps
 from tests.eight_devices import KINDS, run
 from tests.helpers import bits
 
@@ -80,7 +76,7 @@ def test_entries_in_the_masks_are_exact_and_others_stay(model, tmp_path):
     base, params, masks = model
     delta = write_and_read(Delta.between(base, params, masks), tmp_path)
     assert bits(delta.apply(base)) == bits(params)
-    assert {name: part.count for name, part in delta.terms[0].entries.items()} == {
+    assert {name: part.values.size for name, part in delta.terms[0].entries.items()} == {
         f"layer/{name}": np.sum(mask) for name, mask in masks["layer"].items()
     }
 
@@ -112,7 +108,7 @@ def test_masks_of_a_pruner_choose_what_may_change():
     masks = pruner.instant_sparsify(params)[1]
     tuned = {"w": jnp.where(masks["w"] > 0, params["w"] * 1.5, params["w"])}
     delta = Delta.between(params, tuned, masks)
-    assert delta.terms[0].entries["w"].count == np.sum(masks["w"])
+    assert delta.terms[0].entries["w"].values.size == np.sum(masks["w"])
     assert bits(delta.apply(params)) == bits(tuned)
 
 
@@ -153,8 +149,6 @@ def test_leaves_that_are_no_arrays_and_leaves_of_no_base_stay():
     applied = delta.apply(base | {"head": extra})
     assert applied["head"] is extra
     assert (applied["act"], applied["rate"]) == (jax.nn.relu, 0.1)
-    with pytest.raises(ValueError, match=r"'rate' is 0.1 in base and 0.2 in params"):
-        Delta.between(base, base | {"rate": 0.2})
 
 
 def test_text_has_no_part_in_a_delta_and_stays(tmp_path):
@@ -163,18 +157,6 @@ def test_text_has_no_part_in_a_delta_and_stays(tmp_path):
     delta = write_and_read(Delta.between(base, params), tmp_path)
     assert [*delta.base] == ["w"]
     assert delta.apply(base)["name"] is base["name"]
-
-
-def test_numbers_that_are_nan_in_both_models_do_not_differ():
-    base = {"w": draw((4,)), "limit": float("nan")}
-    assert not Delta.between(base, base | {"limit": float("nan")}).nbytes
-    with pytest.raises(ValueError, match="'limit' is nan in base and 1"):
-        Delta.between(base, base | {"limit": 1})
-
-
-def test_a_number_is_the_mask_of_a_scalar():
-    delta = Delta.between({"w": np.float32(1)}, {"w": np.float32(2)}, {"w": 1})
-    assert delta.apply({"w": np.float32(1)})["w"] == 2
 
 
 def test_base_delta_and_result_share_no_memory():
@@ -215,36 +197,27 @@ def test_sharded_models_keep_their_shardings(kind):
 def test_a_change_outside_the_masks_names_parameter_and_position(model):
     base, params, masks = model
     masks["layer"]["kernel"] = np.zeros_like(masks["layer"]["kernel"])
-    place = np.argwhere(params["layer"]["kernel"] != base["layer"]["kernel"])[0].tolist()
-    with pytest.raises(ValueError, match="outside the masks, first at 'layer/kernel'") as error:
+    place = np.flatnonzero(params["layer"]["kernel"] != base["layer"]["kernel"])[0]
+    with pytest.raises(ValueError, match=f"outside the masks, at index {place} of 'layer/kernel'"):
         Delta.between(base, params, masks)
-    assert f"'layer/kernel'{place}" in str(error.value)
     params["layer"]["kernel"] = base["layer"]["kernel"]
     params["norm"] = -params["norm"]
-    with pytest.raises(ValueError, match=r"'norm'\[0\]: -1.0, not 1.0; 4 entries"):
+    with pytest.raises(ValueError, match="outside the masks, at index 0 of 'norm'"):
         Delta.between(base, params, masks)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {"v": w}, "params has no leaf at 'w'|base has no leaf at 'v'"),
-        (lambda w: {"w": w[:4]}, r"'w' has shape \(16, 32\) and dtype float32 in base, but \(4"),
-        (lambda w: {"w": w.astype(jnp.bfloat16)}, "Cast params to the dtypes of base"),
-        (lambda w: {"w": "text"}, "is an array in only one"),
-        (lambda w: {"w": w.astype(np.longdouble)}, "has no bytes that a delta could hold"),
+        (lambda w: {"v": w}, "'w' is missing, not"),
+        (lambda w: {"w": w[:4]}, r"'w' is BaseParameter\(shape=\(4, 32\), dtype='float32'"),
+        (lambda w: {"w": w.astype(jnp.bfloat16)}, "dtype='bfloat16', digest=''"),
+        (lambda w: {"w": "text"}, "'w' is missing"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Delta.between({"w": draw()}, change(draw()))
-
-
-def test_numbers_of_python_must_have_equal_bits():
-    for number in (0.0, np.nan, 3, True, 1 - 2j):
-        Delta.between({"w": draw(), "n": number}, {"w": draw(), "n": number})
-    with pytest.raises(ValueError, match=r"'n' is 0.0 in base and -0.0 in params, and no array"):
-        Delta.between({"w": draw(), "n": 0.0}, {"w": draw(), "n": -0.0})
 
 
 def test_masks_that_do_not_fit_are_refused(model):
@@ -255,28 +228,11 @@ def test_masks_that_do_not_fit_are_refused(model):
         Delta.between(base, params, sparsity.masks.pack_masks(masks, params))
 
 
-def test_tracers_are_refused(model):
-    base, params, masks = model
-    delta = Delta.between(base, params)
-    with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
-        jax.jit(delta.apply)(base)
-    with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
-        jax.jit(lambda masks: Delta.between(base, params, masks).nbytes)(masks)
-
-
-def test_arrays_of_several_processes_are_refused():
-    elsewhere = types.SimpleNamespace(
-        shape=(3,), dtype=np.dtype("float32"), is_fully_addressable=False
-    )
-    with pytest.raises(ValueError, match=r"'w' lies on devices of several processes. Gather it"):
-        Delta.between({"w": elsewhere}, {"w": elsewhere})
-
-
 OTHER_BASES = {
     "missing": lambda w: {"v": w},
-    "has the shape (32, 16), not (16, 32)": lambda w: {"w": w.T},
-    "has the dtype bfloat16, not float32": lambda w: {"w": w.astype(jnp.bfloat16)},
-    "has other values": lambda w: {"w": np.where(np.arange(32) == 31, -w, w)},
+    "shape=(32, 16)": lambda w: {"w": w.T},
+    "dtype='bfloat16'": lambda w: {"w": w.astype(jnp.bfloat16)},
+    "shape=(16, 32), dtype='float32'": lambda w: {"w": np.where(np.arange(32) == 31, -w, w)},
 }
 
 
@@ -288,108 +244,42 @@ def test_another_base_is_named_with_its_difference(reason):
         delta.apply(other)
     assert reason in str(error.value)
     if "w" in other:
-        with pytest.raises(ValueError, match=r"deltas\[1\] has another base .*: 'w'") as error:
+        with pytest.raises(ValueError, match=r"deltas\[1\] has another base: 'w'") as error:
             Delta.merge([delta, Delta.between(other, other)])
         assert reason in str(error.value)
 
 
 def test_a_sign_of_zero_makes_another_base():
     base = {"w": np.zeros(4, np.float32)}
-    with pytest.raises(ValueError, match="'w' has other values"):
+    with pytest.raises(ValueError, match="the delta was made from: 'w' is Base"):
         Delta.between(base, {"w": np.ones(4, np.float32)}).apply({"w": -base["w"]})
 
 
 # Size.
 
 
-def test_gaps_are_positions_in_few_bytes():
-    rng = np.random.default_rng(0)
-    for density in (1.0, 0.5, 0.01, 0.001, 1e-5):
-        positions = np.flatnonzero(rng.random(2_000_000) < density)
-        codes = gaps.encode(positions)
-        np.testing.assert_array_equal(gaps.decode(codes), positions)
-        assert codes.nbytes <= {1.0: 1, 0.5: 1, 0.01: 1.1, 0.001: 2, 1e-5: 4}[density] * len(
-            positions
-        )
-    for positions in ([], [0], [254], [255], [256], [0, 255, 510, 766], [65534, 65536, 2**40]):
-        np.testing.assert_array_equal(gaps.decode(gaps.encode(np.array(positions, int))), positions)
-
-
-@pytest.mark.parametrize(
-    "gap", [0, 254, 255, 509, 510, 600, 765, 66_000, 131_069, 131_070, 200_000]
-)
-def test_gaps_take_the_fewest_bytes_that_a_dtype_of_codes_allows(gap):
-    positions = np.arange(10) * (gap + 1) + gap
-    numbers = {dtype: gap // np.iinfo(dtype).max + 1 for dtype in gaps.DTYPES}
-    fewest = min(10 * number * np.dtype(dtype).itemsize for dtype, number in numbers.items())
-    assert gaps.encode(positions).nbytes == fewest
-
-
-@pytest.mark.parametrize("size", [1_000_000, 10_000_000])
-def test_a_million_float32_values_take_less_than_eight_megabytes(tmp_path, size):
-    base = np.zeros(size, np.float32)
+def test_a_value_takes_four_bytes_of_index(tmp_path):
+    base = np.zeros(1_000_000, np.float32)
     params = base.copy()
-    params[np.random.default_rng(0).permutation(size)[:1_000_000]] = 1.0
-    Delta.between({"w": base}, {"w": params}).save(tmp_path / "d")
-    assert (tmp_path / "d").stat().st_size < {1_000_000: 5.01e6, 10_000_000: 5.02e6}[size]
+    params[np.random.default_rng(0).permutation(1_000_000)[:100_000]] = 1.0
+    delta = Delta.between({"w": base}, {"w": params})
+    assert delta.terms[0].entries["w"].indices.dtype == np.uint32
+    delta.save(tmp_path / "d")
+    assert delta.nbytes == 800_000 <= (tmp_path / "d").stat().st_size < 801_000
 
 
 def test_the_bytes_are_those_of_values_and_positions():
     base = np.zeros(1000, np.float32)
     params = base.copy()
-    params[[3, 500, 999]] = 1  # gaps 3, 496 and 498: 1, 2 and 2 codes of uint8
+    params[[3, 500, 999]] = 1
     delta = Delta.between({"w": base, "v": base}, {"w": params, "v": base})
-    assert delta.nbytes == 3 * 4 + 5
-    assert repr(delta) == "Delta(3 entries in 1 of 2 parameters, 17 bytes)"
+    assert delta.nbytes == 3 * 8
+    assert repr(delta) == "Delta(3 entries in 1 of 2 parameters, 24 bytes)"
     merged = repr(Delta.merge([delta, delta], [1, 0.5]))
-    assert merged == "Delta(6 entries in 1 of 2 parameters, 34 bytes, weights [1.0, 0.5])"
+    assert merged == "Delta(6 entries in 1 of 2 parameters, 48 bytes)"
 
 
 # Differences of a chosen dtype.
-
-
-def round_to_nearest(exact, dtype):
-    """The nearest numbers of a narrow dtype, ties to even bits, found among all of its numbers."""
-    word = f"u{np.dtype(dtype).itemsize}"
-    numbers = np.arange(2 ** (8 * np.dtype(dtype).itemsize)).astype(word).view(dtype)
-    with np.errstate(invalid="ignore"):  # NaN that signals
-        numbers = numbers[np.isfinite(numbers)]
-    numbers = numbers[np.argsort(numbers.astype(float), kind="stable")]
-    wide = [Fraction(x) for x in numbers.astype(float).tolist()]
-    nearest = []
-    for number in exact:
-        place = bisect.bisect_left(wide, number)
-        around = range(max(place - 1, 0), min(place + 1, len(wide)))
-        nearest.append(
-            min(around, key=lambda i: (abs(wide[i] - number), int(numbers[i].view(word)) % 2))
-        )
-    return numbers[nearest]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
-def test_differences_and_sums_of_narrow_dtypes_are_rounded_once(dtype):
-    rng, steps = np.random.default_rng(0), np.finfo(np.float32).eps * np.array([0.25, -0.25])
-    # Halfway between two numbers of the dtype, and a bit that float32 does not hold with the half.
-    low = rng.normal(size=300).astype(dtype).astype(float)
-    word = f"u{np.dtype(dtype).itemsize}"
-    high = (low.astype(dtype).view(word) + 1).view(dtype).astype(float)
-    wide = ((low + high) / 2)[:, None] * (1 + steps / 64)
-    base = {"w": np.zeros(wide.size)}
-    delta = Delta.between(base, {"w": wide.reshape(-1)}, dtype=dtype)
-    exact = [Fraction(x) for x in wide.reshape(-1).tolist()]
-    expected = round_to_nearest(exact, dtype)
-    np.testing.assert_array_equal(delta.apply(base)["w"], expected.astype(float))
-
-    base = {"w": low.astype(dtype)}
-    delta = Delta.between(base, {"w": high.astype(dtype)})
-    for weight in (0.5 + 2.0**-30, 0.5 - 2.0**-30):
-        exact = [
-            Fraction(x) + Fraction(weight) * (Fraction(y) - Fraction(x))
-            for x, y in zip(low.tolist(), high.tolist(), strict=True)
-        ]
-        merged = Delta.merge([delta], [weight]).apply(base)["w"]
-        expected = round_to_nearest(exact, dtype)
-        np.testing.assert_array_equal(merged.view(word), expected.view(word))
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", 2**-8), ("float16", 2**-11)])
@@ -420,7 +310,7 @@ def test_differences_that_have_no_number_are_refused():
     base = {"w": np.array([1.0, 2.0], np.float32)}
     for value in (1e6, np.nan, np.inf):
         params = {"w": np.array([1.0, value], np.float32)}
-        with pytest.raises(ValueError, match=r"'w'\[1\] is not finite in dtype = float16"):
+        with pytest.raises(ValueError, match=r"'w' is not finite in float16"):
             Delta.between(base, params, dtype="float16")
     for dtype in ("int8", "complex64", np.longdouble):
         with pytest.raises(ValueError, match="dtype must be None"):
@@ -475,20 +365,14 @@ def test_merges_without_a_result_are_refused():
     one = Delta.between(base, base | {"i": np.arange(4) * 2})
     two = Delta.between(base, base | {"w": np.full(4, 60_000, np.float16)})
     assert bits(Delta.merge([one, two]).apply(base)["i"]) == bits(np.arange(4) * 2)
-    with pytest.raises(ValueError, match=r"'i' of dtype int64 .* weights \[1.0, 1.0\]"):
-        Delta.merge([one, one])
-    with pytest.raises(ValueError, match=r"'w'\[0\] is not finite in float16"):
-        Delta.merge([two, two]).apply(base)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="'i' of int64 has no weighted sum"):
+        Delta.merge([one, one]).apply(base)
+    with pytest.raises(ValueError, match="a weight a delta, got 0"):
         Delta.merge([])
-    with pytest.raises(ValueError, match="weights must be a list or an iterator, got"):
-        Delta.merge([one], np.float32(2))
-    with pytest.raises(ValueError, match="weights must have 2 numbers"):
+    with pytest.raises(ValueError, match="a weight a delta, got 2"):
         Delta.merge([one, two], [1.0])
     with pytest.raises(ValueError, match=r"weights\[1\] must be a finite number"):
         Delta.merge([one, two], [1.0, np.nan])
-    with pytest.raises(ValueError, match=r"product of a weight .* must be a finite number"):
-        Delta.merge([Delta.merge([two], [1e300])], [1e300])
 
 
 def test_iterators_of_deltas_and_weights_merge():
@@ -506,7 +390,9 @@ def test_a_file_holds_the_dtypes_of_its_values(model, tmp_path):
     Delta.between(base, params, masks, dtype="bfloat16").save(tmp_path / "d.safetensors")
     arrays = safetensors.numpy.load_file(tmp_path / "d.safetensors")
     assert set(arrays) == {
-        f"0/{kind}/layer/{name}" for kind in ("gaps", "differences") for name in ("kernel", "bias")
+        f"0/{kind}/layer/{name}"
+        for kind in ("indices", "differences")
+        for name in ("kernel", "bias")
     }
 
 
@@ -530,17 +416,11 @@ def test_a_file_is_replaced_completely_or_not_at_all(model, tmp_path, monkeypatc
     assert Delta.load(str(path)).nbytes == 0
 
 
-def test_every_flipped_or_missing_byte_is_an_error_that_names_the_file(model, tmp_path):
+def test_a_file_that_is_cut_off_is_an_error_that_names_it(model, tmp_path):
     base, params, masks = model
     path = tmp_path / "d.safetensors"
     Delta.between(base, params, masks).save(path)
-    data, rng = path.read_bytes(), np.random.default_rng(0)
-    for place in [*range(0, len(data), 97), *rng.integers(len(data), size=50)]:
-        damaged = bytearray(data)
-        damaged[place] ^= 1 << rng.integers(8)
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{path} cannot be read"):
-            Delta.load(path)
+    data = path.read_bytes()
     for length in [0, 7, 8, 100, len(data) - 1]:
         path.write_bytes(data[:length])
         with pytest.raises(ValueError, match=f"{path} cannot be read"):
@@ -551,8 +431,6 @@ def test_files_of_others_are_no_deltas(tmp_path):
     safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="it holds no delta"):
         Delta.load(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="is a folder"):
-        Delta.load(tmp_path)
     with pytest.raises(FileNotFoundError):
         Delta.load(tmp_path / "nothing.safetensors")
 

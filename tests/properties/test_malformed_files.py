@@ -1,29 +1,20 @@
-"""Files whose descriptions lie are read as they say, or refused by name; memory stays bounded."""
+"""Files whose descriptions lie are read as they say, or refused by name."""
 
-import hashlib
 import json
-import re
-import shutil
-import tracemalloc
 import zipfile
 
 import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
-import safetensors
-import safetensors.numpy
-import tensorstore
 
 import sparsity
 from sparsity.cli import main
-from tests.cli.checkpoints import ORBAX_LAYOUTS, save_orbax_layout
 from tests.graph import removal
 from tests.malformed import lie
 from tests.properties.strategies import EXAMPLES, FIRST
 
 FILES = EXAMPLES or 60
-LIMIT = 16 << 20  # bytes that reading a file of a few hundred bytes may take
 BASE = {
     "w": np.arange(12, dtype=np.float32).reshape(3, 4),
     "b": np.ones(5, np.float16),
@@ -33,114 +24,15 @@ BASE = {
 
 @pytest.fixture
 def run(capsys):
-    """Returns a function that runs a command, which takes little memory and prints one error."""
+    """Returns a function that runs a command, which prints at most one error."""
 
     def check(*arguments):
-        tracemalloc.start()
-        try:
-            code = main([*map(str, arguments)])
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        code = main([*map(str, arguments)])
         error = capsys.readouterr().err
         assert error.count("\n") == error.count("sparsity: error: ") == (code == 2), error
-        assert peak < LIMIT, (arguments, peak)
         return code
 
     return check
-
-
-# Deltas, with the digest of what they hold.
-
-
-def digest(metadata, arrays):
-    """Returns the digest that `Delta.save` would write, of as much as is there."""
-    hashed = hashlib.sha256(f"{metadata['base']}\n{metadata['terms']}".encode())
-    try:
-        for index, term in enumerate(json.loads(metadata["terms"])):
-            for name, fields in term["parameters"].items():
-                kind = "differences" if fields[0] else "values"
-                for part in (f"{index}/gaps/{name}", f"{index}/{kind}/{name}"):
-                    hashed.update(arrays[part].tobytes())
-    except (KeyError, TypeError, AttributeError, IndexError):
-        pass
-    return hashed.hexdigest()
-
-
-def change(rng, array):
-    """Returns other entries, another dtype, length or shape of an array."""
-    dtypes = [np.uint8, np.uint16, np.uint32, np.int64, np.float32, bool]
-    match rng.integers(4):
-        case 0:
-            drawn = rng.integers(0, 256, array.nbytes, np.uint8)
-            return drawn.view(array.dtype).reshape(array.shape)
-        case 1:
-            return array.astype(dtypes[rng.integers(len(dtypes))])
-        case 2:
-            return array[: rng.integers(len(array) + 1)]
-    return np.concatenate([array, array])
-
-
-def save_lie(rng, source, target):
-    with safetensors.safe_open(source, "np") as file:
-        metadata = file.metadata()
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    part = str(rng.choice(["base", "terms", "arrays"]))
-    if part == "arrays":
-        name = str(rng.choice(sorted(arrays)))
-        arrays[name] = change(rng, arrays[name])
-    else:
-        metadata[part] = json.dumps(lie(rng, json.loads(metadata[part])))
-    metadata["digest"] = digest(metadata, arrays)
-    safetensors.numpy.save_file(arrays, target, metadata=metadata)
-
-
-def deltas():
-    tuned = {name: array.copy() for name, array in BASE.items()}
-    tuned["w"][0, 1], tuned["w"][2, 3], tuned["b"][2], tuned["n"][1] = 9, 7, 3, 7
-    floats = [{name: tree[name] for name in "wb"} for tree in (BASE, tuned)]
-    exact = sparsity.Delta.between(BASE, tuned)
-    rounded = sparsity.Delta.between(*floats, dtype="float32")
-    return exact, rounded, sparsity.Delta.merge([rounded, rounded], [0.5, 2.0])
-
-
-@pytest.mark.drawn(10_000)
-def test_a_delta_that_lies_is_refused_or_changes_what_it_describes(tmp_path, run):
-    rng, results = np.random.default_rng(FIRST), set()
-    base, path, target = (tmp_path / f"{name}.safetensors" for name in ("base", "lie", "out"))
-    safetensors.numpy.save_file(BASE, base)
-    for index, delta in enumerate(deltas()):
-        delta.save(tmp_path / f"{index}.safetensors")
-    for number in range(FILES):
-        save_lie(rng, tmp_path / f"{number % 3}.safetensors", path)
-        try:
-            delta = sparsity.Delta.load(path)
-            delta.apply(BASE)
-            result = "applied"
-        except ValueError as error:
-            result = "refused"
-            message = str(error)
-            assert re.search(r"lie\.safetensors cannot be|is not the one|not finite", message)
-        assert run("apply", base, path, target, "--overwrite") == (2 if result == "refused" else 0)
-        assert run("diff", path, "--json") in ((0, 1) if result == "applied" else (0, 1, 2))
-        results.add(result)
-    assert results == {"applied", "refused"}
-
-
-@pytest.mark.parametrize("largest", ["x", [1], True, -1.0, float("nan"), float("inf")])
-def test_a_largest_change_that_is_no_number_is_refused(tmp_path, largest):
-    path = tmp_path / "delta.safetensors"
-    sparsity.Delta.between({"w": np.zeros(3)}, {"w": np.ones(3)}).save(path)
-    with safetensors.safe_open(path, "np") as file:
-        metadata = file.metadata()
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    terms = json.loads(metadata["terms"])
-    terms[0]["parameters"]["w"][2] = largest
-    metadata["terms"] = json.dumps(terms)
-    metadata["digest"] = digest(metadata, arrays)
-    safetensors.numpy.save_file(arrays, path, metadata=metadata)
-    with pytest.raises(ValueError, match=r"delta\.safetensors cannot be read: 'w' (has|is desc)"):
-        sparsity.Delta.load(path)
 
 
 # Plans.
@@ -238,53 +130,4 @@ def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
         if pruned == 0:
             assert run("inspect", target) == 0
             target.unlink()
-    assert codes == {0, 2}
-
-
-# Folders of Orbax: descriptions of the tree and of arrays, and files in the place of others.
-
-
-def list_files(folder, has_database):
-    """Returns the files of all arrays, {name: bytes} that can be set, of either layout."""
-    spec = {"driver": "file", "path": f"{folder}/"}
-    spec = {"driver": "ocdbt", "base": spec} if has_database else spec
-    return tensorstore.KvStore.open(spec).result()
-
-
-def spoil_folder(rng, folder, has_database):
-    files = list_files(folder, has_database)
-    names = sorted(name.decode() for name in files.list().result())
-    names = [name for name in names if name.startswith(("w/", "b/", "n.m/"))]
-    described = [name for name in names if name.endswith((".zarray", "zarr.json"))]
-    match rng.integers(4):
-        case 0:
-            tree = json.loads((folder / "_METADATA").read_text())
-            (folder / "_METADATA").write_text(json.dumps(lie(rng, tree)))
-        case 1:
-            files[str(rng.choice(names))] = files[str(rng.choice(names))]
-        case _:
-            name = str(rng.choice(described))
-            files[name] = json.dumps(lie(rng, json.loads(files[name])))
-
-
-@pytest.mark.slow
-@pytest.mark.drawn(10_000)
-def test_a_folder_of_orbax_that_lies_is_refused_or_read(tmp_path, run):
-    rng, codes = np.random.default_rng(FIRST), set()
-    folder, target = tmp_path / "folder", tmp_path / "target"
-    tree = {"w": BASE["w"], "b": BASE["b"], "n": {"m": np.arange(6).reshape(2, 3)}}
-    for index, (has_database, zarr3) in enumerate(ORBAX_LAYOUTS):
-        save_orbax_layout(tmp_path / str(index), tree, database=has_database, zarr3=zarr3)
-    for number in range(FILES):
-        shutil.copytree(tmp_path / str(number % 4), folder)
-        spoil_folder(rng, folder, ORBAX_LAYOUTS[number % 4][0])
-        code = run("inspect", folder, "--json")
-        pruned = run("prune", folder, target, "--sparsity", "0.5")
-        assert pruned in (code, 2)
-        codes.add(code)
-        if pruned == 0:
-            assert run("inspect", target) == 0
-            shutil.rmtree(target)
-        assert not target.exists()
-        shutil.rmtree(folder)
     assert codes == {0, 2}

@@ -130,13 +130,6 @@ def test_layers_are_listed_with_type_target_and_what_was_achieved(trained):
     assert rows[1].mask_bytes == 32
 
 
-@pytest.mark.slow
-def test_the_table_is_text_in_a_notebook_too(trained, monkeypatch):
-    table = sparsity.sparsity_table(*trained)
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert sparsity.sparsity_table(*trained) == table
-
-
 def test_the_table_has_a_line_a_leaf_and_a_sum_of_sparse_ones(trained):
     lines = sparsity.sparsity_table(*trained).splitlines()
     cells = [line.split() for line in lines if line.strip()]
@@ -158,9 +151,9 @@ def test_the_plot_shows_what_was_achieved_and_the_target(trained):
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(trained, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rich.table", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r"pip install 'jax-sparsity\[summary\]'"):
-        sparsity.sparsity_table(*trained)
+        sparsity.reports.plot_sparsity(*trained)
 
 
 # Which weights are in use, however an algorithm keeps its masks.

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import sparsity
 from sparsity.masks import apply_masks, mask_updates, pack_masks, unpack_masks
-from sparsity.reports.summary import summarize_intersection, summarize_sparsity
+from sparsity.reports import summarize_intersection, summarize_sparsity
 from sparsity.training.state import (
     SparseState,
     get_sparse_state,

@@ -1,8 +1,29 @@
 """Epoch strategies: pruning that follows a dictionary {epoch: method and densities}.
 
 `pruning` and `pruning_apply` follow a strategy outside of the train step, `EpochStrategy` follows
-it inside; `strategies` defines strategies. Weights are scored by their magnitude under the current
-masks. A pruned weight returns only if a later epoch keeps more weights, and starts at zero.
+it inside. Weights are scored by their magnitude under the current masks. A pruned weight returns
+only if a later epoch keeps more weights, and starts at zero. A strategy is a dictionary:
+
+    {10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)},
+     20: {"method": "unstr_local", "prune_rate_pattern": {"Dense_0-kernel": 0.1}}}
+
+A method is `unstr` or `str`, then
+
+- `global`: all layers are ranked together, under one density in total.
+- `unified_local`: every layer has the same density or pattern.
+- `local`: a dictionary names layers and their densities or patterns; other layers stay unchanged. A
+  dictionary under `unified_local` means the same.
+
+A density in (0, 1] is the fraction to keep (`unstr`). A pattern is (n, m), 'n:m' or `NByM(n, m,
+axis)` (`str`). A pattern keeps n of every m consecutive weights along an axis, by default the last
+axis; a shorter last group also keeps n, or all its weights. As a pattern fixes the density of each
+group, `global` and `unified_local` are the same for patterns.
+
+Without names, all layers with more than one axis are pruned (kernels). A layer is named by its
+path, joined by '-' or '/' or as a tuple. The name of a module stands for all its parameters that no
+other key names.
+
+Source: Kao 2022, "JAX-Pruning", whose README describes these strategies; no code is taken from it.
 """
 
 from __future__ import annotations
@@ -13,17 +34,18 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.checks import check_int
+from sparsity.core.checks import check_density, check_int
+from sparsity.core.names import suggest
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Tree
-from sparsity.epochs import strategies
 from sparsity.masks import (
+    BatchAxes,
     Global,
     Layerwise,
     Site,
@@ -36,11 +58,160 @@ from sparsity.masks import (
     read_masks,
 )
 from sparsity.masks.distributions import Distribution
-from sparsity.patterns import SparsityType, Unstructured
+from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 from sparsity.sparsity_schedules import BaseSchedule, NoUpdateSchedule, Schedule
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.hooks import ExtraArg, StepInputs
 from sparsity.training.state import SparseState
+
+Strategy: TypeAlias = Mapping[int, Mapping[str, object]]
+
+METHODS = tuple(
+    f"{kind}_{scope}" for kind in ("unstr", "str") for scope in ("global", "unified_local", "local")
+)
+
+
+class Rule(NamedTuple):
+    """Pattern and sparsity of a layer."""
+
+    pattern: SparsityType
+    sparsity: float
+
+
+class StrategyEntry(NamedTuple):
+    """Entry of a strategy: one rule for all layers, or rules by the keys that name layers."""
+
+    epoch: int
+    is_global: bool
+    rules: Rule | dict[str | trees.Path, Rule]
+
+    def find_rule(self, path: trees.Path, param: PyTree, batch_axes: int) -> Rule | None:
+        """Returns the rule of a weight, or `None` if the weight stays unchanged."""
+        if isinstance(self.rules, Rule):
+            return self.rules if param.ndim - batch_axes > 1 else None
+        prefixes = (path[:end] for end in range(len(path), 0, -1))
+        keys = (key for prefix in prefixes for key in _list_keys(prefix))
+        return next((self.rules[key] for key in keys if key in self.rules), None)
+
+    def check_names(self, weights: Params) -> None:
+        """Raises a ValueError unless each key names exactly one layer, and no two keys the same."""
+        if isinstance(self.rules, Rule):
+            return
+        paths = trees.leaves_by_names(weights)
+        prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
+        owners: dict[trees.Path, str | trees.Path] = {}
+        for key in self.rules:
+            matching = [prefix for prefix in prefixes if key in _list_keys(prefix)]
+            place = f"{key!r} in the strategy of epoch {self.epoch}"
+            if not matching:
+                layers = ["/".join(path) for path in paths]
+                if isinstance(key, str) and "/" not in key:
+                    layers = ["-".join(path) for path in paths]
+                raise ValueError(f"{place} names no layer. {suggest(key, layers, cutoff=0)}")
+            if len(matching) > 1:
+                raise ValueError(f"{place} may mean any of {matching}. Give the tuple of names.")
+            if matching[0] in owners:
+                raise ValueError(f"{place} names the same layer as {owners[matching[0]]!r}.")
+            owners[matching[0]] = key
+
+
+class Stage(NamedTuple):
+    """Stage of a strategy for a tree of parameters: sites and sparsities of the pruned layers."""
+
+    is_global: bool
+    sites: dict[trees.KeyPath, Site]
+    sparsities: dict[trees.KeyPath, chex.Numeric]
+
+
+def _list_keys(path: trees.Path) -> tuple[str | trees.Path, ...]:
+    """Returns the keys that name a layer."""
+    return path, "/".join(path), "-".join(path)
+
+
+def parse(strategy: object) -> dict[int, StrategyEntry]:
+    """Returns the entries of a strategy by epoch, in order; checks all but the names of layers."""
+    if not isinstance(strategy, Mapping):
+        raise ValueError(
+            "A strategy is a dictionary {epoch: {'method': ..., 'prune_rate_pattern': ...}}, got "
+            f"{strategy!r}."
+        )
+    for epoch in strategy:
+        check_int("an epoch of a strategy", epoch, 0)
+    return {int(epoch): _parse_entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
+
+
+def _parse_entry(epoch: int, entry: object) -> StrategyEntry:
+    place = f"in the strategy of epoch {epoch}"
+    if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
+        raise ValueError(
+            "An entry has the keys 'method' and 'prune_rate_pattern' and no others; got "
+            f"{entry!r} {place}."
+        )
+    method, pattern = entry["method"], entry["prune_rate_pattern"]
+    if method not in METHODS:
+        raise ValueError(f"method = {method!r} {place} is not known. {suggest(method, METHODS)}")
+    kind, _, scope = method.partition("_")
+
+    def parse_rule(name: str, value: Any) -> Rule:
+        name = f"{name} ({method!r} {place})"
+        if kind == "unstr":
+            check_density(name, value)
+            return Rule(Unstructured(), 1.0 - float(value))
+        nm = parse_nm(name, value)
+        return Rule(nm, 1.0 - nm.n / nm.m)
+
+    if not isinstance(pattern, Mapping):
+        if scope == "local":
+            raise ValueError(
+                f"'{kind}_local' {place} needs a dictionary {{layer: value}}, got {pattern!r}. Use "
+                f"'{kind}_unified_local' for all layers."
+            )
+        is_ranked = (kind, scope) == ("unstr", "global")
+        return StrategyEntry(epoch, is_ranked, parse_rule("prune_rate_pattern", pattern))
+    if scope == "global":
+        raise ValueError(
+            f"'{kind}_global' {place} needs one value for all layers, got {pattern!r}. Use "
+            f"'{kind}_local' for a value for each."
+        )
+    rules = {}
+    for key, value in pattern.items():
+        if not isinstance(key, str | tuple):
+            raise ValueError(f"A layer is named by a string or a tuple, got {key!r} {place}.")
+        name = tuple(map(str, key)) if isinstance(key, tuple) else key
+        rules[name] = parse_rule(f"prune_rate_pattern[{key!r}]", value)
+    return StrategyEntry(epoch, False, rules)
+
+
+def resolve(
+    entries: Mapping[int, StrategyEntry], params: Params, batch_axes: BatchAxes = 0
+) -> dict[int, Stage]:
+    """Returns the stages of a strategy for the parameters, by epoch; checks all names of layers.
+
+    Args:
+      entries: result of `parse`.
+      params: tree of parameters.
+      batch_axes: number of leading axes that index separate matrices, or a function.
+    """
+    stages, weights = {}, trees.prunable(params)
+    for epoch, entry in entries.items():
+        entry.check_names(weights)
+        stages[epoch] = stage = Stage(entry.is_global, {}, {})
+        for path, param in trees.leaves_by_path(weights).items():
+            names = trees.path_names(path)
+            axes = leading_axes(batch_axes, names, param)
+            if rule := entry.find_rule(names, param, axes):
+                if isinstance(rule.pattern, NByM) and not (
+                    axes - param.ndim <= rule.pattern.axis < param.ndim - axes
+                ):
+                    raise ValueError(
+                        f"{rule.pattern} in the strategy of epoch {epoch}: "
+                        f"{trees.path_string(path)!r} of shape {param.shape} has no axis "
+                        f"{rule.pattern.axis}."
+                    )
+                stage.sites[path] = Site(path, rule.pattern, axes)
+                stage.sparsities[path] = rule.sparsity
+    return stages
+
 
 _BranchKey: TypeAlias = tuple[bool, tuple[tuple[trees.KeyPath, Site], ...]]  # of a `Stage`
 
@@ -52,7 +223,7 @@ def pruning(
     state: PyTree,
     epoch: int,
     mask_key: Masks | None = None,
-    prune_strategy: strategies.Strategy | None = None,
+    prune_strategy: Strategy | None = None,
 ) -> tuple[bool, Masks]:
     """Creates the masks of a strategy at an epoch.
 
@@ -60,7 +231,7 @@ def pruning(
       state: a flax `TrainState`, any object with `params`, or a tree of parameters.
       epoch: the epoch that has just ended.
       mask_key: the current masks; `None` before the first masks.
-      prune_strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see `strategies`.
+      prune_strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see the module.
 
     Returns:
       (mask_updated, mask_key): whether the strategy names this epoch, and the current masks: a tree
@@ -77,7 +248,7 @@ def pruning(
       (True, {'bias': None, 'kernel': Array([[1, 1, 0, 0]], dtype=uint8)})
     """
     params = getattr(state, "params", state)
-    stages = strategies.resolve(strategies.parse(prune_strategy), params)
+    stages = resolve(parse(prune_strategy), params)
     if not isinstance(epoch, bool):
         with contextlib.suppress(TypeError):  # of tracers, too, and of arrays that are no integers
             epoch = operator.index(epoch)
@@ -134,7 +305,7 @@ class EpochStrategy(BaseUpdater):
     than one axis beyond the batch axes.
 
     Attributes:
-      strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see `strategies`.
+      strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see the module.
       steps_per_epoch: updates of the optimizer in an epoch.
 
     Example:
@@ -144,7 +315,7 @@ class EpochStrategy(BaseUpdater):
       [100]
     """
 
-    strategy: strategies.Strategy = dataclasses.field(kw_only=False)
+    strategy: Strategy = dataclasses.field(kw_only=False)
     steps_per_epoch: int = dataclasses.field(kw_only=False)
     scheduler: Schedule = dataclasses.field(default=NoUpdateSchedule(), init=False)
     sparsity_type: SparsityType = dataclasses.field(default=Unstructured(), init=False)
@@ -158,7 +329,7 @@ class EpochStrategy(BaseUpdater):
 
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)
-        self._entries = strategies.parse(self.strategy)
+        self._entries = parse(self.strategy)
         steps = self._list_update_steps()
         if any(step >= 2**31 for step in steps):
             raise ValueError(f"Steps are counted below 2**31, got epochs at steps {steps}.")
@@ -172,7 +343,7 @@ class EpochStrategy(BaseUpdater):
         fields = {x.name: x.default for x in dataclasses.fields(EpochStrategy) if not x.init}
         fields["scheduler"] = AtSteps(self._list_update_steps())
         is_changed = any(getattr(self, name) != value for name, value in fields.items())
-        if is_changed or self._entries != strategies.parse(self.strategy):
+        if is_changed or self._entries != parse(self.strategy):
             raise ValueError(
                 f"{type(self).__name__} determines {', '.join(fields)} from its strategy when it "
                 "is made. Do not assign fields: dataclasses.replace(updater, strategy=...)."
@@ -204,7 +375,7 @@ class EpochStrategy(BaseUpdater):
                     return rule.pattern
             return Unstructured()
 
-        # `strategies` has checked the axes; a shorter last group is fine there.
+        # `resolve` has checked the axes; a shorter last group is fine there.
         return Sites(params, find_last_pattern, self.batch_axes, checked=False)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
@@ -224,9 +395,7 @@ class EpochStrategy(BaseUpdater):
         def create(key: _BranchKey, sparsities: jax.Array) -> PyTree:
             is_global, layers = key
             by_path = dict(zip(paths, sparsities, strict=True))
-            return _apply_stage(
-                strategies.Stage(is_global, dict(layers), by_path), scores, sparse_state.masks
-            )
+            return _apply_stage(Stage(is_global, dict(layers), by_path), scores, sparse_state.masks)
 
         stage = jnp.searchsorted(jnp.array(self._list_update_steps()), sparse_state.count)
         return jax.lax.switch(
@@ -258,8 +427,8 @@ class EpochStrategy(BaseUpdater):
     def _list_update_steps(self) -> tuple[int, ...]:
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
-    def _resolve_stages(self, params: Params) -> list[strategies.Stage]:
-        return list(strategies.resolve(self._entries, params, self.batch_axes).values())
+    def _resolve_stages(self, params: Params) -> list[Stage]:
+        return list(resolve(self._entries, params, self.batch_axes).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +452,7 @@ class AtSteps(BaseSchedule):
         return (self.steps[0], self.steps[-1]) if self.steps else None
 
 
-def _apply_stage(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
+def _apply_stage(stage: Stage, scores: ScoreTree, masks: Masks) -> Masks:
     """Returns the masks after a stage: new masks for its layers, old masks for all others."""
     sparsities = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
