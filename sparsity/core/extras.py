@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import io
 import types
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def load(module: str, extra: str) -> types.ModuleType:
@@ -41,55 +45,24 @@ def load(module: str, extra: str) -> types.ModuleType:
         raise ImportError(message, name=error.name) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A table of text: columns of texts to the left, of numbers to the right."""
-
-    columns: list[str]
-    is_number: list[bool]
-    rows: list[tuple[str, ...] | None] = dataclasses.field(default_factory=list)  # `None`: a rule
-
-    def add_column(self, name: str) -> None:
-        """Adds a column of texts."""
-        self.columns.append(name)
-        self.is_number.append(False)
-
-    def add_row(self, *cells: str) -> None:
-        """Adds a row, a cell for each column."""
-        self.rows.append(cells)
-
-    def add_section(self) -> None:
-        """Sets off the rows that follow by a rule."""
-        self.rows.append(None)
-
-
 def make_table(text_columns: Sequence[str], number_columns: Sequence[str]) -> Table:
-    """Returns an empty table: columns of texts, then columns of numbers."""
-    is_number = [False] * len(text_columns) + [True] * len(number_columns)
-    return Table([*text_columns, *number_columns], is_number)
+    """Returns an empty table of rich: columns of texts, then columns of numbers."""
+    table: Table = load("rich.table", "summary").Table(
+        *text_columns, box=load("rich.box", "summary").SIMPLE
+    )
+    for column in number_columns:
+        table.add_column(column, justify="right")
+    return table
 
 
-def as_text(table: Table) -> str:
-    """Renders a table as text of several lines, with the controls of a terminal escaped.
-
-    Example:
-      >>> table = make_table(["name"], ["size"])
-      >>> table.add_row("kernel", "8")
-      >>> print(as_text(table))
-      name    size
-      ------  ----
-      kernel     8
-    """
-    rows = [
-        [escape_controls(cell) for cell in row or ()] for row in (table.columns, None, *table.rows)
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*filter(None, rows), strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row or ["-" * width for width in widths], widths, table.is_number, strict=True)
-        aligned = [text.rjust(n) if is_number else text.ljust(n) for text, n, is_number in cells]
-        lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
+def as_text(table: object) -> str:
+    """Renders a table of rich as text of several lines, without colours and controls."""
+    console = load("rich.console", "summary").Console(
+        file=io.StringIO(), width=1000, color_system=None, force_jupyter=False, markup=False
+    )
+    console.print(table)
+    lines = console.file.getvalue().strip("\n").splitlines()
+    return "\n".join(escape_controls(line.rstrip()) for line in lines)
 
 
 def escape_controls(text: str) -> str:

@@ -151,9 +151,9 @@ def test_the_plot_shows_what_was_achieved_and_the_target(trained):
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(trained, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(__import__("sys").modules, "rich.table", None)
     with pytest.raises(ImportError, match=r"pip install 'jax-sparsity\[summary\]'"):
-        sparsity.reports.plot_sparsity(*trained)
+        sparsity.sparsity_table(*trained)
 
 
 # Which weights are in use, however an algorithm keeps its masks.
