@@ -92,10 +92,10 @@ summarize_sparsity(only_total_sparsity=False)
 """
 # Dataclasses that compare as any object.
 IDENTITY = """
-Alignment Axis Candidates ChannelGroup Compact CutParameter Deferred Delta Equation
+Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
 Frame KeptArray KeptParameter Lockstep MaskUpdate Model ModelInTraining Observer
 PositionChange Program SharedEntry SlotMap Small StoredModel Use
-Value Width _Run _Trainer
+Value Width _CutParameter _Run _Trainer
 """
 
 

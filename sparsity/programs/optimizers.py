@@ -34,6 +34,7 @@ Shapes = dict[Value, tuple[int, ...]]
 
 # Parameters of operations that follow from shapes.
 _SHAPES = {"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"}
+_BODIES = {"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"}
 _DEPENDS = "depends on the number of axes of an array, or on their sizes"
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 # The name of a function within a transformation, as optax writes them.
@@ -123,15 +124,12 @@ def find_frozen(tx: optax.GradientTransformation, params: Params) -> set[KeyPath
     except Exception:  # the optimizer is the user's code
         return set()
     flow, unknown = EntryFlow([], {}), [EntryFact() for _ in traced.paths]
-    outputs = traced.update.outputs[len(unknown) :]
-    state = [
-        EntryFact() if find_origin(traced.update.makers, new) is old else fact
-        for fact, old, new in zip(
-            flow.follow(traced.init, unknown), traced.old_state, outputs, strict=True
-        )
-    ]
-    updates, _ = _follow_steps(flow, traced.update, unknown, unknown, state, set())
-    frozen = {path for path, x in zip(traced.paths, updates, strict=True) if x.constant == 0}
+    first, outputs = flow.follow(traced.init, unknown), traced.update.outputs[len(unknown) :]
+    origins = [find_origin(traced.update.makers, x) for x in outputs]
+    rows = zip(first, origins, traced.old_state, strict=True)
+    state = [EntryFact() if origin is old else fact for fact, origin, old in rows]
+    facts = _follow_steps(flow, traced.update, unknown, unknown, state, set())
+    frozen = {path for path, x in zip(traced.paths, facts, strict=False) if x.constant == 0}
     return frozen if len(frozen) < len(traced.paths) else set()
 
 
@@ -169,6 +167,7 @@ class _Traced(NamedTuple):
       arrays: the arrays of the parameters.
       owners: for each array of the state the index of its parameter, `None` for others.
       state: the arrays of the state that is given, `None` for that of `init`.
+      old_state: inputs of `update`, the values of the state.
     """
 
     init: Program
@@ -177,11 +176,7 @@ class _Traced(NamedTuple):
     arrays: list[PyTree]
     owners: list[int | None]
     state: list[PyTree] | None
-
-    @property
-    def old_state(self) -> list[Value]:
-        """Values of the state before the update."""
-        return self.update.inputs[2 * len(self.paths) : -1]
+    old_state: list[Value]
 
 
 def _check_steps(
@@ -203,7 +198,7 @@ def _check_steps(
     for owner in cut:
         entries = removed.read(paths[owner], traced.arrays[owner])
         is_empty = entries is not None and not entries.size
-        if removed.are_zero or is_empty:
+        if is_empty or removed.are_zero:
             held.add(owner)
         weights[owner] = EntryFact(owner, 0.0 if owner in held else find_constant(entries))
         grads[owner] = EntryFact(owner, 0.0 if is_empty or not removed.have_gradients else None)
@@ -215,18 +210,19 @@ def _check_steps(
         if index is None or not flow.is_cut(value) or state[i].owner is not None:
             continue
         if value.shape != traced.arrays[index].shape:
-            error = f"the state of {names[index]!r} has no number for each entry"
-            state[i] = EntryFact(error=f"{error}, but an array of shape {value.shape}")
-            continue
-        constant = state[i].constant
-        if traced.state is not None:
-            constant = find_constant(removed.read(paths[index], traced.state[i]))
-        state[i] = EntryFact(index, constant)
+            state[i] = EntryFact(
+                error=f"the state of {names[index]!r} has no number for each entry"
+            )
+        elif traced.state is None:
+            state[i] = EntryFact(index, state[i].constant)
+        else:
+            entries = removed.read(paths[index], traced.state[i])
+            state[i] = EntryFact(index, find_constant(entries))
     if masks_move:
         state = [fact._replace(constant=None) for fact in state]
-    updates, state = _follow_steps(flow, traced.update, weights, grads, state, held)
-    trained: list[int | None] = [*range(len(updates)), *traced.owners]
-    for trainee, fact in zip(trained, [*updates, *state], strict=True):
+    facts = _follow_steps(flow, traced.update, weights, grads, state, held)
+    trained: list[int | None] = [*range(len(names)), *traced.owners]
+    for trainee, fact in zip(trained, facts, strict=True):
         # A state without the paths of the parameters cannot follow masks that move.
         if fact.owner not in (None, trainee) and (trainee is not None or masks_move):
             raise EntriesMeetError("entries of one parameter train another")
@@ -234,28 +230,27 @@ def _check_steps(
 
 def _follow_steps(
     flow: EntryFlow, update: Program, weights: Facts, grads: Facts, state: Facts, held: set[int]
-) -> tuple[Facts, Facts]:
+) -> Facts:
     """Returns facts of updates and state that hold in all steps.
 
     Args:
       flow: the flow.
       update: program of the update.
       weights: facts of the parameters before the first step.
-      grads: facts of the gradients.
+      grads: facts of the gradients, which hold in every step.
       state: facts of the state before the first step.
       held: indices of parameters whose facts hold in every step.
     """
-    before = None
+    before, facts = None, list[EntryFact]()
     while before != (weights, state):
         before = weights, state
-        outputs = flow.follow(update, [*weights, *grads, *state, EntryFact()])
-        updates, after = outputs[: len(grads)], outputs[len(grads) :]
-        state = [flow.join(*pair) for pair in zip(state, after, strict=True)]
+        facts = flow.follow(update, [*weights, *grads, *state, EntryFact()])
+        state = [flow.join(*pair) for pair in zip(state, facts[len(weights) :], strict=True)]
         weights = [  # of a parameter that moves, nothing is certain
-            weight if i in held or update.constant == 0 else EntryFact(weight.owner)
-            for i, (weight, update) in enumerate(zip(weights, updates, strict=True))
+            fact if i in held or facts[i].constant == 0 else EntryFact(fact.owner)
+            for i, fact in enumerate(weights)
         ]
-    return updates, state
+    return [*facts[: len(weights)], *state]
 
 
 def _trace(
@@ -264,7 +259,7 @@ def _trace(
     """Returns the programs of an optimizer, for abstract arrays; by default for a first state."""
     by_path = {x: leaf for x, leaf in trees.leaves_by_path(params).items() if trees.is_array(leaf)}
     arrays, rebuild = trees.split_arrays(jax.tree.map(_describe, params))
-    init, given = Program([], [], []), None if state is None else jax.tree.leaves(state)
+    init, state_arrays = Program([], [], []), None if state is None else jax.tree.leaves(state)
 
     if state is None:
         make_init = jax.make_jaxpr(lambda arrays: tx.init(rebuild(arrays)), return_shape=True)
@@ -287,7 +282,8 @@ def _trace(
     value = jax.ShapeDtypeStruct((), jnp.float32)
     program = read_jaxpr(jax.make_jaxpr(update)(arrays, arrays, structs, value))
     indices = owners.list_owners(rebuild(range(len(arrays))), state)
-    return _Traced(init, program, [*by_path], [*by_path.values()], indices, given)
+    olds = program.inputs[2 * len(arrays) : -1]
+    return _Traced(init, program, [*by_path], [*by_path.values()], indices, state_arrays, olds)
 
 
 def _describe(leaf: PyTree) -> PyTree:
@@ -352,24 +348,24 @@ class EntryFlow(Flow[EntryFact]):
     # Rules.
 
     def _assume(
-        self, value: Value, condition: Hashable, index: int, known: dict[Value, EntryFact]
+        self, value: Value, condition: Hashable, index: int, memo: dict[Value, EntryFact]
     ) -> EntryFact:
         """Returns the fact of a value where selections by a condition select the operand `index`.
 
         `optax.safe_norm` selects x or ones, takes a norm, and selects the norm where it was that
         of x: only in this case removed entries do not change the norm.
         """
-        maker, fact = self._makers.get(value), known.get(value, self.fact(value))
-        if value in known or maker is None or maker.inner_programs or fact.constant is not None:
+        maker, fact = self._makers.get(value), memo.get(value, self.fact(value))
+        if value in memo or maker is None or maker.inner_programs or fact.constant is not None:
             return fact
         if self._describe_condition(maker) == condition:
             return self.fact(maker.inputs[1 + index])
         try:
-            facts = [self._assume(x, condition, index, known) for x in maker.inputs]
-            known[value] = self._apply(maker, facts)
+            facts = [self._assume(x, condition, index, memo) for x in maker.inputs]
+            memo[value] = self._apply(maker, facts)
         except EntriesMeetError as error:
-            known[value] = EntryFact(error=str(error))
-        return known[value]
+            memo[value] = EntryFact(error=str(error))
+        return memo[value]
 
     def _describe_condition(self, equation: Equation) -> Hashable:
         """Returns what is equal for selections by one number that is computed in the same way.
@@ -433,6 +429,7 @@ class EntryFlow(Flow[EntryFact]):
         return owners[0] if owners else None
 
     def is_cut(self, value: Value) -> bool:
+        """Returns whether an array has another shape in the program of what remains."""
         return are_of_other_shape(value.shape, self._kept_shapes.get(value, value.shape))
 
     def _refuse(self, equation: Equation, text: str) -> NoReturn:
@@ -501,7 +498,7 @@ def find_constant(array: PyTree) -> float | None:
 
     Complex entries are 0 or unknown.
     """
-    if not _is_known(array):
+    if not _has_values(array):
         return None
     entries = np.asarray(array).reshape(-1)
     if not entries.any():  # anything holds of no entries
@@ -537,12 +534,8 @@ def _is_view(equation: Equation) -> bool:
 
 def _list_settings(equation: Equation, is_cut: bool) -> PyTree:
     """Returns what must be equal in two equations, whose arrays may differ in shape."""
-    if equation.inner_programs:
-        bodies = equation.list_bodies()
-        counts = [(len(x.inputs), [*x.carries], [*x.layers], x.trips) for x in bodies]
-        return counts, equation.params.get("reverse")
     # As text, because `==` of arrays and programs gives no bool or compares identity.
-    skipped = _SHAPES if is_cut else ()
+    skipped = _BODIES | _SHAPES if is_cut else _BODIES
     return {key: repr(x) for key, x in equation.params.items() if key not in skipped}
 
 
@@ -551,10 +544,10 @@ def _are_equal(one: PyTree, other: PyTree) -> bool:
     if one is other:  # numbers that a surrounding program computes have no value yet
         return True
     is_alike = jnp.result_type(one) == jnp.result_type(other)
-    return is_alike and all(map(_is_known, (one, other))) and np.array_equal(one, other, True)
+    return is_alike and all(map(_has_values, (one, other))) and np.array_equal(one, other, True)
 
 
-def _is_known(array: PyTree) -> bool:
+def _has_values(array: PyTree) -> bool:
     """Returns whether an array, or a Python number, has numbers already; random keys have none."""
     if array is None or is_traced(array) or isinstance(array, jax.ShapeDtypeStruct):
         return False

@@ -168,16 +168,19 @@ class CutInterpreter(Interpreter[jax.Array]):
         without_rules = copy.copy(self)
         without_rules._keeps_rules = False
 
-        def run_rule(*inputs: jax.Array) -> list[jax.Array]:
+        def run_rule(
+            inputs: ArraySequence, derivatives: ArraySequence, values: Sequence[Value]
+        ) -> list[jax.Array]:
             if isinstance(rule, Exception):
                 raise rule
-            return without_rules.run(rule, inputs)
+            pairs = zip(derivatives, values, strict=True)
+            differentiable = [x for x, value in pairs if is_differentiable(value)]
+            return without_rules.run(rule, [*inputs, *differentiable])
 
         if equation.maps_tangents:
 
             def forward(primals: ArraySequence, tangents: ArraySequence) -> tuple[PyTree, PyTree]:
-                differentiable = _pick_differentiable(tangents, equation.inputs)
-                computed = run_rule(*primals, *differentiable)
+                computed = run_rule(primals, tangents, equation.inputs)
                 num_outputs, values = len(computed) // 2, equation.outputs
                 outputs = _insert_others(computed[:num_outputs], values, function(*primals))
                 return outputs, _insert_others(
@@ -189,18 +192,12 @@ class CutInterpreter(Interpreter[jax.Array]):
             return with_jvp
 
         def backward(inputs: ArraySequence, cotangents: ArraySequence) -> PyTree:
-            differentiable = _pick_differentiable(cotangents, equation.outputs)
-            computed = run_rule(*inputs, *differentiable)
+            computed = run_rule(inputs, cotangents, equation.outputs)
             return _insert_others(computed, equation.inputs, _make_zero_tangents(inputs))
 
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
         return with_vjp
-
-
-def _pick_differentiable(arrays: ArraySequence, values: Sequence[Value]) -> list[jax.Array]:
-    """Returns the arrays of values that have derivatives."""
-    return [x for x, value in zip(arrays, values, strict=True) if is_differentiable(value)]
 
 
 def _make_zero_tangents(arrays: ArraySequence) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 
 import numpy as np
 
@@ -35,9 +35,9 @@ class Plan:
         that is left out stands for all its removed indices.
 
     Raises:
-      ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept` and
-        `evidence` describe: in range, ascending, none twice, at least one kept, a row for each
-        layer.
+      ValueError: a path has no shape, a parameter lacks an axis, indices are not as `kept`
+        describes (in range, ascending, none twice, at least one, a row for each layer), or
+        `evidence` has other axes or other numbers of rows.
 
     Example:
       >>> plan = Plan({("up",): {1: np.array([0, 2])}}, {("up",): (3, 4)})
@@ -58,16 +58,18 @@ class Plan:
         for path, axes in self.kept.items():
             for axis, index in axes.items():
                 fault = _find_fault(index, axis, self.shapes.get(path, ()))
-                rows = self.evidence.get(path, {}).get(axis)
-                if not fault and rows is not None:
-                    fault = _find_fault_of_evidence(rows, index, self.shapes[path][axis])
+                rows = self.evidence.get(path, {}).get(axis, np.atleast_2d(index))
+                if not fault and (not isinstance(rows, Sized) or len(rows) != index[..., 0].size):
+                    fault = (
+                        f"evidence must have a row for each row of the indices, got {rows!r:.80}"
+                    )
                 if fault:
                     raise ValueError(
                         f"The plan keeps of the parameter {trees.join_names(path)!r}, shape "
                         f"{self.shapes.get(path)}, along axis {axis}: {fault}."
                     )
-        for path, rows_by_axis in self.evidence.items():
-            if not rows_by_axis.keys() <= self.kept.get(path, {}).keys():
+        for path, by_axis in self.evidence.items():
+            if not by_axis.keys() <= self.kept.get(path, {}).keys():
                 name = trees.join_names(path)
                 raise ValueError(f"evidence has axes of {name!r} that keep all of their indices.")
 
@@ -99,15 +101,15 @@ class Plan:
         remedy = "jax.vmap of lambda row: small.apply(params, row[None])"
         check_sizes("small.apply", inputs, f"Export it for any number of rows by {remedy}.")
         shapes = {parameter.path: parameter.shape for parameter in graph.parameters}
-        given = {x: y.shape for x, y in trees.leaves_by_names(trees.only_arrays(params)).items()}
+        actual = {x: y.shape for x, y in trees.leaves_by_names(trees.only_arrays(params)).items()}
         expected = {path: self.shrink_shape(path, shape) for path, shape in shapes.items()}
-        if given != expected:
-            differing = {path for path, _ in given.items() ^ expected.items()}
+        if actual != expected:
+            differing = {path for path, _ in actual.items() ^ expected.items()}
             raise ValueError(
                 "params must be all parameters of the smaller model, in its shapes, and no others: "
                 f"{trees.listed([trees.join_names(path) for path in sorted(differing)])} differ."
             )
-        structs = zip(sharding.abstract(arrays), given, strict=True)
+        structs = zip(sharding.abstract(arrays), actual, strict=True)
         example = rebuild([sharding.resize_struct(x, shapes[path]) for x, path in structs])
         retraced = graph.retrace(example, *args)
         interpreter = CutInterpreter(retraced.removal, solve_proven_indices(retraced, self))
@@ -192,21 +194,43 @@ class Plan:
         """
         check_kind("later", later, Plan, "a Plan")
         kept = {path: dict(axes) for path, axes in self.kept.items()}
-        shapes = dict(self.shapes)
+        evidence = {path: dict(axes) for path, axes in self.evidence.items()}
+        shapes = {**later.shapes, **self.shapes}
         for path, axes in later.kept.items():
-            axes_before = kept.setdefault(path, {})
-            shape = cut_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
+            shape = self.shrink_shape(path, shapes[path])
             if shape != later.shapes[path]:
                 raise ValueError(
                     f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
                     f"this plan leaves {shape}. Compose plans in the order of the cuts."
                 )
             for axis, index in axes.items():
-                earlier_index = axes_before.get(axis)
-                axes_before[axis] = (
-                    index if earlier_index is None else _compose_indices(earlier_index, index)
-                )
-        return Plan(kept, shapes, _compose_evidence(self, later))
+                before = kept.get(path, {}).get(axis, np.arange(shapes[path][axis]))
+                if any(axis in plan.evidence.get(path, {}) for plan in (self, later)):
+                    parts = self._list_evidence(path, axis), [*np.atleast_2d(before)]
+                    layers = _repeat_rows(*parts, later._list_evidence(path, axis))
+                    rows = [np.union1d(old, row[new]) for old, row, new in layers]
+                    evidence.setdefault(path, {})[axis] = rows
+                rows = [
+                    x[y] for x, y in _repeat_rows(*map(list, map(np.atleast_2d, (before, index))))
+                ]
+                is_flat = before.ndim == index.ndim == 1
+                kept.setdefault(path, {})[axis] = rows[0] if is_flat else np.stack(rows)
+        return Plan(kept, shapes, evidence)
+
+    def _list_evidence(self, path: Path, axis: int) -> list[np.ndarray]:
+        """Returns the evidence at an axis: a row for each row of `kept`."""
+        if axis in self.evidence.get(path, {}):
+            return list(self.evidence[path][axis])
+        if axis not in self.kept.get(path, {}):
+            return [np.arange(0)]
+        all_indices = np.arange(self.shapes[path][axis])
+        return [np.setdiff1d(all_indices, row) for row in np.atleast_2d(self.kept[path][axis])]
+
+
+def _repeat_rows(*parts: list[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yields the rows of several lists together, one row for all layers or a row for each."""
+    count = max(map(len, parts))
+    return zip(*(part * (count // len(part)) for part in parts), strict=True)
 
 
 def _find_fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
@@ -220,17 +244,6 @@ def _find_fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | N
     if not _are_ascending(index, shape[axis]):
         return f"indices that do not ascend within [0, {shape[axis]}): {index!r:.80}"
     return None
-
-
-def _find_fault_of_evidence(rows: Sequence[np.ndarray], index: np.ndarray, size: int) -> str | None:
-    """Returns why rows cannot be evidence for an axis that keeps an index; `None` if they can."""
-    kept = np.atleast_2d(index)
-    is_listed = isinstance(rows, Sequence) and len(rows) == len(kept)
-    for row, kept_row in zip(rows, kept, strict=True) if is_listed else ():
-        is_index = getattr(row, "ndim", 0) == 1 and (row.dtype.kind in "iu" or not row.size)
-        is_listed &= is_index and _are_ascending(row, size) and not np.isin(row, kept_row).any()
-    text = "evidence lists removed indices, ascending, for each layer that keeps different ones"
-    return None if is_listed else f"{text}, got {rows!r:.80}"
 
 
 def _are_ascending(index: np.ndarray, size: int) -> bool:
@@ -249,37 +262,6 @@ def _read_rows(stored: Sequence[Sequence[int]]) -> list[np.ndarray]:
 def cut_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
     """Returns a shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
-
-
-def _compose_indices(first: np.ndarray, later: np.ndarray) -> np.ndarray:
-    layers = np.broadcast_shapes(first.shape[:-1], later.shape[:-1])
-    first, later = (np.broadcast_to(x, (*layers, x.shape[-1])) for x in (first, later))
-    return np.take_along_axis(first, later, axis=-1)
-
-
-def _compose_evidence(first: Plan, later: Plan) -> Evidence:
-    """Returns the evidence of two cuts, at indices before the first."""
-    evidence = {path: dict(axes) for path, axes in first.evidence.items()}
-    for path, axes in later.kept.items():
-        for axis in axes:
-            if not any(axis in plan.evidence.get(path, {}) for plan in (first, later)):
-                continue
-            rows = _list_evidence(later, path, axis)
-            if (kept_before := first.kept.get(path, {}).get(axis)) is not None:
-                parts = _list_evidence(first, path, axis), [*np.atleast_2d(kept_before)], rows
-                count = max(map(len, parts))
-                layers = zip(*(part * (count // len(part)) for part in parts), strict=True)
-                rows = [np.union1d(earlier, kept_row[row]) for earlier, kept_row, row in layers]
-            evidence.setdefault(path, {})[axis] = rows
-    return evidence
-
-
-def _list_evidence(plan: Plan, path: Path, axis: int) -> list[np.ndarray]:
-    """Returns the evidence at an axis that loses indices: a row for each row of `kept`."""
-    if axis in plan.evidence.get(path, {}):
-        return list(plan.evidence[path][axis])
-    all_indices = np.arange(plan.shapes[path][axis])
-    return [np.setdiff1d(all_indices, kept) for kept in np.atleast_2d(plan.kept[path][axis])]
 
 
 def plan_cut(graph: Graph, kept_indices: KeptIndices, evidence: Evidence) -> Plan:

@@ -6,28 +6,37 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic
+from typing import Generic, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
-from sparsity.core import extras, sharding, trees
-from sparsity.core.checks import check_kind
-from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
-from sparsity.graph import Graph
+from sparsity import masks as masks_lib
+from sparsity.core import extras, owners, sharding, trees
+from sparsity.core.checks import check_kind, is_traced
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
+from sparsity.graph import Coupled, Graph
 from sparsity.graph.groups import solve_kept_indices
-from sparsity.masks import apply_masks
 from sparsity.masks.slice_layout import check_entries
-from sparsity.programs.axes import Variable
+from sparsity.programs.axes import AxisIndex, Variable
+from sparsity.programs.optimizers import Removed, States, check_entrywise
 from sparsity.reports import time_in_turn
-from sparsity.shrinking import cutting
 from sparsity.shrinking.dead import find_dead
-from sparsity.shrinking.plan import Plan, plan_cut, solve_proven_indices
+from sparsity.shrinking.interpreter import take
+from sparsity.shrinking.plan import Plan, cut_shape, plan_cut, solve_proven_indices
+from sparsity.sparsity_schedules import NoUpdateSchedule, find_last_update, has_updates
 from sparsity.training.base_updater import BaseUpdater, WrappedOptimizer
-from sparsity.training.checks import check_masks_and_state
-from sparsity.training.state import get_sparse_state
+from sparsity.training.checks import check_masks_and_state, read_state
+from sparsity.training.hooks import keeps_dense_weights
+from sparsity.training.inner import KeptState
+from sparsity.training.state import SparseState, get_sparse_state
+
+Indices: TypeAlias = Mapping[AxisIndex, np.ndarray]  # {axis: the indices that stay}
+
+_REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
 
 def shrink(
@@ -79,15 +88,15 @@ def shrink(
     check_masks_and_state(masks, opt_state, tx, may_hold_masks=True)
     graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
-    cuts = cutting.list_cut_parameters(graph, params, plan.kept, by_path)
-    small_params = cutting.cut_params(cuts, params)
-    small_masks = cutting.cut_masks(cuts, small_params)
-    state = None if opt_state is None else cutting.cut_state(cuts, params, small_params, opt_state)
+    cuts = _list_cuts(graph, params, plan.kept, by_path)
+    small_params = _cut_params(cuts, params)
+    small_masks = _cut_masks(cuts, small_params)
+    state = None if opt_state is None else _cut_state(cuts, params, opt_state)
     if tx is not None:
-        cutting.check_optimizer(tx, *trees.strip_variables((params, opt_state)), cuts)
+        _check_optimizer(tx, *trees.strip_variables((params, opt_state)), cuts)
         tx = _convert_optimizer(tx, plan, state)
     replicated = _find_replicated(graph, params, small_params)
-    masked = apply_masks(small_params, small_masks)
+    masked = masks_lib.apply_masks(small_params, small_masks)
     return Small(masked, state, plan, graph, replicated, small_masks, tx)
 
 
@@ -112,18 +121,16 @@ def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.
     return plan_cut(graph, *find_dead(graph, by_path)), by_path
 
 
-def _find_replicated(
-    graph: Graph, params: Params, small_params: Params
-) -> dict[tuple[Path, int], int]:
+def _find_replicated(graph: Graph, params: Params, cut: Params) -> dict[tuple[Path, int], int]:
     """Returns the attribute `replicated` of a `Small`."""
-    parameters, small = graph.parameters.match(params), trees.leaves_by_path(small_params)
+    parameters, small = graph.parameters.match(params), trees.leaves_by_path(cut)
     replicated = {}
     for key_path, leaf in trees.leaves_by_path(params).items():
-        old_sharding = getattr(leaf, "sharding", None)
-        if isinstance(old_sharding, NamedSharding) and leaf.shape != small[key_path].shape:
-            for axis, count in enumerate(sharding.count_devices(old_sharding, leaf.ndim)):
-                if small[key_path].shape[axis] % count:
-                    replicated[parameters[key_path].path, axis] = count
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            counts = sharding.count_devices(leaf.sharding, leaf.ndim)
+            for axis, pair in enumerate(zip(small[key_path].shape, counts, strict=True)):
+                if pair[0] != leaf.shape[axis] and pair[0] % pair[1]:
+                    replicated[parameters[key_path].path, axis] = pair[1]
     return replicated
 
 
@@ -298,3 +305,229 @@ class Small(Generic[Tree]):
         """Sizes of the variables that lose entries."""
         kept_indices = solve_kept_indices(self.before.removal.list_parameter_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in kept_indices.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _CutParameter:
+    """A parameter that is cut, the owner of leaves of an optimizer's state.
+
+    Attributes:
+      name: its path in a tree of params.
+      param: the parameter before the cut.
+      axes: {axis: the indices that stay}, of axes that lose some.
+      mask: its mask, `None` for a dense parameter.
+    """
+
+    name: str
+    param: jax.Array
+    axes: Indices
+    mask: jax.Array | None = None
+
+    def cut(self, array: jax.Array) -> jax.Array:
+        """Cuts an array of the parameter's shape."""
+        return _cut_array(array, self.axes)
+
+    def read_removed(self, array: jax.Array, is_masked: bool) -> np.ndarray | None:
+        """Returns the entries that the cut removes from an array, `None` if they have no value.
+
+        Args:
+          array: an array of the parameter's shape.
+          is_masked: whether to return entries that are masked, or those that are not.
+        """
+        if is_traced(array):
+            return None
+        places = np.arange(array.size).reshape(array.shape)
+        for axis, index in self.axes.items():
+            places = take(places, index, axis)
+        is_removed: np.ndarray = np.ones(array.size, bool)
+        is_removed[places.reshape(-1)] = False
+        mask = np.ones(array.shape) if self.mask is None else np.asarray(self.mask)
+        is_chosen = is_removed & ((mask.reshape(-1) == 0) == is_masked)
+        return np.asarray(array).reshape(-1)[is_chosen]
+
+
+_Cuts: TypeAlias = Mapping[KeyPath, _CutParameter]  # by key path in a tree of params
+
+
+def _list_cuts(
+    graph: Graph, params: Params, kept: Mapping[Path, Indices], masks: Mapping[Path, jax.Array]
+) -> _Cuts:
+    """Returns the cut of each parameter, by its key path in a tree of params.
+
+    Args:
+      graph: the graph of the model.
+      params: the parameters, or a part of their tree.
+      kept: {path in the graph: {axis: the indices that stay}}.
+      masks: {path in the graph: mask}.
+    """
+    paths = {key: x.path for key, x in graph.parameters.match(params, may_be_smaller=False).items()}
+    return {
+        key_path: _CutParameter(trees.path_string(key_path), leaf, kept.get(x, {}), masks.get(x))
+        for key_path, leaf in trees.leaves_by_path(params).items()
+        if (x := paths.get(key_path)) is not None
+    }
+
+
+def _cut_params(cuts: _Cuts, params: Tree) -> Tree:
+    """Cuts parameters, or a tree like them; leaves that are not arrays stay."""
+    return trees.map_matched(
+        lambda key_path, leaf: cuts[key_path].cut(leaf) if key_path in cuts else leaf, params
+    )
+
+
+def _cut_masks(cuts: _Cuts, small_params: Params) -> Masks:
+    """Cuts the masks: uint8, placed like the smaller parameters.
+
+    The mask of a parameter without masked entries is `None`.
+    """
+
+    def cut(key_path: KeyPath, leaf: jax.Array) -> jax.Array | None:
+        mask = cuts[key_path].mask
+        if mask is None:
+            return None
+        kept = masks_lib.are_kept(cuts[key_path].cut(mask))
+        if np.asarray(kept).all():
+            return None
+        return kept if is_traced(leaf) else sharding.place_like(leaf, kept)
+
+    with sharding.evaluate_now():  # parameters may be traced, masks are not
+        return trees.map_matched(cut, trees.only_arrays(small_params))
+
+
+def _cut_state(cuts: _Cuts, params: Params, state: PyTree) -> PyTree:
+    """Cuts the leaves of an optimizer's state that belong to cut parameters.
+
+    Raises:
+      ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error names
+        the leaf.
+    """
+    if trees.find_nodes(state, KeptState):
+        raise ValueError(
+            "opt_state is that of use_compact_state=True, whose arrays of kept weights do not tell "
+            f"channels: {_REMEDY}."
+        )
+
+    owner_tree = trees.map_matched(lambda key_path, _: cuts.get(key_path), params)
+    changed = {key_path: cut.param.shape for key_path, cut in cuts.items() if cut.axes}
+    owners.check_state(owner_tree, state, _REMEDY, changed)
+    return owners.map_owned(_cut_leaf, owner_tree, state)
+
+
+def _check_optimizer(
+    tx: optax.GradientTransformation, params: Params, opt_state: PyTree, cuts: _Cuts
+) -> None:
+    """Raises a ValueError unless an optimizer trains the smaller parameters as the masked ones.
+
+    Entries that are removed without a mask have no gradient: the model is proved to be the same for
+    all of their values. Those of masked entries are masked, unless `tx` has masks itself.
+    """
+    params = trees.only_arrays(params)
+    state = read_state(tx, params, opt_state)
+    remedy = "Leave out tx to cut the state without a proof"
+    has_masks = bool(trees.find_nodes(state, SparseState))
+    if isinstance(tx, WrappedOptimizer) and tx.updater is not None and tx.inner is not None:
+        tx = _fix_masks(tx.updater, tx.inner, state)
+        if masks_lib.are_packed(state.masks, params):
+            state = state._replace(masks=masks_lib.unpack_masks(state.masks, params))
+    elif has_masks:
+        remedy = (
+            "Wrap last, as in pruner.wrap_optax(optax.chain(...)), or leave out tx and make the "
+            "optimizer again with small.updater(pruner)"
+        )
+
+    def remove(is_masked: bool) -> Removed:
+        return Removed(
+            are_zero=is_masked and not has_masks,
+            have_gradients=is_masked and has_masks,
+            read=lambda path, array: cuts[path].read_removed(array, is_masked),
+        )
+
+    small_params = _cut_params(cuts, params)
+    check_entrywise(
+        tx,
+        params,
+        small_params,
+        [remove(is_masked=True), remove(is_masked=False)],
+        remedy=remedy,
+        claim="tx might train the smaller model otherwise than the masked one.",
+        states=States(state, _cut_state(cuts, params, state)),
+    )
+
+
+def _fix_masks(
+    updater: BaseUpdater, inner: optax.GradientTransformation, state: SparseState
+) -> optax.GradientTransformation:
+    """Returns a wrapped optimizer whose masks stay, and are not packed.
+
+    Raises:
+      ValueError: later updates of the masks may choose among removed channels, too.
+    """
+    name, last = type(updater).__name__, find_last_update(updater.scheduler)
+    are_final = not has_updates(updater.scheduler)
+    are_final |= last is not None and not is_traced(state.count) and int(state.count) > last
+    # A pruned weight that is 0 and never returns leaves the choice to what remains.
+    removes_only = not updater.regrows
+    removes_only &= not keeps_dense_weights(updater)
+    if not are_final and not (removes_only and isinstance(updater.scope, Coupled)):
+        raise ValueError(
+            "Give the inner optimizer as tx, and wrap it again for the smaller model: later "
+            f"updates of the masks by {name} under scope = {updater.scope!r} may choose otherwise "
+            "without the removed channels. Under Coupled a pruner whose pruned weights stay 0 "
+            "passes, and any updater does after the last update of its masks."
+        )
+    still = dataclasses.replace(
+        updater, scheduler=NoUpdateSchedule(), scope=masks_lib.Layerwise(), use_packed_masks=False
+    )
+    return still.wrap_optax(inner)
+
+
+def _cut_leaf(owner: _CutParameter | None, leaf: jax.Array) -> jax.Array:
+    """Cuts a leaf of an optimizer's state; a leaf without an owner stays."""
+    if owner is None or not owner.axes or not hasattr(leaf, "shape"):
+        return leaf
+    shape = owner.param.shape
+    if leaf.dtype == np.uint8 and leaf.shape == masks_lib.packed_shape(shape) != shape:
+        mask = owner.cut(masks_lib.unpack_masks(leaf, owner.param))
+        return masks_lib.place_masks(masks_lib.pack_masks(mask, mask), mask)
+    needed = {*owner.axes} | ({0} if any(x.ndim > 1 for x in owner.axes.values()) else set())
+    candidates = owners.list_axes(shape, leaf.shape)
+    cuts = {tuple(axes.index(x) for x in owner.axes) for axes in candidates if needed <= {*axes}}
+    if len(cuts) == 1 and all(needed <= {*axes} for axes in candidates):
+        return _cut_array(leaf, dict(zip(cuts.pop(), owner.axes.values(), strict=True)))
+    if math.prod(leaf.shape) == 1:  # optimizers write one entry where they keep no moment
+        return leaf
+    raise ValueError(
+        f"opt_state has a leaf of shape {leaf.shape} for {owner.name!r} of shape {shape}, "
+        "whose entries join several channels, as factored moments do: the smaller model would "
+        f"train otherwise than the masked one. Use a moment for each weight, or {_REMEDY}."
+    )
+
+
+def _cut_array(array: jax.Array, axes: Indices) -> jax.Array:
+    """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
+    if not axes:
+        return array
+    axes = dict(axes)  # a pytree, as other mappings are not
+    old_sharding = None if is_traced(array) else getattr(array, "sharding", None)
+    shape = cut_shape(jnp.shape(array), axes)
+    if isinstance(old_sharding, NamedSharding) and not sharding.explicit_sharding(array):
+        return _take_all(array, axes, sharding.fit(old_sharding, shape))
+    take_all = functools.partial(_take_all, are_bits=old_sharding is not None)
+    return sharding.shard_like(array, take_all, array, axes, shape=shape)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "are_bits"))
+def _take_all(
+    array: jax.Array, axes: Indices, target: Sharding | None = None, are_bits: bool = True
+) -> jax.Array:
+    """Takes entries, as integers if they need no derivatives.
+
+    XLA adds zeros of other devices, and -0.0 + 0.0 is 0.0.
+    """
+    dtype = array.dtype
+    if are_bits and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4):
+        array = array.view(f"uint{8 * dtype.itemsize}")
+    for axis, index in axes.items():
+        array = take(array, index, axis)
+    array = array.view(dtype) if array.dtype != dtype else array
+    return array if target is None else jax.lax.with_sharding_constraint(array, target)

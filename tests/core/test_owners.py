@@ -175,3 +175,52 @@ def test_a_parameter_called_mu_is_reset_in_its_own_moments_only():
         assert np.all(moments.w == 9)
         np.testing.assert_array_equal(moments.mu.w, [[9, 9, 9], [9, 0, 9]])
     assert int(actual[0].count) == 9
+
+
+def test_axes_of_a_leaf_follow_from_shapes_or_from_the_fields_of_optax():
+    assert owners.list_axes((4, 6), (4, 6)) == [(0, 1)]
+    assert owners.list_axes((4, 6), (6,)) == [(1,)]
+    assert owners.list_axes((6, 6), (6,)) == [(1,), (0,)]
+    assert owners.list_axes((4, 6), (3, 4, 6)) == owners.list_axes((4, 6), (1,)) == []
+    params = {"w": _filled(1, (6, 6))}
+    state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(params)
+    paths = {x: ("0", x, "w") for x in ("v_row", "v_col", "v")}
+    axes = {x: owners.find_axes((6, 6), getattr(state, x)["w"].shape, paths[x]) for x in paths}
+    assert axes == {"v_row": (0,), "v_col": (1,), "v": None}
+    assert owners.find_axes((6, 6), (6,), ("mean", "w")) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: optax.adam(0.1), None),
+        (lambda: optax.flatten(optax.adam(0.1)), "optax.flatten"),
+        (lambda: optax.contrib.muon(0.1), None),
+    ],
+)
+def test_states_that_hide_entries_are_named(make, name):
+    params = {"w": _filled(1), "b": _filled(2, (3,))}
+    assert owners.name_hiding_state(params, make().init(params)) == name
+
+
+def test_an_array_like_a_parameter_outside_of_trees_of_parameters_hides_entries():
+    params = {"w": _filled(1), "b": _filled(2, (3,))}
+    name = owners.name_hiding_state(params, {"mu": params, "cache": [_filled(0)]})
+    assert name == "arrays such as 'cache/0' outside of trees of parameters"
+    assert owners.name_hiding_state(params, {"mu": params, "cache": [_filled(0, (3,))]}) is None
+
+
+def test_moments_that_do_not_start_at_0_are_named():
+    params = {"w": _filled(1)}
+    assert owners.name_start_above_zero(optax.adagrad(0.1).init(params)) == "ScaleByRssState"
+    assert owners.name_start_above_zero(optax.adam(0.1).init(params)) is None
+
+
+def test_arrays_without_an_owner_must_not_belong_to_a_parameter_that_changes():
+    params = {"w": _filled(1), "b": _filled(2, (3,))}
+    ((path, _), *_) = jax.tree.leaves_with_path({"w": 0})
+    for stray in ([_filled(0)], {"w": {"rows": _filled(0, (2,))}}):
+        state = {"mu": params, "cache": stray}
+        owners.check_state(params, state, "stop")
+        with pytest.raises(ValueError, match=r"'cache/.* for 'w' of shape \(2, 3\).*or stop"):
+            owners.check_state(params, state, "stop", {path: (2, 3)})

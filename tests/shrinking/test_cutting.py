@@ -29,7 +29,7 @@ CHANGED_BY = {
     "mean": "clip_by_block_rms",
     "mean, every eighth step": "centralize",
     "noise": "add_noise",
-    "factor of the shape": "scale_by_muon",
+    "factor of the shape": "scale_by_shape",  # a part of muon
 }
 
 

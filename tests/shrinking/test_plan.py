@@ -38,15 +38,9 @@ def test_a_plan_is_read_as_written():
     assert Plan.from_json('{"format": 2, "leaves": []}') == Plan({}, {})
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        1, [1], [[1]], [np.array([1.0])], [np.array([True])], [np.array([[1]])], [np.array([-1])],
-        [np.array([4])], [np.array([3, 1])], [np.array([1]), np.array([2])], [],
-    ],
-)  # fmt: skip
-def test_evidence_made_by_hand_is_checked(rows):
-    with pytest.raises(ValueError, match=r"'w'.*axis 1: evidence lists removed indices"):
+@pytest.mark.parametrize("rows", [1, [np.array([1]), np.array([2])], []])
+def test_evidence_made_by_hand_has_a_row_for_each_row_of_indices(rows):
+    with pytest.raises(ValueError, match=r"'w'.*axis 1: evidence must have a row"):
         Plan({("w",): {1: np.array([0])}}, {("w",): (3, 4)}, {("w",): {1: rows}})
 
 
@@ -58,7 +52,7 @@ def test_the_fields_of_a_plan_cannot_be_set():
 AXIS = rf"'{WHERE}'.*axis 1: "
 NO_INDICES = AXIS + "array.*not an array of indices"
 NOT_ASCENDING = AXIS + r"indices that do not ascend within \[0, 4\)"
-NO_EVIDENCE = AXIS + "evidence lists removed indices, ascending, for each layer"
+NO_EVIDENCE = AXIS + "evidence must have a row for each row of the indices"
 DAMAGED = {
     "no index": (text(kept={"1": []}), NO_INDICES),
     "no index in a layer": (text(kept={"1": [[], [], []]}), NO_INDICES),
@@ -82,12 +76,6 @@ DAMAGED = {
     "no such axis": (text(kept={"2": [0]}), "axis 2: there is no such axis"),
     "a negative axis": (text(kept={"-1": [0]}), "axis -1: there is no such axis"),
     "a list of axes": (text(kept=[[0, 2]]), ""),
-    "evidence without layers": (text(evidence={"1": [1]}), NO_EVIDENCE),
-    "evidence of floats": (text(evidence={"1": [[1.0]]}), NO_EVIDENCE),
-    "evidence that stays": (text(evidence={"1": [[1, 2]]}), NO_EVIDENCE),
-    "evidence out of range": (text(evidence={"1": [[1, 4]]}), NO_EVIDENCE),
-    "unsorted evidence": (text(evidence={"1": [[3, 1]]}), NO_EVIDENCE),
-    "evidence twice": (text(evidence={"1": [[1, 1]]}), NO_EVIDENCE),
     "evidence of layers": (text(evidence={"1": [[1], [3]]}), NO_EVIDENCE),
     "a size": (text(shape=12), ""),
     "format 1, without evidence": (text(format=1), "format is 1, not 2"),

@@ -398,7 +398,7 @@ def test_the_state_of_other_params_is_refused(mlp):
     params, _, graph = mlp
     masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
     for other in ({"a": params["first"]}, params | {"more": jnp.ones(2)}):
-        with pytest.raises(ValueError, match=r"\(8,\).* for 'first/bias'.*state of these params"):
+        with pytest.raises(ValueError, match=r"\(8,\).*state of these params"):
             shrink(graph, params, masks, optax.adam(1e-3).init(other))
 
 
