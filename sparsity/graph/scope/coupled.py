@@ -37,7 +37,7 @@ from sparsity.masks import BatchAxes, PatternChoice, Site, Sites, TopkFn, TreeSc
 from sparsity.masks.affordable import best_that_fit
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Variable
-from sparsity.selection.topk import move_units
+from sparsity.selection import move_units
 
 
 @dataclasses.dataclass(frozen=True)
