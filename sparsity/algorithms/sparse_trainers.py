@@ -159,14 +159,13 @@ class DropAndGrow(SparseTraining):
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Converts `drop_fraction` to a function that falls along a cosine until the end step."""
-        fields: dict[str, PyTree] = dict(options)
-        if "drop_fraction" in fields and "drop_fraction_fn" in fields:
-            raise ValueError(
-                "drop_fraction and drop_fraction_fn exclude each other: give one of them."
-            )
+        fields: PyTree = dict(options)
+        if fields.keys() >= {"drop_fraction", "drop_fraction_fn"}:
+            raise ValueError("Give one of drop_fraction and drop_fraction_fn, got both.")
         fraction = fields.pop("drop_fraction", 0.3)
         end = find_last_update(fields["scheduler"]) or None  # a cosine takes a step at least
-        return {"drop_fraction_fn": DropFraction(fraction, end)} | fields
+        converted: dict[str, object] = {"drop_fraction_fn": DropFraction(fraction, end), **fields}
+        return converted
 
 
 @dataclasses.dataclass(kw_only=True)
