@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Literal, TypeAlias
 
 import chex
@@ -22,15 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.algorithms.pruners import SaliencyPruning
-from sparsity.core import trees
-from sparsity.core.checks import (
-    check_fraction,
-    check_function,
-    check_int,
-    check_iterable,
-    check_loss,
-    is_traced,
-)
+from sparsity.core import checks, trees
 from sparsity.core.dtypes import multiply, promote
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
@@ -139,7 +131,7 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
       >>> grasp_scores(loss_fn, {"w": jnp.array([1.0, -2.0])}, [jnp.array([1.0, -1.0])])
       {'w': Array([ 4., 16.], dtype=float32)}
     """
-    check_iterable("batches", batches)
+    checks.check_iterable("batches", batches)
     batches = list(batches)
     weights = trees.prunable(params)
     gradient = _make_gradient(loss_fn, params)
@@ -180,7 +172,7 @@ def synflow_scores(
       {'w': Array([[1.],
              [2.]], dtype=float32)}
     """
-    check_function("fn", fn, "(params, inputs)")
+    checks.check_function("fn", fn, "(params, inputs)")
     ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) if trees.is_prunable(x) else x, inputs)
     magnitudes = jax.tree.map(jnp.abs, trees.prunable(params))
 
@@ -237,12 +229,16 @@ def prune_at_init(
       >>> pruner = sparsity.StaticRandomSparse()  # `static_sparse` trains within these masks
       >>> opt_state = pruner.wrap_optax(optax.adam(1e-3), masks=masks).init(pruned)
     """
-    check_fraction("sparsity", sparsity)
-    check_int("rounds", rounds, 1)
-    sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
-    _check_sources(name, sources)
+    checks.check_fraction("sparsity", sparsity)
+    checks.check_int("rounds", rounds, 1)
+    if not isinstance(name, str) or name not in _SCORES:
+        raise ValueError(f"name: {name!r} is not known. {suggest(name, _SCORES)}")
     scores_fn, argument_names = _SCORES[name]
+    sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     function, data = (sources[key] for key in argument_names)
+    if missing := [key for key in argument_names if sources[key] is None]:
+        required = " and ".join(argument_names)
+        raise ValueError(f"{name!r} scores weights by {required}, got {missing[0]} = None.")
     score = functools.partial(scores_fn, function)
     scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
@@ -264,11 +260,7 @@ def _prune_in_rounds(
 ) -> PyTree:
     """Returns the masks after rounds that score the kept weights again and prune more."""
     weights = trees.prunable(params)
-    masks = trees.map_matched(
-        lambda _, weight, target: None if target is None else jnp.ones_like(weight, jnp.uint8),
-        weights,
-        Uniform(sparsity)(weights),
-    )
+    masks = make_ones(weights, sparsity)
     total = sum(mask.size for mask in jax.tree.leaves(masks))
 
     def prune(masks: Masks, sparsity: jax.Array) -> tuple[PyTree, None]:
@@ -278,6 +270,15 @@ def _prune_in_rounds(
     # The last sparsity is the argument itself, without the rounding of a power.
     sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
+
+
+def make_ones(params: Params, sparsity: float) -> Masks:
+    """Returns masks of ones for all matrices and kernels, `None` for parameters with one axis."""
+    return trees.map_matched(
+        lambda _, x, target: None if target is None else jnp.ones_like(x, jnp.uint8),
+        params,
+        Uniform(sparsity)(params),
+    )
 
 
 def mask_highest(masks: Masks, scores: ScoreTree, num_weights: chex.Numeric) -> Masks:
@@ -306,38 +307,22 @@ _SCORES: dict[str, tuple[Callable[..., PyTree], tuple[str, str]]] = {
 }
 
 
-def _check_sources(name: str, sources: Mapping[str, object]) -> None:
-    """Raises a ValueError for unknown scores, or for a missing function or missing data."""
-    if not isinstance(name, str) or name not in _SCORES:
-        raise ValueError(f"name: {name!r} is not known. {suggest(name, _SCORES)}")
-    _, argument_names = _SCORES[name]
-    function, data = argument_names
-    if missing := [key for key in argument_names if sources[key] is None]:
-        raise ValueError(
-            f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
-            f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
-        )
-
-
 def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
     """Raises a ValueError that names a leaf to prune whose scores are equal or not finite."""
 
     def check(path: trees.KeyPath, score: jax.Array, target: chex.Numeric | None) -> None:
-        if target is None or is_traced(score):
+        if target is None or checks.is_traced(score):
             return
         role = f"The {name} scores of {trees.path_string(path)!r}"
-        if not jax.device_get(jnp.all(jnp.isfinite(score))):
+        if not bool(jnp.all(jnp.isfinite(score))):
             raise ValueError(
                 f"{role} are not all finite. Look for NaN in the parameters and the data, or scale "
                 "the model down; jax.config.update('jax_enable_x64', True) widens the range."
             )
-        if score.size < 2:
-            return
-        least, most = jax.device_get((jnp.min(score), jnp.max(score)))
-        if least == most:
+        if score.size > 1 and bool(jnp.all(score == score.reshape(-1)[0])):
             raise ValueError(
-                f"{role} are all {least} and rank nothing. Does the leaf take part in the output, "
-                "and is it initialized to values that differ?"
+                f"{role} are all {float(score.reshape(-1)[0])} and rank nothing. Does the leaf "
+                "take part in the output, and is it initialized to values that differ?"
             )
 
     trees.map_matched(check, scores, targets)
@@ -346,11 +331,11 @@ def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
 def _make_gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
     """Returns the gradient of the loss as a function of the floating leaves and a batch."""
 
-    check_function("loss_fn", loss_fn, "(params, batch)")
+    checks.check_function("loss_fn", loss_fn, "(params, batch)")
 
     def loss(weights: Params, batch: PyTree) -> jax.Array:
         value = loss_fn(_replace_weights(params, weights), batch)
-        check_loss("loss_fn", value)
+        checks.check_loss("loss_fn", value)
         return value
 
     return jax.grad(loss)
@@ -371,7 +356,7 @@ def _average_over(
         terms = jax.tree.map(lambda x: x.astype(promote(x.dtype, jnp.float32)), fn(*args, batch))
         return terms if total is None else jax.tree.map(jnp.add, total, terms)
 
-    check_iterable("batches", batches)
+    checks.check_iterable("batches", batches)
     total, count = None, 0
     for batch in batches:
         total, count = add(total, args, batch), count + 1

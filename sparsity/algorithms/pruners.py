@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparsity.core import trees
 from sparsity.core.dtypes import multiply
-from sparsity.core.hashing import Draw, generate_random_scores
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
@@ -101,11 +101,6 @@ class RandomPruning(BaseUpdater):
     regrows: ClassVar[bool] = False
 
     def calculate_scores(
-        self,
-        params: Params,
-        sparse_state: SparseState | None = None,
-        grads: Grads | None = None,
-        *,
-        draw: Draw = generate_random_scores,
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:
-        return draw(params, self.rng_seed)
+        return generate_random_scores(params, self.rng_seed)

@@ -8,8 +8,8 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import ClassVar
 
 import chex
 import jax
@@ -17,19 +17,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from sparsity.core.checks import check_fraction
-from sparsity.core.hashing import Draw, generate_random_scores
+from sparsity.core.checks import check_fraction, check_function
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks import (
-    Global,
-    Scope,
-    Sites,
-    adapt_scope,
-    is_layerwise,
-)
+from sparsity.masks import Global, Scope, Sites, adapt_scope
 from sparsity.sparsity_schedules import boundary_values, find_last_update
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.hooks import KeepsCount, SliceRule, StepInputs, is_overridden
+from sparsity.training.hooks import KeepsCount, StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -124,11 +118,7 @@ class DropAndGrow(SparseTraining):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if not callable(self.drop_fraction_fn):
-            raise ValueError(
-                "drop_fraction_fn must be a function of the step, for example "
-                f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
-            )
+        check_function("drop_fraction_fn", self.drop_fraction_fn, "the step")
 
     def get_drop_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         """Returns drop scores; the active weights with the lowest scores are dropped."""
@@ -162,31 +152,24 @@ class DropAndGrow(SparseTraining):
           trees of arrays; and the fraction of the active weights, in [0, 1].
         """
 
-        def score(hook: Callable[..., PyTree]) -> ScoreTree:
-            args = sparse_state, inputs.masked_weights, inputs.grads
-            return inputs.call(hook, *args, named={"draw": generate_random_scores})
-
-        fraction = self.compute_drop_fraction(sparse_state.count)
-        check_fraction("drop_fraction", fraction)
-        return score(self.get_drop_scores), score(self.get_grow_scores), fraction
-
-    def compute_drop_fraction(self, step: chex.Numeric) -> chex.Numeric:
-        """Returns the fraction of active weights to replace at a step."""
+        args = sparse_state, inputs.masked_weights, inputs.grads
+        hooks = self.get_drop_scores, self.get_grow_scores
+        drop, grow = (inputs.call(x, *args) for x in hooks)
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
-            fraction = self.drop_fraction_fn(step)
-        return cast(chex.Numeric, fraction)  # of a type that has complex numbers, too
+            fraction: PyTree = self.drop_fraction_fn(sparse_state.count)
+        check_fraction("drop_fraction", fraction)
+        return drop, grow, fraction
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Converts `drop_fraction` to a function that falls along a cosine until the end step."""
-        fields: dict[str, Any] = dict(options)
-        if "drop_fraction" in fields and "drop_fraction_fn" in fields:
-            raise ValueError(
-                "drop_fraction and drop_fraction_fn exclude each other: give one of them."
-            )
+        fields: PyTree = dict(options)
+        if fields.keys() >= {"drop_fraction", "drop_fraction_fn"}:
+            raise ValueError("Give one of drop_fraction and drop_fraction_fn, got both.")
         fraction = fields.pop("drop_fraction", 0.3)
         end = find_last_update(fields["scheduler"]) or None  # a cosine takes a step at least
-        return {"drop_fraction_fn": DropFraction(fraction, end)} | fields
+        converted: dict[str, object] = {"drop_fraction_fn": DropFraction(fraction, end), **fields}
+        return converted
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -217,19 +200,9 @@ class SET(DropAndGrow):
       (7, 10)
     """
 
-    def slice_rule(self) -> SliceRule | None:
-        return make_slice_rule(self, SET)
-
-    def get_grow_scores(
-        self,
-        sparse_state: SparseState,
-        params: Params,
-        grads: Grads,
-        *,
-        draw: Draw = generate_random_scores,
-    ) -> ScoreTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         # Step 0 of the random stream drew the initial masks.
-        return draw(params, self.rng_seed, sparse_state.count + 1)
+        return generate_random_scores(params, self.rng_seed, sparse_state.count + 1)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -255,9 +228,6 @@ class RigL(DropAndGrow):
       Array([[0, 1, 0, 1]], dtype=uint8)
     """
 
-    def slice_rule(self) -> SliceRule | None:
-        return make_slice_rule(self, RigL)
-
     def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         if grads is None:
             raise ValueError(
@@ -282,17 +252,3 @@ class GlobalRigL(RigL):
     """
 
     scope: Scope = Global()
-
-
-def make_slice_rule(updater: DropAndGrow, base: type[DropAndGrow]) -> SliceRule | None:
-    """Returns the rule by which slices move; `None` if a hook takes complete trees.
-
-    Args:
-      updater: the updater.
-      base: class whose rule it is; hooks that a subclass overrides take complete trees.
-    """
-    hooks = "new_masks", "update_state", "score_move", "get_drop_scores", "get_grow_scores"
-    takes_trees = any(is_overridden(updater, hook, base) for hook in hooks)
-    if takes_trees or not is_layerwise(updater.scope):
-        return None
-    return SliceRule(updater.get_grow_scores, updater.compute_drop_fraction)

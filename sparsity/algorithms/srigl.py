@@ -29,17 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.algorithms.sparse_trainers import RigL, make_slice_rule
+from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact_sums import count
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.kernels import use_flat
-from sparsity.core.trees import Masks, Params, Sparsities
+from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.patterns import SparsityType
 from sparsity.selection import num_kept, topk_mask
-from sparsity.training.hooks import KeepsCount, SliceRule, StepInputs
+from sparsity.training.hooks import KeepsCount, StepInputs
 from sparsity.training.state import SparseState
 
 
@@ -79,15 +79,10 @@ class SRigL(RigL):
             check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, SparsityType):
             self._check_pattern(self.sparsity_type)
-        if self.topk_fn is not None:
+        if self.topk_fn is not None or not is_layerwise(self.scope):
             raise ValueError(
-                f"{type(self).__name__} chooses the weights of each neuron itself and takes no "
-                f"topk_fn, got topk_fn = {self.topk_fn!r}. Leave topk_fn out."
-            )
-        if not is_layerwise(self.scope):
-            raise ValueError(
-                f"{type(self).__name__} moves within each layer and needs scope = Layerwise(), got "
-                f"{self.scope!r}."
+                f"{type(self).__name__} chooses the weights of each neuron itself and needs "
+                f"topk_fn = None and scope = Layerwise(), got {self.topk_fn!r} and {self.scope!r}."
             )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
@@ -98,14 +93,12 @@ class SRigL(RigL):
             site = sites[path]
             self._check_pattern(site.pattern, f" for {site.name!r}")
             shape = leaves[path].shape[site.batch_axes :] or (1,)
-            if not is_traced(target) and (
-                0 < num_kept(math.prod(shape), float(target)) < shape[-1]
-            ):
+            kept = 0 if is_traced(target) else num_kept(math.prod(shape), float(target))
+            if 0 < kept < shape[-1]:
                 raise ValueError(
-                    f"{type(self).__name__} keeps a weight of every neuron at least, but a "
-                    f"sparsity of {target} leaves {site.name!r} of shape {leaves[path].shape} "
-                    f"fewer than its {shape[-1]} neurons. Lower it with "
-                    "dist_type='erk' or custom_sparsity_map."
+                    f"{type(self).__name__} keeps a weight of every neuron, but a sparsity of "
+                    f"{target} leaves {site.name!r} of shape {leaves[path].shape} fewer than its "
+                    f"{shape[-1]} neurons. Lower it with dist_type='erk' or custom_sparsity_map."
                 )
         return super().init_state(params, sites=sites)
 
@@ -122,9 +115,7 @@ class SRigL(RigL):
         sites = sites or self.sites(params)
         scores = generate_random_scores(params, self.rng_seed)
 
-        def draw(
-            path: trees.KeyPath, score: jax.Array, target: chex.Numeric | None
-        ) -> jax.Array | None:
+        def draw(path: trees.KeyPath, score: jax.Array, target: PyTree) -> jax.Array | None:
             if target is None:
                 return None
             draw_mask = functools.partial(_draw_fan_in, sites[path].batch_axes)
@@ -141,32 +132,19 @@ class SRigL(RigL):
         neurons = (shape[site.batch_axes :] or (1,))[-1]
         return neurons * min(size // neurons, num_kept(size, float(target)) // neurons)
 
-    def slice_rule(self) -> SliceRule | None:
-        if self.min_salient is not None:
-            return None
-        rule = make_slice_rule(self, SRigL)
-        move = functools.partial(constant_fan_in, min_salient=None)
-        return None if rule is None else rule._replace(move=move)
-
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         drop_scores, grow_scores, fraction = self.score_move(sparse_state, inputs)
 
         def move(
-            path: trees.KeyPath,
-            drop_score: jax.Array,
-            grow_score: jax.Array,
-            mask: jax.Array | None,
-            target: chex.Numeric,
-        ) -> jax.Array | None:
+            path: trees.KeyPath, drop: PyTree, grow: PyTree, mask: PyTree, target: PyTree
+        ) -> PyTree:
             if mask is None:
                 return None
+            axes = inputs.sites[path].batch_axes
             update = functools.partial(
-                constant_fan_in,
-                min_salient=self.min_salient,
-                batch_axes=inputs.sites[path].batch_axes,
+                constant_fan_in, min_salient=self.min_salient, batch_axes=axes
             )
-            scores = drop_score, grow_score
-            moved = sharding.shard_like(mask, update, mask, *scores, fraction, target)
+            moved = sharding.shard_like(mask, update, mask, drop, grow, fraction, target)
             return sharding.place_like(mask, moved)
 
         masks, targets = sparse_state.masks, sparse_state.target_sparsities
@@ -226,10 +204,12 @@ def constant_fan_in(
         lambda: kept,
     )
     # Steps 4 and 5: each neuron keeps its best candidates, then grows
-    max_kept = jnp.where(is_kept, fan_in[..., None], 0)
-    return _fill_neurons(
-        kept, count_by_neuron(kept), max_kept, drop_scores, grow_scores, batch_axes
+    counts, max_kept = count_by_neuron(kept), jnp.where(is_kept, fan_in[..., None], 0)
+    topk = functools.partial(topk_mask, batch_axes=batch_axes, last_axes=1)
+    kept = lax.cond(
+        jnp.any(counts > max_kept), lambda: topk(drop_scores, max_kept, where=kept), lambda: kept
     )
+    return kept | topk(grow_scores, jnp.maximum(max_kept - counts, 0), where=1 - kept)
 
 
 def _count_by_neuron(mask: jax.Array, batch_axes: int) -> jax.Array:
@@ -245,22 +225,6 @@ def _count_by_neuron(mask: jax.Array, batch_axes: int) -> jax.Array:
     padding = [(0, 0)] * batch_axes + [(0, -rows.shape[-2] % 16), (0, 0)]
     tiles = jnp.pad(rows, padding).reshape(*batch, -1, 16, neurons)
     return jnp.sum(count(tiles, [batch_axes + 1]), batch_axes, jnp.int32)
-
-
-def _fill_neurons(
-    kept: jax.Array,
-    counts: jax.Array,
-    max_kept: jax.Array,
-    drop_scores: jax.Array,
-    grow_scores: jax.Array,
-    batch_axes: int,
-) -> jax.Array:
-    """Returns the mask with `max_kept` weights of each neuron: the best kept ones, and grown."""
-    topk = functools.partial(topk_mask, batch_axes=batch_axes, last_axes=1)
-    kept = lax.cond(
-        jnp.any(counts > max_kept), lambda: topk(drop_scores, max_kept, where=kept), lambda: kept
-    )
-    return kept | topk(grow_scores, jnp.maximum(max_kept - counts, 0), where=1 - kept)
 
 
 def _select_neurons(

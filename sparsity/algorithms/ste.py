@@ -19,7 +19,7 @@ import optax
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
-from sparsity.core.hashing import Draw, generate_random_scores
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Tree
 from sparsity.masks import Sites, apply_mask_straight_through, check_masks, unpack_masks
 from sparsity.sparsity_schedules import find_first_update
@@ -159,12 +159,7 @@ class SteRandomPruning(StraightThrough, RandomPruning):
     """
 
     def calculate_scores(
-        self,
-        params: Params,
-        sparse_state: SparseState | None = None,
-        grads: Grads | None = None,
-        *,
-        draw: Draw = generate_random_scores,
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:
         step = 0 if sparse_state is None else sparse_state.count
-        return draw(params, self.rng_seed, step)
+        return generate_random_scores(params, self.rng_seed, step)

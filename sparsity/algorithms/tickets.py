@@ -9,23 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.algorithms.at_init import mask_highest
-from sparsity.core import trees
-from sparsity.core.checks import (
-    check_fraction,
-    check_function,
-    check_int,
-    check_iterable,
-    is_traced,
-)
+from sparsity.algorithms.at_init import make_ones, mask_highest
+from sparsity.core import checks, trees
 from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.masks import apply_masks
-from sparsity.masks.distributions import Uniform
 
 Ticket: TypeAlias = tuple[Tree, Masks, Tree]  # start, masks, trained
 
@@ -74,14 +65,15 @@ def lottery_ticket(
       >>> tickets = lottery_ticket(train_fn, params, rounds=3, rate=0.5, done=tickets)
     """
     _check_arguments(train_fn, rounds, rate, done)
-    ones = trees.map_matched(_make_ones, params, Uniform(rate)(params))
+    ones = make_ones(params, rate)
     origin = params if rewind_params is None else rewind_params
     _check_like("rewind_params must have the leaves of params,", origin, params)
     for role, tree in (("params", params), ("rewind_params", origin)):
         _check_finite(role, tree, ones)
     tickets = list(done)[: rounds + 1]
-    for r, ticket in enumerate(tickets):
-        _check_done(r, ticket, params, ones, rate)
+    for r, (start, masks, _) in enumerate(tickets):
+        _check_like(f"done[{r}]: start must have the leaves", start, params)
+        _check_number(r, masks, _count_kept(ones, rate, r))
     for r in range(len(tickets), rounds + 1):
         start, masks = _rewind(tickets[-1], origin, rate, r) if r else (params, ones)
         # Copies, because train_fn may donate its arguments.
@@ -93,67 +85,44 @@ def lottery_ticket(
 
 def _check_arguments(train_fn: object, rounds: object, rate: object, done: object) -> None:
     """Raises a ValueError for arguments of other types, or out of range."""
-    check_function("train_fn", train_fn, "(params, masks)")
-    check_int("rounds", rounds, 0)
-    check_fraction("rate", rate)
-    check_iterable("done", done)
+    checks.check_function("train_fn", train_fn, "(params, masks)")
+    checks.check_int("rounds", rounds, 0)
+    checks.check_fraction("rate", rate)
+    checks.check_iterable("done", done)
 
 
 def _check_like(requirement: str, tree: PyTree, params: Params) -> None:
     """Raises a ValueError unless a tree has the leaves of the parameters."""
-    shapes = [
-        [
-            f"{trees.path_string(path)}{list(jnp.shape(leaf))}"
-            for path, leaf in trees.leaves_by_path(compared_tree).items()
-        ]
-        for compared_tree in (params, tree)
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"{requirement} {trees.listed(shapes[0])}, got {trees.listed(shapes[1])}.")
+
+    def describe(tree: PyTree) -> list[str]:
+        leaves = trees.leaves_by_path(tree).items()
+        return [f"{trees.path_string(path)}{list(jnp.shape(leaf))}" for path, leaf in leaves]
+
+    if (expected := describe(params)) != (got := describe(tree)):
+        raise ValueError(f"{requirement} {trees.listed(expected)}, got {trees.listed(got)}.")
+
+
+def _check_number(r: int, masks: Masks, expected: int) -> None:
+    """Raises a ValueError unless the masks of round r keep as many weights as the rate says."""
+    num_kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
+    if num_kept != expected:
+        raise ValueError(
+            f"done[{r}] keeps {num_kept} weights, and the rate keeps {expected} in round {r}. Give "
+            "the rate of the earlier call."
+        )
 
 
 def _check_finite(role: str, tree: PyTree, masks: Masks) -> None:
     """Raises a ValueError that names a leaf whose kept weights are not finite."""
 
     def check(path: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> None:
-        if mask is None or is_traced(weights):
-            return
-        if not jax.device_get(jnp.all(jnp.isfinite(weights) | (mask == 0))):
+        if mask is not None and not bool(jnp.all(jnp.isfinite(weights) | (mask == 0))):
             raise ValueError(
                 f"{role}: the weights at {trees.path_string(path)!r} are not all finite, so that "
                 "their magnitudes rank nothing. Lower the learning rate, or clip the gradients."
             )
 
     trees.map_matched(check, tree, masks)
-
-
-def _check_done(r: int, ticket: Ticket[Tree], params: Tree, ones: Masks, rate: float) -> None:
-    """Raises a ValueError unless a ticket belongs to the parameters and the rate."""
-    if not isinstance(ticket, tuple | list) or len(ticket) != 3:
-        raise ValueError(
-            f"done[{r}] must be (start, masks, trained), as lottery_ticket returns it, got a "
-            f"{type(ticket).__name__}."
-        )
-    start, masks, trained = ticket
-    for role, tree, like in (
-        ("start", start, params),
-        ("masks", masks, ones),
-        ("trained", trained, params),
-    ):
-        _check_like(f"done[{r}]: {role} must have the leaves", tree, like)
-    if any(map(is_traced, jax.tree.leaves(masks))):
-        return
-    num_kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
-    expected = _count_kept(ones, rate, r)
-    if num_kept != expected:
-        raise ValueError(
-            f"done[{r}] keeps {num_kept} weights, and rate = {rate} keeps {expected} in round {r}. "
-            "Give the rate of the earlier call."
-        )
-
-
-def _make_ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) -> jax.Array | None:
-    return None if target is None else jnp.ones_like(param, jnp.uint8)
 
 
 def _copy_array(leaf: PyTree) -> PyTree:

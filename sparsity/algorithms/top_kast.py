@@ -161,13 +161,11 @@ class TopKast(StraightThrough, MagnitudePruning):
         targets = jax.tree.map(on_device, targets)
         compute_sparsity = functools.partial(_compute_backward_sparsity, self.backward_sparsity)
         sparsities = jax.tree.map(compute_sparsity, targets)
-        raised = trees.map_matched(
-            lambda _, score, mask: (
-                score if mask is None else shard_like(score, _raise_scores, score, mask)
-            ),
-            scores,
-            masks,
-        )
+
+        def raise_scores(_: trees.KeyPath, score: jax.Array, mask: PyTree) -> jax.Array:
+            return score if mask is None else shard_like(score, _raise_scores, score, mask)
+
+        raised = trees.map_matched(raise_scores, scores, masks)
         return inputs.create_masks(self.create_masks, raised, sparsities, targets)
 
 

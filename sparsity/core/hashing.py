@@ -2,9 +2,8 @@
 
 import functools
 import math
-import zlib
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
@@ -69,44 +68,38 @@ def flat_strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
+def flat_index(
+    shape: tuple[int, ...], strides: Sequence[int | jax.Array] | None = None
+) -> jax.Array:
     """Returns the int32 flat index of each entry of an array of the shape.
 
     Raises:
       ValueError: without strides, if the array has 2**31 entries or more.
     """
-    if not strides and math.prod(shape) >= 2**31:
-        raise ValueError(
-            f"Entries have an int32 index in arrays of fewer than 2**31, got shape {shape}."
-        )
-    strides = strides or flat_strides(shape)
+    if strides is None and math.prod(shape) >= 2**31:
+        raise ValueError(f"Entries have an int32 index below 2**31, got shape {shape}.")
     index = jnp.zeros(shape, jnp.int32)
-    for axis, stride in enumerate(strides):
-        index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
+    for axis, stride in enumerate(flat_strides(shape) if strides is None else strides):
+        if shape[axis] > 1:
+            index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
     return index
 
 
 def hash_index(shape: tuple[int, ...]) -> jax.Array:
-    """Returns an int32 for each entry of an array, to be hashed: the flat index as 32 bits.
+    """Returns a uint32 for each entry of an array, to be hashed: the flat index as 32 bits.
 
     Of an array with 2**32 entries or more, only the last axes have an index of 32 bits. Positions
     along the leading axes permute this index, so that each of them has its own random scores.
     """
-    # An int32 holds these indices as they are.
-    if math.prod(shape) < _INDEXED // 2:
-        return flat_index(shape)
     strides = flat_strides(shape)
     inner = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) < _INDEXED)
-    index, leading = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
-    for axis, stride in enumerate(strides):
-        iota = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        if axis < inner:
-            leading += iota * jnp.uint32(stride // strides[inner - 1])
-        else:
-            index += iota * jnp.uint32(stride)
-    if inner:
-        index ^= _mix(leading + jnp.uint32(_GOLDEN))
-    return index.astype(jnp.int32)
+    # An int32 wraps around from 2**31 on, and has the bits of a uint32.
+    index = flat_index(shape, [0] * inner + strides[inner:]).astype(jnp.uint32)
+    if not inner:
+        return index
+    steps = [x // strides[inner - 1] for x in strides[:inner]]
+    leading = flat_index(shape, steps + [0] * (len(shape) - inner))
+    return index ^ _mix(leading.astype(jnp.uint32) + jnp.uint32(_GOLDEN))
 
 
 def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:
@@ -133,32 +126,3 @@ def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 
         return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
-
-
-class Draw(Protocol):
-    """Function that draws random scores as `generate_random_scores` does."""
-
-    def __call__(self, params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree: ...
-
-
-def leaf_word(key_path: trees.KeyPath) -> np.uint32:
-    """Returns the word of `hash_scores` that tells leaves apart; `seed_words` come before."""
-    return np.uint32(zlib.crc32(trees.path_string(key_path).encode()))
-
-
-_hash_scores = jax.jit(hash_scores, static_argnums=0)
-
-
-def seed_words(rng_seed: Seed, step: chex.Numeric = 0) -> tuple[chex.Numeric, ...]:
-    """Returns the words of `hash_scores` that all leaves share."""
-    return *_seed_words(rng_seed), on_device(step, np.uint32)
-
-
-def _seed_words(rng_seed: Seed) -> tuple[chex.Numeric, ...]:
-    if isinstance(rng_seed, jax.Array | np.ndarray):
-        if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
-            rng_seed = jax.random.key_data(rng_seed)
-        words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
-        return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
-    seed = int(rng_seed)
-    return tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))

@@ -24,7 +24,7 @@ from sparsity.masks.distributions import FilterFn, Uniform, kept_counter
 from sparsity.patterns import Unstructured
 from sparsity.patterns.base import read_final_sparsity
 from sparsity.programs.axes import Variable
-from sparsity.selection.topk import lowest_sparsity
+from sparsity.selection import lowest_sparsity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from sparsity.masks.scopes import Scope, TreeScope, has_statement
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites, leading_axes
 from sparsity.patterns import Unstructured
 from sparsity.patterns.base import ROUNDING, entry_counter, read_final_sparsity
-from sparsity.selection.topk import lowest_sparsity, num_kept
+from sparsity.selection import lowest_sparsity, num_kept
 
 FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
 # Selected parameters: {key path: (parameter, batch axes)}
@@ -435,8 +435,9 @@ def compute_targets(
     sparsities = call_distribution(distribution_fn, params, batch_axes, sites, scope)
     role = "sparsities that sparsity_distribution_fn returns"
     targets = trees.map_matched(check, params, sparsities, others_role=role)
-    given = jax.tree.leaves(sparsities)
-    if not jax.tree.leaves(targets) and any(checks.is_traced(x) or x > 0 for x in given):
+    all_sparsities = jax.tree.leaves(sparsities)
+    is_pruning = any(checks.is_traced(x) or x > 0 for x in all_sparsities)
+    if is_pruning and not jax.tree.leaves(targets):
         raise ValueError(
             "sparsity_distribution_fn gives sparsities to parameters that stay dense alone, which "
             "have no pattern, or are no floating or complex arrays. Give others a sparsity."

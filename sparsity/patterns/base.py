@@ -58,7 +58,7 @@ class SparsityType(checks.DataclassBase):
 
     @property
     def ranks_units(self) -> bool:
-        """Whether `select` and `move` are those of this class, so that one search serves many."""
+        """True if `select` and `move` are those of this class: one search serves many leaves."""
         cls = type(self)
         return cls.select is SparsityType.select and cls.move is SparsityType.move
 

@@ -53,13 +53,7 @@ def register_pattern(name: str, pattern: Callable[..., SparsityType]) -> None:
     check_function("pattern", pattern, "the numbers of a string, such as the class of a pattern,")
     if not isinstance(name, str) or not name or _split_name(name) != (name, []):
         raise ValueError(f"name must be text that does not end in numbers, got name = {name!r}.")
-    try:
-        arguments = ",".join(inspect.signature(pattern).parameters)
-    except ValueError:  # of a builtin
-        raise ValueError(
-            f"pattern must be a function with a signature, got pattern = {pattern!r}. Wrap it in a "
-            "lambda that names its numbers."
-        ) from None
+    arguments = ",".join(inspect.signature(pattern).parameters)
     form = _Form(pattern, repr(f"{name}_{arguments}" if arguments else name))
     if _FORMS.get(name, form) != form:
         raise ValueError(f"The name {name!r} is taken by {_FORMS[name].make!r}; choose another.")

@@ -26,27 +26,15 @@ def readable(scores: chex.Array) -> jax.Array:
             scores = jnp.asarray(scores)
         except (TypeError, ValueError):
             raise ValueError(f"scores must be an array of real numbers, got {scores!r}.") from None
-    dtype = readable_dtype(scores.dtype)
-    return scores if dtype == scores.dtype else scores.astype(dtype)
-
-
-@functools.lru_cache
-def readable_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype to which a search converts scores of a dtype.
-
-    Raises:
-      ValueError: the dtype has no order.
-    """
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise ValueError(
-            f"Cannot rank {dtype} scores. This is because complex numbers have no order; "
-            "pass magnitudes (jnp.abs) instead."
-        )
+    dtype = scores.dtype
     if not is_real(dtype):
-        raise ValueError(f"scores must be an array of real numbers, got scores of dtype {dtype}.")
+        hint = "; pass jnp.abs(scores)" if jnp.issubdtype(dtype, jnp.complexfloating) else ""
+        raise ValueError(
+            f"scores must be an array of real numbers, got scores of dtype {dtype}{hint}."
+        )
     if dtype in (jnp.float4_e2m1fn, jnp.float8_e8m0fnu):  # not a byte; no sign bit
-        return np.dtype(np.float32)
-    return dtype
+        return scores.astype(jnp.float32)
+    return scores
 
 
 @functools.lru_cache
@@ -61,7 +49,7 @@ def to_keys(scores: PyTree) -> PyTree:
     """Returns keys in the order of scores; of numpy for its arrays.
 
     Args:
-      scores: array of a dtype that `readable_dtype` returns.
+      scores: array that `readable` returns.
 
     Returns:
       uint32, or uint64 for scores of 64 bits, below 2**key_bits(dtype). NaN has key 0, and so has
@@ -99,7 +87,7 @@ class Candidates:
     """Scores of one parameter, a pytree of its arrays; entries compete within a slice.
 
     Attributes:
-      scores: real scores or booleans, of a dtype that `keys.readable_dtype` returns.
+      scores: real scores or booleans that `readable` returns.
       where: array of the shape of the scores; an entry is eligible where it is not zero. `None`:
         all entries are.
       batch_axes: number of leading axes that index separate slices.

@@ -21,11 +21,10 @@ counts. Large ones, and those on a mesh, are counted in their shape: no entry mo
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +206,7 @@ def _fits_rows(candidates: Candidates) -> bool:
     return 0 < size <= _MAX_JOINED and is_little and use_flat(candidates.scores)
 
 
-class _Block(abc.ABC):
+class _Block(Protocol):
     """Slices that are counted by one kernel.
 
     Attributes:
@@ -218,27 +217,21 @@ class _Block(abc.ABC):
     num_slices: int
     keys: jax.Array
 
-    @abc.abstractmethod
     def align(self, x: jax.Array) -> jax.Array:
         """Returns x[slices] as it broadcasts against the keys."""
 
-    @abc.abstractmethod
     def sum(self, masks: Sequence[jax.Array]) -> jax.Array:
         """Sums masks over each slice, int32[slices, masks]."""
 
-    @abc.abstractmethod
     def eligible(self) -> jax.Array | None:
         """Returns the mask of the eligible entries, bool; `None`: all are."""
 
-    @abc.abstractmethod
     def places(self) -> jax.Array:
         """Returns uint32 numbers above 0, which fall along the entries of each slice."""
 
-    @abc.abstractmethod
     def count_eligible(self) -> jax.Array:
         """Counts the eligible entries, int32[slices]."""
 
-    @abc.abstractmethod
     def masks(self, threshold: jax.Array, is_tied: jax.Array, cut: jax.Array) -> list[jax.Array]:
         """Returns the masks of parameters: keys above, and ties whose place is at least the cut."""
 

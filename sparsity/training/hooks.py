@@ -19,7 +19,7 @@ from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.checks import DataclassBase, check_values
 from sparsity.core.derivatives import hold_constant
-from sparsity.core.hashing import DEFAULT_SEED, Draw, Seed, generate_random_scores
+from sparsity.core.hashing import DEFAULT_SEED, Seed
 from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import (
@@ -132,12 +132,10 @@ class HookArgs(TypedDict, total=False):
 
     Attributes:
       sites: table of the parameters that can have a mask, with patterns and batch axes.
-      draw: `generate_random_scores`, or a function that draws those of a slice.
       target_sparsities: tree of the sparsities at the end of a ramp.
     """
 
     sites: Sites
-    draw: Draw
     target_sparsities: Sparsities | None
 
 
@@ -216,22 +214,6 @@ def elementwise(hook: Hook) -> Hook:
     if not inspect.isfunction(hook):
         raise ValueError(f"elementwise marks a method of a class, got hook = {hook!r}.")
     return hook
-
-
-class SliceRule(NamedTuple):
-    """Rule by which the mask of each slice moves alone: the smallest weights are dropped.
-
-    Attributes:
-      grow: hook that returns grow scores, entry by entry or by its argument `draw`.
-      fraction: maps the step to the fraction of active entries to replace.
-      move: returns the mask of slices after an update, from the mask, drop scores, grow scores, the
-        fraction, the sparsity of the parameter, and `batch_axes` by name. `None` moves as
-        `SparsityType.move` does.
-    """
-
-    grow: Callable[..., PyTree]
-    fraction: Callable[[chex.Numeric], chex.Numeric]
-    move: Callable[..., jax.Array] | None = None
 
 
 def call_hook(
@@ -498,13 +480,11 @@ class UpdaterHooks(DataclassBase):
         """
         targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        named: HookArgs = {"draw": generate_random_scores}
         scores = inputs.call(
             self.calculate_scores,
             inputs.masked_weights,
             sparse_state=sparse_state,
             grads=inputs.grads,
-            named=named,
         )
         return inputs.create_masks(self.create_masks, scores, sparsities, targets)
 
@@ -524,10 +504,6 @@ class UpdaterHooks(DataclassBase):
         """
         has_count = site.pattern.count_kept(shape, 0.5, site.batch_axes) is not None
         return kept if self.keeps_count == "exact" and has_count else None
-
-    def slice_rule(self) -> SliceRule | None:
-        """Returns the rule by which each slice moves alone; `None` if whole parameters move."""
-        return None
 
     def update_state(
         self,

@@ -426,13 +426,3 @@ def test_a_new_sparse_trainer_is_a_grow_score():
     np.testing.assert_array_equal(mask, [[1, 0, 0, 1]])
     with pytest.raises(NotImplementedError, match="get_grow_scores"):
         DropAndGrow().get_grow_scores(None, None, None)
-
-
-def test_slices_move_alone_where_scores_are_those_of_the_library():
-    class Ranked(sparsity.SET):
-        @sparsity.elementwise
-        def get_grow_scores(self, sparse_state, params, grads):
-            return params
-
-    rules = [cls().slice_rule() for cls in (sparsity.SET, sparsity.RigL, Ranked)]
-    assert [rule is not None for rule in rules] == [True, True, False]

@@ -122,16 +122,12 @@ def test_tickets_of_another_run_are_refused():
     params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]])}
     same = lambda params, masks: params  # noqa: E731
     done = sparsity.lottery_ticket(same, params, 2, rate=0.5)
-    with pytest.raises(
-        ValueError, match=r"done\[1\] keeps 2 weights, and rate = 0.25 keeps 3 in ro"
-    ):
+    with pytest.raises(ValueError, match=r"done\[1\] keeps 2 weights, and the rate keeps 3 in ro"):
         sparsity.lottery_ticket(same, params, 3, rate=0.25, done=done)
     with pytest.raises(
         ValueError, match=r"done\[0\]: start must have.*'v\[1, 4\]', got 'w\[1, 4\]'"
     ):
         sparsity.lottery_ticket(same, {"v": params["w"]}, 3, rate=0.5, done=done)
-    with pytest.raises(ValueError, match=r"done\[0\] must be \(start, masks, trained\).*got a int"):
-        sparsity.lottery_ticket(same, params, 3, rate=0.5, done=[1])
     with pytest.raises(ValueError, match=r"rewind_params must have.*, got 'w\[2, 2\]'"):
         sparsity.lottery_ticket(same, params, 1, rewind_params={"w": jnp.ones((2, 2))})
     assert len(sparsity.lottery_ticket(same, params, 1, rate=0.5, done=done)) == 2

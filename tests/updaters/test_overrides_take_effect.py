@@ -4,7 +4,6 @@ Each override multiplies its result by a number of its own. A number that no out
 program needs belongs to an override without effect.
 """
 
-import functools
 import re
 
 import jax
@@ -167,22 +166,6 @@ def test_arguments_of_the_loop_reach_each_override_that_names_them(name):
 def test_scores_of_a_class_that_moves_masks_may_be_overridden_with_a_hook_that_calls_them(caller):
     hooks = {hook: _override(hook, {}) for hook in ("calculate_scores", caller)}
     type("Derived", (sparsity.RigL,), hooks | STATED)(**HALF)
-
-
-@pytest.mark.parametrize(
-    ("cls", "hook"),
-    [
-        (sparsity.RigL, "get_drop_scores"),
-        (sparsity.SET, "get_grow_scores"),
-        (sparsity.SET, "score_move"),
-        (functools.partial(sparsity.SRigL, min_salient=None), "score_move"),
-    ],
-)
-def test_a_compact_model_asks_a_hook_that_was_assigned_to_an_updater(cls, hook):
-    updater = cls()
-    assert updater.slice_rule() is not None
-    setattr(updater, hook, lambda sparse_state, params, grads: params)
-    assert updater.slice_rule() is None  # masks move by the hooks, with complete parameters
 
 
 @pytest.mark.parametrize(
