@@ -185,15 +185,10 @@ def _split_product(
     """Returns the factors of the targets of a product; `None` where a cut falls within a factor."""
     if relation.pair:
         return [view.factors[relation.pair[0].axis]]
-    factors: list[Factor] = []
+    queue, by_axis = list[Factor](), list[list[Factor]]()
     for place in relation.sources:
-        factors += [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
-    return _split_factors([factor for factor in factors if factor.size != 1], sizes)
-
-
-def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
-    """Splits factors in row-major order into axes; `None` where a cut falls within a factor."""
-    queue, by_axis = [*factors], list[list[Factor]]()
+        queue += [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+    queue = [factor for factor in queue if factor.size != 1]
     for size in sizes:
         by_axis.append([])
         while size > 1:
