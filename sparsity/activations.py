@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsity import selection
 from sparsity.core import extras, names, trees
@@ -101,12 +100,7 @@ def _apply_created_mask(
     x: chex.Array, create: Callable[[jax.Array], jax.Array], straight_through: bool
 ) -> jax.Array:
     check_bool("straight_through", straight_through)
-    check_kind("x", x, jax.Array | np.ndarray | np.generic | list | tuple | float, "an array")
-    try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError) as error:  # of text, objects, and rows of different lengths
-        expected = "x must be an array of floating or complex numbers"
-        raise ValueError(f"{expected}, got x = {x!r}.") from error
+    x = jnp.asarray(x)
     if not trees.is_prunable(x):
         raise ValueError(f"x must be an array of floating or complex numbers, got {x.dtype}.")
     mask = create(jnp.abs(jax.lax.stop_gradient(x)))
@@ -164,7 +158,12 @@ def sparsify_linen(
     linen = extras.load("flax.linen", "flax")
     in_filter = extras.load("flax.core.scope", "flax").in_filter
     prune_fns = _make_prune_fns(layers, batch_axes, straight_through)
-    _check_apply(apply, linen.Module)
+    check_function("apply", apply, "the variables and the inputs, such as model.apply")
+    if hasattr(getattr(apply, "func", apply), "lower"):
+        raise ValueError(
+            "apply is compiled by jax.jit, and its layers run only while it is traced. Pass "
+            "model.apply itself, and jit the result."
+        )
 
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -233,18 +232,6 @@ def sparsify_nnx(
         if (key := names.best_key(prune_fns, name)) is not None:
             module.__class__ = make_sparse_class(type(module), prune_fns[key], name)
     return copy
-
-
-def _check_apply(apply: object, module: type) -> None:
-    """Raises a ValueError unless a function runs the layers of a linen model at each call."""
-    if isinstance(apply, module):
-        raise ValueError(f"apply is the model: give model.apply, got apply = {apply!r}.")
-    if callable(apply) and hasattr(getattr(apply, "func", apply), "lower"):
-        raise ValueError(
-            "apply is compiled by jax.jit: its layers run once, while it is traced, and the sparse "
-            "program would stay in its cache. Pass model.apply itself, and jit the result."
-        )
-    check_function("apply", apply, "the variables and the inputs, such as model.apply")
 
 
 def _make_prune_fns(

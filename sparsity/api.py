@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from sparsity.core.checks import check_fraction
 from sparsity.core.names import suggest
+from sparsity.core.trees import PyTree
 from sparsity.masks import SCOPES, Scope, find_missing_scope_method
 from sparsity.masks.distributions import DISTRIBUTIONS, Distribution
 from sparsity.patterns import parse_sparsity_type
@@ -19,6 +20,9 @@ from sparsity.sparsity_schedules import (
     find_missing_schedule_method,
 )
 from sparsity.training.base_updater import ALGORITHM_REGISTRY, BaseUpdater
+
+T = TypeVar("T")
+Options: TypeAlias = dict[str, Any]  # keys of a configuration with their values
 
 _log = logging.getLogger(__name__)
 
@@ -168,66 +172,76 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     """
     if isinstance(config, type) or not hasattr(config, "items"):
         raise ValueError(f"config must be a ConfigDict or a dict, got {config!r}.")
-    options = {key: _copy(value) for key, value in config.items() if value is not None}
+    options: Options = {key: _copy(value) for key, value in config.items() if value is not None}
     name = options.pop("algorithm", None)
     algorithm = ALGORITHM_REGISTRY.find(name)
-    fields = _list_field_names(algorithm)
     for key in {"sparsity", "drop_fraction"} & options.keys():
         check_fraction(key, options[key])
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    read_keys = {*_read_keys(algorithm), "scheduler"}
-
-    def make(factory: Callable[..., Any]) -> Any:
-        """Returns an instance of a class by the keys of the configuration that are its own."""
-        keys = {key: field for key, field in _read_keys(factory).items() if key in options}
-        read_keys.update(keys)
-        try:
-            return factory(**{field: options[key] for key, field in keys.items()})
-        except TypeError as error:
-            raise ValueError(
-                f"{factory.__name__} cannot be made of {list(keys)}: {error}"
-            ) from None
-
-    arguments = dict(options)
+    algorithm_keys = {*_read_keys(algorithm), "scheduler"}
+    read_keys, arguments = set(algorithm_keys), dict(options)
     if "scheduler" not in options:
-        schedule_type = options.get("schedule_type")
-        read_keys.add("schedule_type")
-        if schedule_type is None:
-            schedule_type, ignored = _infer_schedule_type(name, algorithm, options)
-            read_keys |= ignored
-            if schedule_type == "one_shot":
-                options["update_end_step"] = options["update_start_step"]
-        is_default = schedule_type == "none" and "schedule_type" not in options
-        schedule = SCHEDULES.find(schedule_type)
-        arguments["scheduler"] = algorithm.scheduler if is_default else make(schedule)
+        arguments["scheduler"] = _make_schedule(name, algorithm, options, read_keys)
     check_schedule(arguments["scheduler"])
     if isinstance(options.get("scope"), str):
-        arguments["scope"] = make(SCOPES.find(options["scope"]))
-    dist_type = options.get("dist_type", "uniform")
-    distribution = DISTRIBUTIONS.find(dist_type)
-    takes_distribution = algorithm.takes_distribution and "sparsity_distribution_fn" in fields
-    if "sparsity" not in options and (
-        "sparsity" in fields or (takes_distribution and "sparsity_distribution_fn" not in options)
-    ):
-        raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
-    if not takes_distribution:
-        read_keys |= {"dist_type", *_read_keys(distribution)}
-        if dist_type != "uniform" and "sparsity" in fields:
-            _log.warning("%s takes no distribution and has no use for %r.", name, dist_type)
-    elif "sparsity_distribution_fn" not in options:
-        arguments["sparsity_distribution_fn"] = make(distribution)
-        read_keys.add("dist_type")
+        arguments["scope"] = _make(SCOPES.find(options["scope"]), options, read_keys)
+    distribution = _make_distribution(name, algorithm, options, read_keys)
+    if distribution is not None:
+        arguments["sparsity_distribution_fn"] = distribution
     if unread := sorted(options.keys() - read_keys):
         _refuse_key(unread[0], options, algorithm)
-    own_keys = {*_read_keys(algorithm), "scheduler"}
-    own: dict[str, Any] = {key: value for key, value in arguments.items() if key in own_keys}
-    made: dict[str, Any] = algorithm.read_config(own)
-    return algorithm(**made)
+    fields: Options = algorithm.read_config(
+        {key: value for key, value in arguments.items() if key in algorithm_keys}
+    )
+    return algorithm(**fields)
+
+
+def _make(factory: Callable[..., T], options: Options, read_keys: set[str]) -> T:
+    """Returns an instance of a class by the keys that the class reads; adds them to `read_keys`."""
+    keys = {key: field for key, field in _read_keys(factory).items() if key in options}
+    read_keys.update(keys)
+    try:
+        return factory(**{field: options[key] for key, field in keys.items()})
+    except TypeError as error:
+        raise ValueError(f"{factory} cannot be made of {list(keys)}: {error}") from None
+
+
+def _make_schedule(
+    name: str, algorithm: type[BaseUpdater], options: Options, read_keys: set[str]
+) -> Schedule:
+    """Returns the schedule of a configuration without `scheduler`; adds its keys to `read_keys`."""
+    read_keys.add("schedule_type")
+    if "schedule_type" in options:
+        return _make(SCHEDULES.find(options["schedule_type"]), options, read_keys)
+    schedule_type, ignored = _infer_schedule_type(name, algorithm, options)
+    read_keys |= ignored
+    if schedule_type == "none":
+        return algorithm.scheduler
+    if schedule_type == "one_shot":
+        options = options | {"update_end_step": options["update_start_step"]}
+    return _make(SCHEDULES[schedule_type], options, read_keys)
+
+
+def _make_distribution(
+    name: str, algorithm: type[BaseUpdater], options: Options, read_keys: set[str]
+) -> Distribution | None:
+    """Returns the distribution of a configuration, `None` for one that is given or not taken."""
+    fields, dist_type = _list_field_names(algorithm), options.get("dist_type", "uniform")
+    factory = DISTRIBUTIONS.find(dist_type)
+    takes_distribution = algorithm.takes_distribution and "sparsity_distribution_fn" in fields
+    is_made = takes_distribution and "sparsity_distribution_fn" not in options
+    if "sparsity" not in options and ("sparsity" in fields or is_made):
+        raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
+    if is_made or not takes_distribution:
+        read_keys |= {"dist_type", *_read_keys(factory)}
+    if not takes_distribution and dist_type != "uniform" and "sparsity" in fields:
+        _log.warning("%s takes no distribution and has no use for %r.", name, dist_type)
+    return _make(factory, options, read_keys) if is_made else None
 
 
 def _infer_schedule_type(
-    name: str, algorithm: type[BaseUpdater], options: Mapping[str, Any]
+    name: str, algorithm: type[BaseUpdater], options: Options
 ) -> tuple[str, set[str]]:
     """Returns the kind of schedule that the steps of a ramp ask for, and keys that it ignores."""
     start, end = options.get("update_start_step"), options.get("update_end_step")
@@ -243,13 +257,14 @@ def _infer_schedule_type(
     kind = algorithm.schedule_type
     ramp = {"power", "initial_sparsity", "update_freq", "update_start_step", "update_end_step"}
     ignored = ramp & options.keys() - _read_keys(SCHEDULES[kind]).keys()
-    if ignored:
-        names = ", ".join(sorted(ignored - {"update_start_step"}))
+    unlogged = {"update_start_step", "update_freq"} if kind == "one_shot" else set()
+    if logged := sorted(ignored - unlogged):
+        names = ", ".join(logged)
         _log.warning("%s follows no ramp: its schedule is %r, which ignores %s.", name, kind, names)
     return kind, ignored
 
 
-def _refuse_key(key: str, options: Mapping[str, Any], algorithm: type[BaseUpdater]) -> None:
+def _refuse_key(key: str, options: Options, algorithm: type[BaseUpdater]) -> None:
     """Raises a ValueError for a key that no class of a configuration reads."""
     registries = ALGORITHM_REGISTRY, DISTRIBUTIONS, SCHEDULES, SCOPES
     readers = {
@@ -257,9 +272,9 @@ def _refuse_key(key: str, options: Mapping[str, Any], algorithm: type[BaseUpdate
         for registry in registries
         for name, factory in registry.items()
     }
-    known = {"dist_type", "schedule_type", "scope"}.union(*readers.values())
-    if key not in known:
-        raise ValueError(f"{key!r} is no key of a configuration. {suggest(key, sorted(known))}")
+    all_keys = {"dist_type", "schedule_type", "scope"}.union(*readers.values())
+    if key not in all_keys:
+        raise ValueError(f"{key!r} is no key of a configuration. {suggest(key, sorted(all_keys))}")
     takers = [reader for reader, keys in readers.items() if key in keys]
     raise ValueError(
         f"Remove {key!r} = {options[key]!r}: {algorithm.__name__} does not read this key beside "
@@ -267,7 +282,7 @@ def _refuse_key(key: str, options: Mapping[str, Any], algorithm: type[BaseUpdate
     )
 
 
-def _read_keys(factory: Any) -> dict[str, str]:
+def _read_keys(factory: object) -> dict[str, str]:
     """Returns {key of a configuration: field} of a class; a tuple lists keys of one name.
 
     Fields that subclasses of the class with `config_keys` add are keys, too. Those of algorithms
@@ -288,7 +303,7 @@ def _list_field_names(cls: type) -> list[str]:
     return [field.name for field in fields if field.init]
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: PyTree) -> PyTree:
     """Returns a copy of a mapping, which may change later, and other values as they are."""
     is_mapping = hasattr(value, "items") and not isinstance(value, type)
     return dict(value.items()) if is_mapping else value

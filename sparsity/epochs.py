@@ -103,13 +103,10 @@ class StrategyEntry(NamedTuple):
         for key in self.rules:
             matching = [prefix for prefix in prefixes if key in _list_keys(prefix)]
             place = f"{key!r} in the strategy of epoch {self.epoch}"
-            if not matching:
-                layers = ["/".join(path) for path in paths]
-                if isinstance(key, str) and "/" not in key:
-                    layers = ["-".join(path) for path in paths]
-                raise ValueError(f"{place} names no layer. {suggest(key, layers, cutoff=0)}")
-            if len(matching) > 1:
-                raise ValueError(f"{place} may mean any of {matching}. Give the tuple of names.")
+            if len(matching) != 1:
+                problem = f"may mean any of {matching}" if matching else "names no layer"
+                layers = ["-".join(path) for path in paths]
+                raise ValueError(f"{place} {problem}. {suggest(key, layers, cutoff=0)}")
             if matching[0] in owners:
                 raise ValueError(f"{place} names the same layer as {owners[matching[0]]!r}.")
             owners[matching[0]] = key
@@ -132,8 +129,7 @@ def parse(strategy: object) -> dict[int, StrategyEntry]:
     """Returns the entries of a strategy by epoch, in order; checks all but the names of layers."""
     if not isinstance(strategy, Mapping):
         raise ValueError(
-            "A strategy is a dictionary {epoch: {'method': ..., 'prune_rate_pattern': ...}}, got "
-            f"{strategy!r}."
+            f"A strategy is a dictionary {{epoch: {{'method': ...}}}}, got {strategy!r}."
         )
     for epoch in strategy:
         check_int("an epoch of a strategy", epoch, 0)
@@ -144,8 +140,7 @@ def _parse_entry(epoch: int, entry: object) -> StrategyEntry:
     place = f"in the strategy of epoch {epoch}"
     if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
         raise ValueError(
-            "An entry has the keys 'method' and 'prune_rate_pattern' and no others; got "
-            f"{entry!r} {place}."
+            f"Give 'method' and 'prune_rate_pattern' and no others {place}: {entry!r}."
         )
     method, pattern = entry["method"], entry["prune_rate_pattern"]
     if method not in METHODS:
@@ -160,19 +155,14 @@ def _parse_entry(epoch: int, entry: object) -> StrategyEntry:
         nm = parse_nm(name, value)
         return Rule(nm, 1.0 - nm.n / nm.m)
 
+    if scope != "unified_local" and isinstance(pattern, Mapping) != (scope == "local"):
+        raise ValueError(
+            f"{method!r} {place} needs {'a dictionary' if scope == 'local' else 'one value'}, got "
+            f"{pattern!r}."
+        )
     if not isinstance(pattern, Mapping):
-        if scope == "local":
-            raise ValueError(
-                f"'{kind}_local' {place} needs a dictionary {{layer: value}}, got {pattern!r}. Use "
-                f"'{kind}_unified_local' for all layers."
-            )
         is_ranked = (kind, scope) == ("unstr", "global")
         return StrategyEntry(epoch, is_ranked, parse_rule("prune_rate_pattern", pattern))
-    if scope == "global":
-        raise ValueError(
-            f"'{kind}_global' {place} needs one value for all layers, got {pattern!r}. Use "
-            f"'{kind}_local' for a value for each."
-        )
     rules = {}
     for key, value in pattern.items():
         if not isinstance(key, str | tuple):
@@ -203,10 +193,9 @@ def resolve(
                 if isinstance(rule.pattern, NByM) and not (
                     axes - param.ndim <= rule.pattern.axis < param.ndim - axes
                 ):
+                    name = f"{trees.path_string(path)!r} of shape {param.shape}"
                     raise ValueError(
-                        f"{rule.pattern} in the strategy of epoch {epoch}: "
-                        f"{trees.path_string(path)!r} of shape {param.shape} has no axis "
-                        f"{rule.pattern.axis}."
+                        f"{rule.pattern} of epoch {epoch}: {name} has no axis {rule.pattern.axis}."
                     )
                 stage.sites[path] = Site(path, rule.pattern, axes)
                 stage.sparsities[path] = rule.sparsity
@@ -330,24 +319,10 @@ class EpochStrategy(BaseUpdater):
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)
         self._entries = parse(self.strategy)
-        steps = self._list_update_steps()
-        if any(step >= 2**31 for step in steps):
-            raise ValueError(f"Steps are counted below 2**31, got epochs at steps {steps}.")
         if any(entry.is_global for entry in self._entries.values()):
             _GLOBAL.check(Unstructured(), self.batch_axes, None)
-        self.scheduler = AtSteps(steps)
+        self.scheduler = AtSteps(self._list_update_steps())
         super().__post_init__()
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        fields = {x.name: x.default for x in dataclasses.fields(EpochStrategy) if not x.init}
-        fields["scheduler"] = AtSteps(self._list_update_steps())
-        is_changed = any(getattr(self, name) != value for name, value in fields.items())
-        if is_changed or self._entries != parse(self.strategy):
-            raise ValueError(
-                f"{type(self).__name__} determines {', '.join(fields)} from its strategy when it "
-                "is made. Do not assign fields: dataclasses.replace(updater, strategy=...)."
-            )
 
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None

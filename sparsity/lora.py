@@ -63,9 +63,8 @@ def merge_lora(params: Tree, lora: PyTree, masks: Masks, *, scale: chex.Numeric 
     merged: Tree = trees.map_matched(merge, params, unpacked)
     if factors:
         raise ValueError(
-            f"lora has leaves at {trees.listed([trees.path_string(path) for path in factors])}, "
-            "which are not the A or B of a weight: give a tuple (A, B) at the path of a weight and "
-            "None elsewhere."
+            f"lora has leaves at {trees.listed([trees.path_string(path) for path in factors])}: "
+            "give a tuple (A, B) at the path of a weight, and None elsewhere."
         )
     return merged
 
@@ -90,22 +89,19 @@ def _count_batch_axes(param: jax.Array, a: jax.Array, b: jax.Array) -> int:
 
 def _check_adapter(name: str, param: jax.Array, a: jax.Array | None, b: jax.Array | None) -> None:
     """Raises a ValueError that names the weight unless A and B fit."""
-    shapes = [None if factor is None else jnp.shape(factor) for factor in (a, b)]
-    if a is not None and b is not None:
-        batch = _count_batch_axes(param, a, b)
-        is_complex = jnp.iscomplexobj(a) or jnp.iscomplexobj(b)
-        if not trees.is_prunable(param) or (is_complex and not jnp.iscomplexobj(param)):
-            raise ValueError(
-                f"A weight of dtype {jnp.result_type(param)} cannot hold the adapter of {name!r} "
-                f"of dtype {jnp.result_type(a, b)}. Give real adapters to real weights, and None "
-                "to weights that are not floating."
-            )
-        if 0 <= batch < min(jnp.ndim(a), jnp.ndim(b)):
-            fits = a.shape[:-1] + b.shape[batch + 1 :] == param.shape
-            if fits and a.shape[:batch] == b.shape[:batch] and a.shape[-1] == b.shape[batch]:
-                return
-    raise ValueError(
-        f"The adapter of {name!r} has the shapes A = {shapes[0]} and B = {shapes[1]}, which do not "
-        f"make a weight of shape {param.shape}. A must be [*batch, *in, rank], B [*batch, rank, "
-        "*out]."
-    )
+    fits, batch = False, 0 if a is None or b is None else _count_batch_axes(param, a, b)
+    if a is not None and b is not None and 0 <= batch < min(jnp.ndim(a), jnp.ndim(b)):
+        fits = a.shape[:-1] + b.shape[batch + 1 :] == param.shape
+        fits &= a.shape[:batch] == b.shape[:batch] and a.shape[-1] == b.shape[batch]
+    if not fits:
+        shapes = [None if factor is None else jnp.shape(factor) for factor in (a, b)]
+        raise ValueError(
+            f"The adapter of {name!r} has the shapes A = {shapes[0]} and B = {shapes[1]}; a weight "
+            f"of shape {param.shape} needs A of [*batch, *in, rank], B of [*batch, rank, *out]."
+        )
+    is_complex = jnp.iscomplexobj(a) or jnp.iscomplexobj(b)
+    if not trees.is_prunable(param) or (is_complex and not jnp.iscomplexobj(param)):
+        raise ValueError(
+            f"A weight of dtype {jnp.result_type(param)} cannot hold the adapter of {name!r} of "
+            f"dtype {jnp.result_type(a, b)}. Give None to this weight."
+        )

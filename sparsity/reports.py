@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from sparsity.core.pictures import DARK, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.graph import Coupled
 from sparsity.graph.coupled import PlacedGroup
-from sparsity.masks import packed_shape, read_masks
+from sparsity.masks import read_masks
 from sparsity.training.hooks import UpdaterHooks
 from sparsity.training.state import SparseState, get_sparse_state
 
@@ -46,23 +44,30 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
       `None`. Inside `jit` all but `_nparams` and `None` are float32 arrays.
 
     Raises:
-      ValueError: an optimizer state holds more than one SparseState or packed masks, or a uint8
-        leaf has bytes above 1, as packed masks do. Inside `jit` such bytes make NaN. A tree of
-        packed masks with only bytes 0 and 1, without its state, looks like unpacked ones: summarize
-        the parameters instead.
+      ValueError: an optimizer state holds more than one SparseState, or a uint8 leaf has bytes
+        above 1, as packed masks do; inside `jit` such bytes make NaN. Packed masks with only bytes
+        0 and 1 look like unpacked ones: summarize the parameters instead.
 
     Example:
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
       0.75
     """
     check_bool("only_total_sparsity", only_total_sparsity)
-    leaves = _read_arrays(_find_masks(param_tree, may_be_packed=False))
-    sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
-    nonzeros = _fetch({path: _count_nonzero(leaves[path]) for path in sizes})
-    nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
-    nonzeros |= _refuse_bits(param_tree, sizes, nonzeros)
-    size, nonzero = sum(sizes.values()), sum(nonzeros.values())
-    fractions = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
+    leaves = _read_arrays(param_tree)
+    arrays = {path: leaf for path, leaf in leaves.items() if leaf is not None}
+    nonzeros = _fetch({path: _count_ones(leaf != 0) for path, leaf in arrays.items()})
+    masks = {path: x for path, x in arrays.items() if x.dtype == jnp.uint8 and x.size}
+    for path, largest in _fetch({path: jnp.max(x) for path, x in masks.items()}).items():
+        if is_traced(largest):
+            nonzeros[path] = jnp.where(largest > 1, jnp.nan, nonzeros[path])
+        elif largest > 1:
+            raise ValueError(
+                f"Leaf {trees.path_string(path)!r} is uint8 with a byte of {largest}: no mask, but "
+                "packed bits or an integer parameter. Unpack masks by sparsity.unpack_masks("
+                "masks, params), cast parameters to another dtype."
+            )
+    size, nonzero = sum(leaf.size for leaf in arrays.values()), sum(nonzeros.values())
+    fractions = {path: (x.size - nonzeros[path]) / max(x.size, 1) for path, x in arrays.items()}
     summary = {} if only_total_sparsity else _key_by_name(dict.fromkeys(leaves) | fractions)
     summary["_total_sparsity"] = (size - nonzero) / max(size, 1)
     summary["_nparams"] = size
@@ -86,30 +91,29 @@ def summarize_intersection(
       arrays.
 
     Raises:
-      ValueError: the trees differ in paths or shapes, one is packed and the other is not, or an
+      ValueError: the trees differ in paths or shapes, as packed masks and others do, or an
         optimizer state holds more than one SparseState.
 
     Example:
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
       {'a': 0.5, '_total_intersection': 0.5}
     """
-    leaves1, leaves2 = (_read_arrays(_find_masks(tree)) for tree in (mask_tree1, mask_tree2))
-    shapes = {
-        p: (_read_shape(leaves1.get(p)), _read_shape(leaves2.get(p))) for p in leaves1 | leaves2
-    }
-    if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
-        raise ValueError(
-            "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
-            + ", ".join(f"{name} ({a}, {b})" for name, (a, b) in _key_by_name(differing).items())
-        )
-    pairs = {
-        path: _make_alike(mask, leaves2[path]) for path, mask in leaves1.items() if mask is not None
-    }
-    ones = _fetch({path: _count_ones(a) for path, (a, _) in pairs.items()})
-    ones |= _refuse_mixture(pairs, ones)
-    shared = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
-    fractions = {path: shared[path] / _at_least_one(ones[path]) for path in pairs}
-    summary = {} if only_total_intersection else _key_by_name(dict.fromkeys(leaves1) | fractions)
+    leaves1, leaves2 = _read_arrays(mask_tree1), _read_arrays(mask_tree2)
+    for path in leaves1 | leaves2:
+        shapes = [getattr(leaves.get(path), "shape", None) for leaves in (leaves1, leaves2)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
+                f"{trees.path_string(path)} ({shapes[0]}, {shapes[1]})."
+            )
+    pairs = {path: (x, leaves2[path]) for path, x in leaves1.items() if x is not None}
+    for path, pair in pairs.items():
+        if any(mask.dtype != jnp.uint8 for mask in pair):  # uint8 may be packed, and counts bits
+            pairs[path] = pair[0] != 0, pair[1] != 0
+    ones = _fetch({path: _count_ones(one) for path, (one, _) in pairs.items()})
+    shared = _fetch({path: _count_ones(one & other) for path, (one, other) in pairs.items()})
+    fractions = dict.fromkeys(leaves1) | {x: shared[x] / _at_least_one(ones[x]) for x in pairs}
+    summary = {} if only_total_intersection else _key_by_name(fractions)
     summary["_total_intersection"] = sum(shared.values()) / _at_least_one(sum(ones.values()))
     return summary
 
@@ -145,107 +149,10 @@ def active_masks(params: Params, opt_state: optax.OptState) -> Masks:
     return trees.map_matched(find_active, params, state.target_sparsities, masks)
 
 
-def _find_masks(tree: PyTree, may_be_packed: bool = True) -> PyTree:
-    """Returns the masks of an optimizer state, other trees unchanged."""
-    if not trees.find_nodes(tree, SparseState):
-        return tree
-    state = get_sparse_state(tree)
-    if not may_be_packed and _is_packed(state):
-        paths = [trees.path_string(path) for path in trees.leaves_by_path(state.masks)]
-        raise ValueError(
-            f"The masks of {trees.listed(paths)} are packed to bits, so that their number of "
-            "entries is not known. Summarize the parameters, or "
-            "sparsity.unpack_masks(masks, params)."
-        )
-    return state.masks
-
-
-def _is_packed(state: SparseState) -> bool:
-    """Returns whether masks have packed shapes of arrays in the optimizer state."""
-    ends: dict[trees.KeyPath, tuple[int, ...]] = {}
-    for path, leaf in trees.leaves_by_path((state.inner_state, state.algorithm_state)).items():
-        ends |= {path[start:]: jnp.shape(leaf) for start in range(len(path))}
-    return any(
-        ends.get(path, shape) != shape and packed_shape(ends[path]) == shape
-        for path, mask in trees.leaves_by_path(state.masks).items()
-        for shape in [jnp.shape(mask)]
-    )
-
-
-def _refuse_bytes(
-    leaves: dict[trees.KeyPath, PyTree], counts: dict[trees.KeyPath, PyTree]
-) -> dict[trees.KeyPath, PyTree]:
-    """Raises for uint8 leaves that are no masks; while tracing returns NaN for their counts."""
-    checked = {}
-    for path, largest in _find_largest_bytes(leaves).items():
-        if is_traced(largest):
-            checked[path] = jnp.where(largest > 1, jnp.nan, counts[path])
-        elif largest > 1:
-            raise ValueError(
-                f"Leaf {trees.path_string(path)!r} is uint8 with a byte of {largest}: no mask, but "
-                "packed bits or an integer parameter. Unpack masks by sparsity.unpack_masks("
-                "masks, params), cast parameters to another dtype."
-            )
-    return checked
-
-
-def _refuse_bits(
-    tree: PyTree, sizes: dict[trees.KeyPath, int], counts: dict[trees.KeyPath, PyTree]
-) -> dict[trees.KeyPath, PyTree]:
-    """Raises for masks of a state that meet their targets as bits; while tracing returns NaN."""
-    nodes = trees.find_nodes(tree, SparseState)
-    targets = trees.leaves_by_path(nodes[0][1].target_sparsities) if nodes else {}
-    met = [
-        (abs(8 * sizes[path] * (1 - target) - counts[path]) < 0.5) & (counts[path] > 0)
-        for path, target in targets.items()
-        if sizes.get(path)
-    ]
-    are_bits = functools.reduce(operator.and_, met, bool(met))
-    if is_traced(are_bits):
-        return {path: jnp.where(are_bits, jnp.nan, count) for path, count in counts.items()}
-    if are_bits:
-        raise ValueError(
-            f"The masks of {trees.listed([*map(trees.path_string, targets)])} have their target "
-            "sparsities if they are packed to bits, so that their number of entries is not known. "
-            "Summarize the parameters, or sparsity.unpack_masks(masks, params)."
-        )
-    return {}
-
-
-def _refuse_mixture(
-    pairs: dict[trees.KeyPath, tuple[chex.Array, ...]], counts: dict[trees.KeyPath, PyTree]
-) -> dict[trees.KeyPath, PyTree]:
-    """Raises if one of two masks [..., 1] is packed, to 128, the other not; or returns NaN."""
-    columns = {path: pair for path, pair in pairs.items() if pair[0].shape[-1:] == (1,)}
-    first, second = (
-        _find_largest_bytes({path: pair[i] for path, pair in columns.items()}) for i in range(2)
-    )
-    checked = {}
-    for path, largest in first.items():
-        is_mixed = (largest + second[path] == 129) & (largest * second[path] == 128)
-        if is_traced(is_mixed):
-            checked[path] = jnp.where(is_mixed, jnp.nan, counts[path])
-        elif is_mixed:
-            raise ValueError(
-                f"The mask of {trees.path_string(path)!r} is packed in only one of mask_tree1 and "
-                "mask_tree2. Unpack both: sparsity.unpack_masks(masks, params)."
-            )
-    return checked
-
-
-def _find_largest_bytes(leaves: dict[trees.KeyPath, PyTree]) -> dict[trees.KeyPath, PyTree]:
-    """Returns the largest entry of each uint8 leaf."""
-    return _fetch(
-        {
-            path: jnp.max(leaf)
-            for path, leaf in leaves.items()
-            if getattr(leaf, "dtype", None) == jnp.uint8 and leaf.size
-        }
-    )
-
-
 def _read_arrays(tree: PyTree) -> dict[trees.KeyPath, PyTree]:
-    """Returns the leaves with entries to count and `None`; keys, text and functions have none."""
+    """Returns arrays of numbers and `None` of a tree, or of the masks of an optimizer state."""
+    if trees.find_nodes(tree, SparseState):
+        tree = get_sparse_state(tree).masks
     return {
         path: leaf if leaf is None or trees.is_array(leaf) else jnp.asarray(leaf)
         for path, leaf in trees.leaves_and_none(tree).items()
@@ -253,32 +160,18 @@ def _read_arrays(tree: PyTree) -> dict[trees.KeyPath, PyTree]:
     }
 
 
-def _count_nonzero(array: chex.Array) -> jax.Array:
-    with jax.enable_x64(jnp.size(array) >= 2**31):  # int32 would overflow
-        return jnp.count_nonzero(array)
-
-
-def _count_ones(*masks: chex.Array) -> jax.Array:
-    """Counts the ones that all masks have: bits of uint8, else entries, which are booleans."""
-    ones = functools.reduce(jnp.bitwise_and, masks)
-    if ones.dtype == bool:
-        return _count_nonzero(ones)
-    with jax.enable_x64(8 * ones.size >= 2**31):
-        return jnp.sum(jax.lax.population_count(ones), dtype=int)
-
-
-def _make_alike(*masks: chex.Array) -> tuple[chex.Array, ...]:
-    """Returns masks as they are if all are uint8, which may be packed, else as booleans."""
-    are_bytes = all(mask.dtype == jnp.uint8 for mask in masks)
-    return masks if are_bytes else tuple(mask != 0 for mask in masks)
+def _count_ones(mask: chex.Array) -> jax.Array:
+    """Counts the ones of booleans, or the bits of uint8."""
+    with jax.enable_x64(8 * mask.size >= 2**31):  # int32 would overflow
+        return (
+            jnp.count_nonzero(mask)
+            if mask.dtype == bool
+            else jnp.bitwise_count(mask).sum(dtype=int)
+        )
 
 
 def _key_by_name(by_path: dict[trees.KeyPath, PyTree]) -> dict[str, PyTree]:
     return {trees.path_string(path): value for path, value in by_path.items()}
-
-
-def _read_shape(leaf: PyTree) -> tuple[int, ...] | None:
-    return None if leaf is None else jnp.shape(leaf)
 
 
 def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, PyTree]:
@@ -326,28 +219,25 @@ def check(params: Params, opt_state: optax.OptState) -> list[str]:
         faults.append(
             "No parameter is pruned: set sparsity_distribution_fn, for example Uniform(0.8)."
         )
-    masks = _read_masks(params, state)
-    if masks and all(np.all(mask) for mask in masks.values()):
+    masks = jax.tree.leaves(active_masks(params, state)) if state.masks is not None else []
+    if masks and all(np.all(mask) for mask in masks):
         faults.append(
             f"All masks are ones after {int(state.count)} steps: training is dense until the "
             "scheduler updates them."
         )
-    return faults + _explain_dense_weights(params, masks, state)
+    return faults + explain_dense_weights(params, state)
 
 
 def explain_dense_weights(params: Params, state: SparseState) -> list[str]:
     """Returns what to do about masked weights that are not 0, [] if all are."""
-    return _explain_dense_weights(params, _read_masks(params, state), state)
-
-
-def _explain_dense_weights(
-    params: Params, masks: dict[trees.KeyPath, np.ndarray], state: SparseState
-) -> list[str]:
+    if state.masks is None:
+        return []
+    masks = trees.leaves_by_path(read_masks(state.masks, params, may_be_packed=True))
     weights, shares = trees.leaves_by_path(params), []
     for path, mask in masks.items():
         weight, name = np.asarray(weights[path]), trees.path_string(path)
-        if np.any(weight[mask == 0]):
-            masked, zeros = np.mean(mask == 0), np.mean(weight == 0)
+        if np.any(weight[np.asarray(mask) == 0]):
+            masked, zeros = np.mean(np.asarray(mask) == 0), np.mean(weight == 0)
             shares.append(f"{name!r} (masks {masked:.2f}, weights {zeros:.2f})")
     if not shares:
         return []
@@ -361,14 +251,6 @@ def _explain_dense_weights(
             "the parameters that the model uses."
         )
     return [f"Masked weights are not 0 in {places}: {remedy}"]
-
-
-def _read_masks(params: Params, state: SparseState) -> dict[trees.KeyPath, np.ndarray]:
-    """Returns the masks by path; none of an algorithm that stores none."""
-    if state.masks is None:
-        return {}
-    masks = read_masks(state.masks, params, may_be_packed=True)
-    return {path: np.asarray(mask) for path, mask in trees.leaves_by_path(masks).items()}
 
 
 class LayerSummary(NamedTuple):

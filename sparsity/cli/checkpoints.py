@@ -12,7 +12,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from sparsity.core.trees import PyTree
 
 T = TypeVar("T")
 Load: TypeAlias = Callable[[], np.ndarray]
+Format: TypeAlias = tuple[Callable[..., PyTree], Callable[..., None]]  # see `_find_format`
 # Dtypes of safetensors that the package does not return to numpy.
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
@@ -102,7 +103,7 @@ def write(source: Path, target: Path, arrays: Mapping[str, np.ndarray]) -> None:
         os.replace(folder / "new", target)
 
 
-def _find_format(path: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _find_format(path: Path) -> Format:
     """Returns functions of the format of a path.
 
     Returns:
@@ -127,7 +128,7 @@ def _load(path: Path, name: str, leaf: PyTree) -> np.ndarray:
     return array
 
 
-def _restore_safetensors(path: Path) -> tuple[PyTree, Any]:
+def _restore_safetensors(path: Path) -> tuple[PyTree, PyTree]:
     safetensors = extras.load("safetensors", "cli")
     file = safetensors.safe_open(path, framework="np")
     read_all = functools.cache(lambda: dict(safetensors.deserialize(path.read_bytes())))
@@ -142,14 +143,14 @@ def _restore_safetensors(path: Path) -> tuple[PyTree, Any]:
     return {name: functools.partial(load, name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
-def _save_safetensors(path: Path, tree: PyTree, metadata: Any) -> None:
+def _save_safetensors(path: Path, tree: PyTree, metadata: PyTree) -> None:
     arrays = {name: leaf() if callable(leaf) else leaf for name, leaf in tree.items()}
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     extras.load("safetensors.numpy", "cli").save_file(arrays, path, metadata=metadata)
 
 
-def _restore_npz(path: Path) -> tuple[PyTree, Any]:
-    def load(name: str) -> Any:
+def _restore_npz(path: Path) -> tuple[PyTree, PyTree]:
+    def load(name: str) -> PyTree:
         with path.open("rb") as file, np.load(file) as archive:
             return archive[name]
 
@@ -166,16 +167,16 @@ def _save_npz(path: Path, tree: PyTree, compression: int) -> None:
                 np.lib.format.write_array(file, array, allow_pickle=False)
 
 
-def _restore_msgpack(path: Path) -> tuple[PyTree, Any]:
+def _restore_msgpack(path: Path) -> tuple[PyTree, PyTree]:
     serialization = extras.load("flax.serialization", "cli")
     return serialization.msgpack_restore(path.read_bytes()), None
 
 
-def _save_msgpack(path: Path, tree: PyTree, _: Any) -> None:
+def _save_msgpack(path: Path, tree: PyTree, _: PyTree) -> None:
     path.write_bytes(extras.load("flax.serialization", "cli").msgpack_serialize(tree))
 
 
-def _restore_orbax(path: Path) -> tuple[PyTree, Any]:
+def _restore_orbax(path: Path) -> tuple[PyTree, PyTree]:
     orbax = extras.load("orbax.checkpoint", "cli")
     if not (path / "_METADATA").is_file():
         raise ValueError("it has no _METADATA; name the folder of an item, such as STEP/default")
@@ -189,7 +190,7 @@ def _restore_orbax(path: Path) -> tuple[PyTree, Any]:
         return checkpointer.restore(path.absolute(), restore_args=restore_args), metadata
 
 
-def _save_orbax(path: Path, tree: PyTree, metadata: Any) -> None:
+def _save_orbax(path: Path, tree: PyTree, metadata: PyTree) -> None:
     orbax = extras.load("orbax.checkpoint", "cli")
     handler = orbax.PyTreeCheckpointHandler(use_zarr3=metadata.use_zarr3)
     with orbax.Checkpointer(handler) as checkpointer:
@@ -198,7 +199,7 @@ def _save_orbax(path: Path, tree: PyTree, metadata: Any) -> None:
 
 
 # By the ending of a file, or by the name of a folder's format.
-FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+FORMATS: dict[str, Format] = {
     ".safetensors": (_restore_safetensors, _save_safetensors),
     ".npz": (_restore_npz, _save_npz),
     ".msgpack": (_restore_msgpack, _save_msgpack),

@@ -9,10 +9,9 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from sparsity.cli import checkpoints
-from sparsity.cli.inspect import format_bytes
+from sparsity.cli.inspect import JsonObject, format_bytes
 from sparsity.core import extras, trees
 from sparsity.finetuning.delta import Delta, have_other_bits
 
@@ -72,7 +71,7 @@ def diff(arguments: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-def compare(*loads: checkpoints.Load | None) -> dict[str, Any]:
+def compare(*loads: checkpoints.Load | None) -> JsonObject:
     """Compares two arrays, given by functions that load them, `None` for a missing one.
 
     Returns:
@@ -82,7 +81,7 @@ def compare(*loads: checkpoints.Load | None) -> dict[str, Any]:
       `bits` are equal in value, but not in bits, as 0.0 and -0.0.
     """
     old, new = (None if load is None else load() for load in loads)
-    report: dict[str, Any] = {
+    report: JsonObject = {
         role: x if x is None else {"shape": list(x.shape), "dtype": str(x.dtype)}
         for role, x in (("old", old), ("new", new))
     }

@@ -7,13 +7,14 @@ import json
 import math
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from sparsity.cli import checkpoints
 from sparsity.core import extras, trees
 
+JsonObject: TypeAlias = dict[str, Any]  # an object of JSON
 BYTES = ("dense", "bitmask", "zstd")
 GROUPS = (2, 4, 8, 16, 32)  # the sizes M of the N:M patterns to look for
 
@@ -48,7 +49,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe_array(array: np.ndarray, zstd: ModuleType | None) -> dict[str, Any]:
+def describe_array(array: np.ndarray, zstd: ModuleType | None) -> JsonObject:
     """Describes an array.
 
     Args:
@@ -89,7 +90,7 @@ def format_bytes(count: int | None) -> str:
     return f"{count / 1000**power:.2f} {' kMGT'[power]}B"
 
 
-def _format_numbers(report: dict[str, Any]) -> list[str]:
+def _format_numbers(report: JsonObject) -> list[str]:
     return [f"{report['sparsity']:.4f}", *(format_bytes(report["bytes"][form]) for form in BYTES)]
 
 

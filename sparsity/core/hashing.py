@@ -2,6 +2,7 @@
 
 import functools
 import math
+import zlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -39,21 +40,11 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
       >>> bool((hash_scores((4,), 0, 1) == hash_scores((4,), 0, 1)).all())
       True
     """
-    return hash_entries(hash_index(tuple(shape)), *hash_words(*words))
-
-
-def hash_words(*words: chex.Numeric) -> tuple[jax.Array, jax.Array]:
-    """Hashes the words of `hash_scores` to two uint32 scalars for `hash_entries`."""
     state = jnp.uint32(_GOLDEN)
     for word in words:
         word = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word)
         state = _mix(state ^ word.astype(jnp.uint32)) + jnp.uint32(_GOLDEN)
-    return state, _mix(~state)
-
-
-def hash_entries(index: jax.Array, state: jax.Array, offset: jax.Array) -> jax.Array:
-    """Returns the scores of entries of any shape, from `hash_index` and the hashed words."""
-    return _mix(_mix(index.astype(jnp.uint32) ^ state) + offset)
+    return _mix(_mix(_hash_index(tuple(shape)) ^ state) + _mix(~state))
 
 
 def _mix(x: jax.Array) -> jax.Array:
@@ -85,7 +76,7 @@ def flat_index(
     return index
 
 
-def hash_index(shape: tuple[int, ...]) -> jax.Array:
+def _hash_index(shape: tuple[int, ...]) -> jax.Array:
     """Returns a uint32 for each entry of an array, to be hashed: the flat index as 32 bits.
 
     Of an array with 2**32 entries or more, only the last axes have an index of 32 bits. Positions
@@ -100,6 +91,9 @@ def hash_index(shape: tuple[int, ...]) -> jax.Array:
     steps = [x // strides[inner - 1] for x in strides[:inner]]
     leading = flat_index(shape, steps + [0] * (len(shape) - inner))
     return index ^ _mix(leading.astype(jnp.uint32) + jnp.uint32(_GOLDEN))
+
+
+_hash_scores = jax.jit(hash_scores, static_argnums=0)
 
 
 def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 0) -> PyTree:
@@ -117,12 +111,24 @@ def generate_random_scores(params: Params, rng_seed: Seed, step: chex.Numeric = 
       >>> generate_random_scores({"w": jnp.zeros((2, 3))}, 8)["w"].shape
       (2, 3)
     """
-    shared = seed_words(rng_seed, step)
+    words = (*_read_seed(rng_seed), on_device(step, np.uint32))
 
-    def draw(key_path: trees.KeyPath, param: jax.Array) -> jax.Array:
+    def draw_leaf(key_path: trees.KeyPath, param: jax.Array) -> jax.Array:
+        leaf_word = np.uint32(zlib.crc32(trees.path_string(key_path).encode()))
         draw_scores = functools.partial(_hash_scores, jnp.shape(param))
-        scores = shard_like(param, draw_scores, *shared, on_device(leaf_word(key_path), np.uint32))
+        scores = shard_like(param, draw_scores, *words, on_device(leaf_word, np.uint32))
         # Inside jit XLA places them where they are used.
         return scores if is_traced(scores) else place_like(param, scores)
 
-    return trees.map_matched(draw, params)
+    return trees.map_matched(draw_leaf, params)
+
+
+def _read_seed(rng_seed: Seed) -> tuple[chex.Numeric, ...]:
+    """Returns the words of a seed or a random key."""
+    if isinstance(rng_seed, jax.Array | np.ndarray):
+        if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
+            rng_seed = jax.random.key_data(rng_seed)
+        words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
+        return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
+    seed = int(rng_seed)
+    return tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))

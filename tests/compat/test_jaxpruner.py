@@ -74,15 +74,13 @@ def test_what_is_no_type_is_refused_when_its_function_is_asked_for(kind):
     [
         lambda scores: jaxpruner.get_topk_fn(sparsity.NByM(2, 4, axis=5))(scores, 0.5),
         lambda scores: jaxpruner.get_topk_fn(sparsity.NByM(2, 3))(scores, 0.5),
-        lambda scores: jaxpruner.topk_n_by_m_mask_calculator(scores, "2:4"),
         lambda scores: jaxpruner.topk_mask_calculator(scores, 1.5),
         lambda scores: jaxpruner.topk_block_mask_calculator(scores, 0.5, 0, 2, True),
-        lambda scores: jaxpruner.topk_mask_calculator(scores.tolist(), 0.5),
     ],
-    ids=["axis", "size", "pattern", "sparsity", "block", "list"],
+    ids=["axis", "size", "sparsity", "block"],
 )
 def test_what_does_not_fit_the_scores_is_refused(call):
-    with pytest.raises(ValueError, match=r"axis 5|does not divide|'2:4'|1\.5|must be"):
+    with pytest.raises(ValueError, match=r"axis 5|does not divide|1\.5|must be"):
         call(jnp.ones((4, 8)))
 
 

@@ -324,6 +324,7 @@ def instances():
 # Arguments whose wrong values Python or numpy refuse in clear words of their own.
 PLAIN = {
     *(("Delta.merge", name) for name in ("deltas", "weights")),
+    *((f"prune_act_{kind}", "x") for kind in ("struct", "unstruct")),
     *(("Delta.load", "path"), ("Delta.save", "path"), ("Delta.between", "dtype")),
 }
 
