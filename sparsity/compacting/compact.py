@@ -27,17 +27,16 @@ from sparsity.compacting.moving import Loss, move_masks
 from sparsity.compacting.state import (
     StoredParameter,
     StoredTree,
-    check_entries,
     densify_kept_states,
     gather_state,
     map_moments,
-    unwrap,
+    read_optimizer,
 )
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind, check_values, is_traced
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
-from sparsity.masks.positions import check_entries as check_mask
+from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.step_checks import check_masks_and_state, check_optimizer
@@ -303,13 +302,7 @@ class Compact(Generic[Tree]):
                 raise ValueError("opt_state is None, and params are not model.params: give both.")
             state = self.opt_state
         state = None if state is None else self.dense_state(state)
-        models = self._in_all_formats(dense)
-        nbytes = {
-            (path, name): sum(stored)
-            for name, model in models.items()
-            for path, stored in table.count_bytes(model).items()
-        }
-        formats = table.choose(table.measure(models, args, rounds), nbytes)
+        formats = table.choose(table.measure(self._in_all_formats(dense), args, rounds))
         tuned = compact(
             self.graph, dense, self.masks, state, outside=self._outside, formats=formats
         )
@@ -468,8 +461,7 @@ def compact(
     kept_state = gather_state(model.stored_tree, opt_state)
     if tx is not None:
         by_path = {path: parameter.mask for path, parameter in masked.items()}
-        check_entries(tx, params, model.params, opt_state, kept_state, by_path)
-        tx = unwrap(tx)
+        tx = read_optimizer(tx, params, model.params, opt_state, kept_state, by_path)
     start = {**model.start, "opt_state": kept_state, "tx": tx}
     return dataclasses.replace(model, start=start)
 
@@ -506,7 +498,7 @@ def _describe_masked(
                 f"The masks have a leaf at {parameter.name!r}, whose dtype {leaves[path].dtype} is "
                 "not floating. Give it no mask: None."
             )
-        check_mask(mask, parameter.name)
+        check_entries(mask, parameter.name)
         products = list(graph.tracker.find_products(path))
         batch = set.intersection(*({*x.batch} for x in products)) if products else set()
         stack = scanned.get(path, ())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -92,22 +92,14 @@ def grouped_product(
       Array([[301., 402.,  50.]], dtype=float32)
     """
     check_int("outputs", outputs)
-    shapes = [getattr(array, "shape", None) for array in (values, indices, x)]
-    if [None if shape is None else len(shape) for shape in shapes] != [3, 2, 2]:
+    shapes: list[Any] = [getattr(array, "shape", ()) for array in (values, indices, x)]
+    fits = [*map(len, shapes)] == [3, 2, 2] and shapes[0][:2] == shapes[1]
+    count, _, group = shapes[0] if fits else (0, 0, 0)
+    if not fits or not ((count - 1) * group < outputs <= count * group or count == outputs == 0):
         raise ValueError(
-            "values, indices and x must have shapes [groups, k, group], [groups, k] and [rows, "
-            f"inputs], got {shapes}."
-        )
-    groups, k, group = values.shape
-    if indices.shape != (groups, k) or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(
-            f"indices must be integers [groups, k] = {[groups, k]}, got {indices.dtype}"
-            f"{list(indices.shape)}."
-        )
-    if not (groups - 1) * group < outputs <= groups * group and (outputs or groups):
-        raise ValueError(
-            f"outputs must fill {groups} groups of {group}, of which only the last may be ragged, "
-            f"got outputs = {outputs}."
+            "values must be [groups, k, group], indices [groups, k] and x [rows, inputs], and "
+            "outputs must fill the groups, of which only the last may be ragged, got shapes "
+            f"{shapes} and outputs = {outputs}."
         )
     return multiply_stack(values, indices, x, outputs, precision, preferred_element_type)
 

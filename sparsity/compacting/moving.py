@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sparsity.compacting.compact import Compact
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+Moved: TypeAlias = tuple[PyTree, PyTree, PyTree]  # positions, parameters and state
 
 
 def move_masks(
@@ -43,7 +44,7 @@ def move_masks(
     count: chex.Numeric,
     loss: Loss | None,
     tx: optax.GradientTransformation | None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> Moved:
     """Returns new positions, parameters and state; compiled outside of compiled functions.
 
     Raises:
@@ -63,9 +64,7 @@ def move_masks(
         loss = jax.tree_util.Partial(loss)
     arguments = model, params, opt_state, count, loss
     is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
-    moved: tuple[PyTree, PyTree, PyTree]
-    moved = (_move if is_inside else _move_compiled)(*arguments, pruner=pruner, tx=tx)
-    return moved
+    return (_move if is_inside else _move_compiled)(*arguments, pruner=pruner, tx=tx)
 
 
 def _move(
@@ -77,40 +76,27 @@ def _move(
     *,
     pruner: BaseUpdater,
     tx: optax.GradientTransformation | None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> Moved:
     masks = trees.leaves_by_path(_update_masks(model, pruner, model.dense(params), count, loss))
+    new = trees.map_matched(lambda path, x: x.locate(masks[path]), model.stored_tree)
+    new_by_name = {trees.join_names(x): at for x, at in trees.leaves_by_names(new).items()}
 
-    def find(path: trees.KeyPath, stored: StoredParameter) -> jax.Array:
-        def locate(mask: jax.Array) -> jax.Array:
-            return stored.layout.locate(mask).astype(stored.positions.dtype)
+    def carry(stored: StoredParameter, values: jax.Array, fresh: PyTree = None) -> jax.Array:
+        arrays = values, stored.positions, new_by_name[stored.name], fresh
+        return sharding.shard_like(values, functools.partial(_carry, stored.layout), *arrays)
 
-        return sharding.shard_like(stored.positions, locate, masks[path])
-
-    new = trees.map_matched(find, model.stored_tree)
-    by_name = {trees.path_string(path): at for path, at in trees.leaves_by_path(new).items()}
-
-    def carry(
-        stored: StoredParameter, values: jax.Array, fresh: jax.Array | None = None
-    ) -> jax.Array:
-        carry = functools.partial(_carry_values, stored.layout)
-        return sharding.shard_like(
-            values, carry, values, stored.positions, by_name[stored.name], fresh
-        )
+    def carry_param(_: trees.KeyPath, leaf: jax.Array, stored: StoredParameter | None) -> PyTree:
+        return leaf if stored is None else carry(stored, leaf)
 
     fresh = () if tx is None else (tx.init(jax.tree.map(jnp.zeros_like, params)),)
     opt_state = map_moments(carry, model.stored_tree, opt_state, *fresh)
-    params = trees.map_matched(
-        lambda _, values, stored: values if stored is None else carry(stored, values),
-        params,
-        model.stored_tree,
-    )
-    return new, params, opt_state
+    return new, trees.map_matched(carry_param, params, model.stored_tree), opt_state
 
 
-_move_compiled = jax.jit(_move, static_argnames=("pruner", "tx"))
+_move_compiled: Callable[..., Moved] = jax.jit(_move, static_argnames=("pruner", "tx"))
 
 
-def _carry_values(
+def _carry(
     layout: FormatLayout, values: jax.Array, old: jax.Array, new: jax.Array, fresh: PyTree
 ) -> jax.Array:
     """Returns kept values at new positions; entries that are new are `fresh`, 0 for `None`."""
@@ -169,26 +155,27 @@ def _check_counts(
         )
     for path, stored in trees.leaves_by_path(model.stored_tree).items():
         layout, site = stored.layout, sites[path]
-        refused = f"The mask of {stored.name!r} of shape {layout.shape} cannot move"
-        if inner := [axis for axis in layout.stack if axis >= site.batch_axes]:
-            raise ValueError(
-                f"{refused}: axis {inner[0]} indexes slices, which store equally many values, but "
-                f"under batch_axes = {site.batch_axes} slices may trade entries. Give the updater "
-                f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
-            )
         kept = layout.num_kept // math.prod(layout.batch_shape)
         after = pruner.count_after_move(site, layout.shape, kept, target_by_path.get(path))
-        if after != kept and not layout.stores_all:
-            number = "another number of" if after is None else after
-            raise ValueError(
-                f"{refused}: of {site.pattern!r} {name} may keep {number} entries of a slice, "
-                f"where {kept} are stored. Use SET or RigL with Unstructured(), NByM, FanIn, or a "
-                "Block that divides the axes, SRigL with min_salient=None, or "
-                "formats={path: 'dense'}."
+        number = "another number of" if after is None else after
+        if inner := [axis for axis in layout.stack if axis >= site.batch_axes]:
+            reason = (
+                f"slices along axis {inner[0]} may trade entries under batch_axes = "
+                f"{site.batch_axes}. Give batch_axes={inner[-1] + 1}, or a function"
             )
-        if not layout.fits(site):
-            raise ValueError(
-                f"{refused}: {site.pattern!r} keeps no groups of {layout.kept_shape[-1]} outputs "
-                f"that read the same inputs, as the format {layout.format!r} has. Give compact "
-                f"formats={{{stored.name!r}: 'values'}}."
+        elif after != kept and not layout.stores_all:
+            reason = (
+                f"of {site.pattern!r} {name} may keep {number} entries of a slice, where {kept} "
+                "are stored. Use SET or RigL with units of one size, SRigL with min_salient=None, "
+                "or formats={path: 'dense'}"
             )
+        elif not layout.fits(site):
+            reason = (
+                f"{site.pattern!r} keeps no groups of {layout.kept_shape[-1]} outputs that read "
+                f"the same inputs. Give compact formats={{{stored.name!r}: 'values'}}"
+            )
+        else:
+            continue
+        raise ValueError(
+            f"The mask of {stored.name!r} of shape {layout.shape} cannot move: {reason}."
+        )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Seconds: TypeAlias = Mapping[Path, Mapping[str, float]]
 
 _NOISE = 1.02  # seconds that count as equally fast
+_BY_SIZE = "grouped", "values", "dense"  # by the bytes that are stored
 
 
 class Read(NamedTuple):
@@ -152,12 +153,12 @@ def measure(
     return {path: dict(zip(runs[path], each, strict=True)) for path, each in seconds.items()}
 
 
-def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Path, str]:
-    """Returns for each parameter the smallest of the fastest formats."""
+def choose(seconds: Seconds) -> dict[Path, str]:
+    """Returns for each parameter the fastest format, of equally fast ones the smallest."""
     chosen = {}
     for path, by_format in seconds.items():
-        fast = [x for x, time in by_format.items() if time <= _NOISE * min(by_format.values())]
-        chosen[path] = min(fast, key=lambda name: nbytes[path, name])
+        limit = _NOISE * min(by_format.values())
+        chosen[path] = next(x for x in _BY_SIZE if by_format.get(x, math.inf) <= limit)
     return chosen
 
 

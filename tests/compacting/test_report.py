@@ -64,11 +64,11 @@ def test_products_of_groups_take_casts():
 
 
 def test_the_smallest_of_the_formats_within_a_fiftieth_of_the_fastest_is_chosen():
-    seconds = {("w",): {"values": 1.02, "grouped": 1.0, "dense": 1.03}}
-    nbytes = {(("w",), "values"): 1, (("w",), "grouped"): 2, (("w",), "dense"): 0}
-    assert choose(seconds, nbytes) == {("w",): "values"}
-    seconds[("w",)]["values"] = 1.021
-    assert choose(seconds, nbytes) == {("w",): "grouped"}
+    seconds = {("w",): {"values": 1.02, "grouped": 1.03, "dense": 1.0}}
+    assert choose(seconds) == {("w",): "values"}
+    seconds[("w",)]["grouped"] = 1.02
+    assert choose(seconds) == {("w",): "grouped"}
+    assert choose({("w",): {"values": 1.021, "dense": 1.0}}) == {("w",): "dense"}
 
 
 def test_padding_of_groups_is_at_most_five_quarters_of_the_kept_entries():
