@@ -83,7 +83,8 @@ def _move(
 
     def carry(stored: StoredParameter, values: jax.Array, fresh: PyTree = None) -> jax.Array:
         arrays = values, stored.positions, new_by_name[stored.name], fresh
-        return sharding.shard_like(values, functools.partial(_carry, stored.layout), *arrays)
+        moved = sharding.shard_like(values, functools.partial(_carry, stored.layout), *arrays)
+        return sharding.place_like(values, moved)
 
     def carry_param(_: trees.KeyPath, leaf: jax.Array, stored: StoredParameter | None) -> PyTree:
         return leaf if stored is None else carry(stored, leaf)

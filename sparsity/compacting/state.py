@@ -51,7 +51,8 @@ class StoredParameter:
         def locate(mask: jax.Array) -> jax.Array:
             return self.layout.locate(mask).astype(self.positions.dtype)
 
-        return sharding.shard_like(self.positions, locate, mask)
+        located = sharding.shard_like(self.positions, locate, mask)
+        return sharding.place_like(self.positions, located)
 
     def densify(self, values: jax.Array) -> jax.Array:
         """Returns kept values as a dense array, with zeros outside the mask."""

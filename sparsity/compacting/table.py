@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Seconds: TypeAlias = Mapping[Path, Mapping[str, float]]
 
 _NOISE = 1.02  # seconds that count as equally fast
-_BY_SIZE = "grouped", "values", "dense"  # by the bytes that are stored
+_PREFERRED = "values", "grouped", "dense"  # of those, the first
 
 
 class Read(NamedTuple):
@@ -154,11 +154,11 @@ def measure(
 
 
 def choose(seconds: Seconds) -> dict[Path, str]:
-    """Returns for each parameter the fastest format, of equally fast ones the smallest."""
+    """Returns for each parameter the fastest format, of equally fast ones the preferred."""
     chosen = {}
     for path, by_format in seconds.items():
         limit = _NOISE * min(by_format.values())
-        chosen[path] = next(x for x in _BY_SIZE if by_format.get(x, math.inf) <= limit)
+        chosen[path] = next(x for x in _PREFERRED if by_format.get(x, math.inf) <= limit)
     return chosen
 
 

@@ -63,12 +63,13 @@ def test_products_of_groups_take_casts():
     np.testing.assert_array_equal(model.apply(model.params, X), fn(W * MASK, X))
 
 
-def test_the_smallest_of_the_formats_within_a_fiftieth_of_the_fastest_is_chosen():
-    seconds = {("w",): {"values": 1.02, "grouped": 1.03, "dense": 1.0}}
+def test_values_win_and_then_groups_within_a_fiftieth_of_the_fastest_format():
+    seconds = {("w",): {"dense": 1.0, "grouped": 1.02, "values": 1.02}}
     assert choose(seconds) == {("w",): "values"}
-    seconds[("w",)]["grouped"] = 1.02
+    seconds[("w",)]["values"] = 1.021
     assert choose(seconds) == {("w",): "grouped"}
-    assert choose({("w",): {"values": 1.021, "dense": 1.0}}) == {("w",): "dense"}
+    seconds[("w",)]["grouped"] = 1.021
+    assert choose(seconds) == {("w",): "dense"}
 
 
 def test_padding_of_groups_is_at_most_five_quarters_of_the_kept_entries():
