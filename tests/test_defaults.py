@@ -93,8 +93,8 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis Candidates ChangedEntries ChannelGroup Compact CutParameter Deferred Delta Equation
-Frame KeptArray KeptParameter Lockstep MaskUpdate Model ModelInTraining Observer
-PositionChange Program SharedEntry SlotMap Small StoredModel Use
+Frame KeptArray KeptParameter Lockstep Model
+Program SharedEntry SlotMap Small StoredParameter Use
 Value Width _Run _Trainer
 """
 

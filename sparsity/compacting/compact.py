@@ -23,7 +23,7 @@ from sparsity.compacting.formats import (
     is_kept,
 )
 from sparsity.compacting.grouped import Grouped
-from sparsity.compacting.moving import Loss, move_masks
+from sparsity.compacting.moving import Loss, check_arguments, move_masks
 from sparsity.compacting.state import (
     StoredParameter,
     StoredTree,
@@ -33,13 +33,13 @@ from sparsity.compacting.state import (
     read_optimizer,
 )
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_function, check_kind, check_values, is_traced
+from sparsity.core.checks import check_kind, check_values
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
 from sparsity.masks.positions import check_entries
 from sparsity.masks.slice_layout import SliceLayout
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.step_checks import check_masks_and_state, check_optimizer
+from sparsity.training.step_checks import check_masks_and_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -206,19 +206,7 @@ class Compact(Generic[Tree]):
           >>> model.indices, params
           ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
         """
-        check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
-        check_function("loss", loss, "(apply, params)", optional=True)
-        if tx is not None:
-            check_optimizer("tx", tx)
-        dtype = getattr(count, "dtype", type(count))
-        is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
-        if not is_integer or (not is_traced(count) and count < 0):
-            raise ValueError(f"count must be a number of steps, got count = {count!r}.")
-        if self._outside == "frozen":
-            raise ValueError(
-                "A compact model with outside = 'frozen' has values outside its masks, which "
-                "cannot move. Give compact outside='zero'."
-            )
+        check_arguments(self, pruner, count, loss, tx)
         self._wrap(params)
         map_moments(lambda _, leaf: leaf, self.stored_tree, opt_state)
         positions, params, opt_state = move_masks(self, pruner, params, opt_state, count, loss, tx)

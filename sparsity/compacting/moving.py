@@ -9,35 +9,49 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity.compacting.formats import FormatLayout
-from sparsity.compacting.state import StoredParameter, map_moments
+from sparsity.compacting.state import CompactModel, StoredParameter, map_moments
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_loss, is_traced
+from sparsity.core.checks import check_function, check_kind, check_loss, is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, has_statement
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.overrides import read_attribute
 from sparsity.training.state import SparseState
 from sparsity.training.step import call_mask_hooks
-from sparsity.training.step_checks import read_state
+from sparsity.training.step_checks import check_optimizer, read_state
 from sparsity.training.updater_hooks import is_overridden
-
-if TYPE_CHECKING:
-    from sparsity.compacting.compact import Compact
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
 Moved: TypeAlias = tuple[PyTree, PyTree, PyTree]  # positions, parameters and state
 
 
+def check_arguments(
+    model: CompactModel, pruner: object, count: chex.Numeric, loss: object, tx: object
+) -> None:
+    """Raises a ValueError that names an argument of `Compact.move` of another type."""
+    check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
+    check_function("loss", loss, "(apply, params)", optional=True)
+    if tx is not None:
+        check_optimizer("tx", tx)
+    dtype = getattr(count, "dtype", type(count))
+    is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
+    if not is_integer or (not is_traced(count) and count < 0):
+        raise ValueError(f"count must be a number of steps, got count = {count!r}.")
+    if any(layout.is_frozen for _, layout in model.layouts):
+        raise ValueError("Masks among entries of outside = 'frozen' cannot move: use 'zero'.")
+
+
 def move_masks(
-    model: Compact[PyTree],
+    model: CompactModel,
     pruner: BaseUpdater,
     params: Params,
     opt_state: optax.OptState,
@@ -68,7 +82,7 @@ def move_masks(
 
 
 def _move(
-    model: Compact[PyTree],
+    model: CompactModel,
     params: Params,
     opt_state: optax.OptState,
     count: chex.Numeric,
@@ -110,7 +124,7 @@ def _carry(
 
 
 def _update_masks(
-    model: Compact[PyTree],
+    model: CompactModel,
     pruner: BaseUpdater,
     params: Params,
     count: chex.Numeric,
@@ -139,7 +153,7 @@ def _update_masks(
 
 
 def _check_counts(
-    model: Compact[PyTree], pruner: BaseUpdater, sites: Sites, targets: Sparsities
+    model: CompactModel, pruner: BaseUpdater, sites: Sites, targets: Sparsities
 ) -> None:
     """Raises a ValueError if an update may change the number of kept values of a slice."""
     name, target_by_path = type(pruner).__name__, trees.leaves_by_path(targets)

@@ -64,6 +64,7 @@ def _take(layout: FormatLayout, array: jax.Array, positions: jax.Array) -> jax.A
     return layout.take(array, positions)
 
 
+CompactModel: TypeAlias = PyTree  # a `Compact`, whose module imports those that take one
 StoredTree: TypeAlias = PyTree  # like the parameters: `StoredParameter`, or `None` if dense
 
 

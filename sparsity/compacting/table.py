@@ -13,18 +13,17 @@ import jax.numpy as jnp
 
 from sparsity.compacting.densifier import Densifier, MaybePending, densify_pending, kept_in
 from sparsity.compacting.formats import is_kept
+from sparsity.compacting.state import CompactModel
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.pictures import draw_bars, pick_axes
 from sparsity.core.trees import Path, PyTree
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
-from sparsity.reports.times import time_in_turn
+from sparsity.reports import time_in_turn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from sparsity.compacting.compact import Compact
 
 Seconds: TypeAlias = Mapping[Path, Mapping[str, float]]
 
@@ -46,7 +45,7 @@ class Read(NamedTuple):
     is_dense: bool
 
 
-def list_reads(model: Compact[PyTree], args: tuple[PyTree, ...]) -> list[Read]:
+def list_reads(model: CompactModel, args: tuple[PyTree, ...]) -> list[Read]:
     """Returns the equations that read masked parameters, for inputs or their shapes."""
     reads, layouts = list[Read](), dict(model.layouts)
 
@@ -69,7 +68,7 @@ def list_reads(model: Compact[PyTree], args: tuple[PyTree, ...]) -> list[Read]:
     return reads
 
 
-def find_readers(model: Compact[PyTree]) -> dict[str, set[str]]:
+def find_readers(model: CompactModel) -> dict[str, set[str]]:
     """Returns {name: operations that need a dense array, other than products of values}."""
     readers: dict[str, set[str]] = {}
     for equation, inputs, is_dense in list_reads(model, model.graph.model.example[1]):
@@ -80,7 +79,7 @@ def find_readers(model: Compact[PyTree]) -> dict[str, set[str]]:
     return readers
 
 
-def count_bytes(model: Compact[PyTree]) -> dict[Path, list[int]]:
+def count_bytes(model: CompactModel) -> dict[Path, list[int]]:
     """Returns the bytes of the values, positions and frozen entries of each parameter."""
     layouts, nbytes = dict(model.layouts), {}
     positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
@@ -92,7 +91,7 @@ def count_bytes(model: Compact[PyTree]) -> dict[Path, list[int]]:
     return nbytes
 
 
-def make_report(model: Compact[PyTree], seconds: Seconds | None) -> str:
+def make_report(model: CompactModel, seconds: Seconds | None) -> str:
     """Returns `Compact.report`."""
     check_kind("seconds", seconds, Mapping | None, "the result of measure, or None")
     seconds, nbytes, layouts = seconds or {}, count_bytes(model), dict(model.layouts)
@@ -120,7 +119,7 @@ def make_report(model: Compact[PyTree], seconds: Seconds | None) -> str:
     return "\n".join([extras.as_text(table), *notes])
 
 
-def plot(model: Compact[PyTree], ax: Axes | None) -> Axes:
+def plot(model: CompactModel, ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
     layouts, nbytes = dict(model.layouts), count_bytes(model)
     shown = [x for x in model.graph.parameters if x.path in layouts or len(x.shape) > 1]
@@ -131,7 +130,7 @@ def plot(model: Compact[PyTree], ax: Axes | None) -> Axes:
 
 
 def measure(
-    models: Mapping[str, Compact[PyTree]], args: tuple[PyTree, ...], rounds: int
+    models: Mapping[str, CompactModel], args: tuple[PyTree, ...], rounds: int
 ) -> dict[Path, dict[str, float]]:
     """Returns the median seconds of the products of each parameter, forward and backward.
 
@@ -162,7 +161,7 @@ def choose(seconds: Seconds) -> dict[Path, str]:
     return chosen
 
 
-def _make_run(reads: list[Read], model: Compact[PyTree]) -> Callable[[], object]:
+def _make_run(reads: list[Read], model: CompactModel) -> Callable[[], object]:
     """Returns a function that runs products forward and backward, on ones."""
     positions = {trees.join_names(x): at for x, at in trees.leaves_by_names(model.indices).items()}
     interpreter = Densifier(lambda _: True, model.densifies_one_at_a_time)
