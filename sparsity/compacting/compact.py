@@ -134,9 +134,9 @@ class Compact(Generic[Tree]):
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        return self.run(params, args)
+        return self._run(params, args)
 
-    def run(
+    def _run(
         self, params: Params, args: tuple[PyTree, ...], record: Record = lambda *_: None
     ) -> PyTree:
         """Runs the model as `apply` does; `record` is that of `Densifier`."""

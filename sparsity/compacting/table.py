@@ -62,7 +62,7 @@ def list_reads(model: CompactModel, args: tuple[PyTree, ...]) -> list[Read]:
 
     def run(arrays: list[jax.Array]) -> PyTree:
         params, args = rebuild(arrays)
-        return model.run(params, args, record)
+        return model._run(params, args, record)
 
     jax.eval_shape(run, arrays)
     return reads
