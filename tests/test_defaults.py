@@ -93,8 +93,8 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
-Frame KeptArray KeptParameter Lockstep MaskUpdate Model ModelInTraining Observer
-PositionChange Program SharedEntry SlotMap Small StoredModel Use
+Frame KeptArray KeptParameter Lockstep Model
+Program SharedEntry Small StoredParameter Use
 Value Width _CutParameter _Run _Trainer
 """
 

@@ -23,23 +23,22 @@ from sparsity.compacting.formats import (
     is_kept,
 )
 from sparsity.compacting.grouped import Grouped
-from sparsity.compacting.moving import Loss, move_masks
+from sparsity.compacting.moving import Loss, check_arguments, move_masks
 from sparsity.compacting.state import (
     StoredParameter,
     StoredTree,
-    check_entries,
     densify_kept_states,
     gather_state,
     map_moments,
-    unwrap,
+    read_optimizer,
 )
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_function, check_kind, check_values, is_traced
+from sparsity.core.checks import check_kind, check_values
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph import Graph
-from sparsity.masks.slice_layout import SliceLayout, check_entries as check_mask
+from sparsity.masks.slice_layout import SliceLayout, check_entries
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.checks import check_masks_and_state, check_optimizer
+from sparsity.training.checks import check_masks_and_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,9 +133,9 @@ class Compact(Generic[Tree]):
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        return self.run(params, args)
+        return self._run(params, args)
 
-    def run(
+    def _run(
         self, params: Params, args: tuple[PyTree, ...], record: Record = lambda *_: None
     ) -> PyTree:
         """Runs the model as `apply` does; `record` is that of `Densifier`."""
@@ -206,19 +205,7 @@ class Compact(Generic[Tree]):
           >>> model.indices, params
           ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
         """
-        check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
-        check_function("loss", loss, "(apply, params)", optional=True)
-        if tx is not None:
-            check_optimizer("tx", tx)
-        dtype = getattr(count, "dtype", type(count))
-        is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
-        if not is_integer or (not is_traced(count) and count < 0):
-            raise ValueError(f"count must be a number of steps, got count = {count!r}.")
-        if self._outside == "frozen":
-            raise ValueError(
-                "A compact model with outside = 'frozen' has values outside its masks, which "
-                "cannot move. Give compact outside='zero'."
-            )
+        check_arguments(self, pruner, count, loss, tx)
         self._wrap(params)
         map_moments(lambda _, leaf: leaf, self.stored_tree, opt_state)
         positions, params, opt_state = move_masks(self, pruner, params, opt_state, count, loss, tx)
@@ -282,7 +269,7 @@ class Compact(Generic[Tree]):
     ) -> Compact[Tree]:
         """Returns the model with the fastest format of each parameter, see `measure`.
 
-        Of formats that are equally fast, the one with fewer bytes wins.
+        Of formats that are equally fast, 'values' wins, then 'grouped'.
 
         Args:
           params: parameters like `self.params`.
@@ -302,13 +289,7 @@ class Compact(Generic[Tree]):
                 raise ValueError("opt_state is None, and params are not model.params: give both.")
             state = self.opt_state
         state = None if state is None else self.dense_state(state)
-        models = self._in_all_formats(dense)
-        nbytes = {
-            (path, name): sum(stored)
-            for name, model in models.items()
-            for path, stored in table.count_bytes(model).items()
-        }
-        formats = table.choose(table.measure(models, args, rounds), nbytes)
+        formats = table.choose(table.measure(self._in_all_formats(dense), args, rounds))
         tuned = compact(
             self.graph, dense, self.masks, state, outside=self._outside, formats=formats
         )
@@ -467,8 +448,7 @@ def compact(
     kept_state = gather_state(model.stored_tree, opt_state)
     if tx is not None:
         by_path = {path: parameter.mask for path, parameter in masked.items()}
-        check_entries(tx, params, model.params, opt_state, kept_state, by_path)
-        tx = unwrap(tx)
+        tx = read_optimizer(tx, params, model.params, opt_state, kept_state, by_path)
     start = {**model.start, "opt_state": kept_state, "tx": tx}
     return dataclasses.replace(model, start=start)
 
@@ -505,7 +485,7 @@ def _describe_masked(
                 f"The masks have a leaf at {parameter.name!r}, whose dtype {leaves[path].dtype} is "
                 "not floating. Give it no mask: None."
             )
-        check_mask(mask, parameter.name)
+        check_entries(mask, parameter.name)
         products = list(graph.tracker.find_products(path))
         batch = set.intersection(*({*x.batch} for x in products)) if products else set()
         stack = scanned.get(path, ())

@@ -302,14 +302,12 @@ class Values(FormatLayout):
         return cls(*shapes, slice_kept_shape=positions.shape[-1:], padding=padding), positions
 
     def scatter_slice(self, values: jax.Array, positions: jax.Array, flat: jax.Array) -> jax.Array:
-        return lax.scatter(
-            flat,
-            positions[:, None],
+        return flat.at[positions].set(
             values,
-            lax.ScatterDimensionNumbers((), (0,), (0,)),
+            mode="drop",
             indices_are_sorted=True,
             unique_indices=True,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
+            wrap_negative_indices=False,
         )
 
 

@@ -13,13 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, reshard
 
 from sparsity.compacting import grouped_products
-from sparsity.compacting.formats import (
-    FormatLayout,
-    KeptArray,
-    KeptProduct,
-    MaskedParameter,
-    Token,
-)
+from sparsity.compacting.formats import FormatLayout, KeptArray, KeptProduct, MaskedParameter
 from sparsity.core.sharding import explicit_sharding
 from sparsity.core.trees import AnyArray
 from sparsity.masks import Site
@@ -103,7 +97,7 @@ class Grouped(FormatLayout):
         at = jnp.expand_dims(positions, -1).astype(jnp.int32)
         return jnp.take_along_axis(rows, at, -2, mode="fill", fill_value=0)
 
-    def densify_slice(self, kept: KeptArray, token: Token) -> jax.Array:
+    def densify_slice(self, kept: KeptArray, token: jax.Array | int) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         positions = kept.positions + token
         matrix = grouped_products.scatter_groups(kept.values, positions, self.num_inputs, outputs)

@@ -27,13 +27,12 @@ from jax.typing import DTypeLike
 from sparsity.core.checks import check_int
 from sparsity.core.dtypes import promote
 from sparsity.core.sharding import explicit_sharding, mesh_axes, vary_alike
+from sparsity.core.trees import PyTree
 from sparsity.masks.slice_layout import number_padding
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
 Precision: TypeAlias = lax.PrecisionLike
-AnyMesh: TypeAlias = Mesh | AbstractMesh
-Arguments: TypeAlias = "tuple[jax.Array, jax.Array, jax.Array]"
 
 # Bytes of inputs that a step of the loop over groups gathers on a CPU, where they fit the cache:
 # 1.3 times as fast as 4 MiB at 128 and 512 rows.
@@ -92,22 +91,14 @@ def grouped_product(
       Array([[301., 402.,  50.]], dtype=float32)
     """
     check_int("outputs", outputs)
-    shapes = [getattr(array, "shape", None) for array in (values, indices, x)]
-    if [None if shape is None else len(shape) for shape in shapes] != [3, 2, 2]:
+    shapes: list[PyTree] = [getattr(array, "shape", ()) for array in (values, indices, x)]
+    fits = [*map(len, shapes)] == [3, 2, 2] and shapes[0][:2] == shapes[1]
+    count, _, group = shapes[0] if fits else (0, 0, 0)
+    if not fits or not ((count - 1) * group < outputs <= count * group or count == outputs == 0):
         raise ValueError(
-            "values, indices and x must have shapes [groups, k, group], [groups, k] and [rows, "
-            f"inputs], got {shapes}."
-        )
-    groups, k, group = values.shape
-    if indices.shape != (groups, k) or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(
-            f"indices must be integers [groups, k] = {[groups, k]}, got {indices.dtype}"
-            f"{list(indices.shape)}."
-        )
-    if not (groups - 1) * group < outputs <= groups * group and (outputs or groups):
-        raise ValueError(
-            f"outputs must fill {groups} groups of {group}, of which only the last may be ragged, "
-            f"got outputs = {outputs}."
+            "values must be [groups, k, group], indices [groups, k] and x [rows, inputs], and "
+            "outputs must fill the groups, of which only the last may be ragged, got shapes "
+            f"{shapes} and outputs = {outputs}."
         )
     return multiply_stack(values, indices, x, outputs, precision, preferred_element_type)
 
@@ -181,7 +172,7 @@ def _multiply_each(
 
 
 def _multiply_shards(
-    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result, mesh: AnyMesh
+    values: jax.Array, indices: jax.Array, x: jax.Array, result: Result, mesh: Mesh | AbstractMesh
 ) -> jax.Array:
     """Multiplies on a mesh of Explicit axes: each device multiplies its groups by its rows.
 
@@ -228,7 +219,7 @@ def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
 
 
 def _backward(
-    result: Result, arguments: Arguments, dy: jax.Array
+    result: Result, arguments: tuple[jax.Array, jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
     """Returns the gradients of values and x, by two loops: the one not needed is dropped."""
     values, indices, x = arguments

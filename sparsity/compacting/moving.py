@@ -9,40 +9,55 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity.compacting.formats import FormatLayout
-from sparsity.compacting.state import StoredParameter, map_moments
+from sparsity.compacting.state import CompactModel, StoredParameter, map_moments
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_loss, is_traced
+from sparsity.core.checks import check_function, check_kind, check_loss, is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites
 from sparsity.training.base_updater import BaseUpdater
-from sparsity.training.checks import read_state
+from sparsity.training.checks import check_optimizer, read_state
 from sparsity.training.hooks import is_overridden
 from sparsity.training.state import SparseState
 from sparsity.training.step import call_mask_hooks
 
-if TYPE_CHECKING:
-    from sparsity.compacting.compact import Compact
-
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+Moved: TypeAlias = tuple[PyTree, PyTree, PyTree]  # positions, parameters and state
+
+
+def check_arguments(
+    model: CompactModel, pruner: object, count: chex.Numeric, loss: object, tx: object
+) -> None:
+    """Raises a ValueError that names an argument of `Compact.move` of another type."""
+    check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
+    check_function("loss", loss, "(apply, params)", optional=True)
+    if tx is not None:
+        check_optimizer("tx", tx)
+    dtype = getattr(count, "dtype", type(count))
+    is_integer = not getattr(count, "shape", ()) and np.issubdtype(dtype, np.integer)
+    if not is_integer or (not is_traced(count) and count < 0):
+        raise ValueError(f"count must be a number of steps, got count = {count!r}.")
+    if any(layout.is_frozen for _, layout in model.layouts):
+        raise ValueError("Masks among entries of outside = 'frozen' cannot move: use 'zero'.")
 
 
 def move_masks(
-    model: Compact[PyTree],
+    model: CompactModel,
     pruner: BaseUpdater,
     params: Params,
     opt_state: optax.OptState,
     count: chex.Numeric,
     loss: Loss | None,
     tx: optax.GradientTransformation | None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> Moved:
     """Returns new positions, parameters and state; compiled outside of compiled functions.
 
     Raises:
@@ -62,13 +77,11 @@ def move_masks(
         loss = jax.tree_util.Partial(loss)
     arguments = model, params, opt_state, count, loss
     is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
-    moved: tuple[PyTree, PyTree, PyTree]
-    moved = (_move if is_inside else _move_compiled)(*arguments, pruner=pruner, tx=tx)
-    return moved
+    return (_move if is_inside else _move_compiled)(*arguments, pruner=pruner, tx=tx)
 
 
 def _move(
-    model: Compact[PyTree],
+    model: CompactModel,
     params: Params,
     opt_state: optax.OptState,
     count: chex.Numeric,
@@ -76,40 +89,28 @@ def _move(
     *,
     pruner: BaseUpdater,
     tx: optax.GradientTransformation | None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> Moved:
     masks = trees.leaves_by_path(_update_masks(model, pruner, model.dense(params), count, loss))
+    new = trees.map_matched(lambda path, x: x.locate(masks[path]), model.stored_tree)
+    new_by_name = {trees.join_names(x): at for x, at in trees.leaves_by_names(new).items()}
 
-    def find(path: trees.KeyPath, stored: StoredParameter) -> jax.Array:
-        def locate(mask: jax.Array) -> jax.Array:
-            return stored.layout.locate(mask).astype(stored.positions.dtype)
+    def carry(stored: StoredParameter, values: jax.Array, fresh: PyTree = None) -> jax.Array:
+        arrays = values, stored.positions, new_by_name[stored.name], fresh
+        moved = sharding.shard_like(values, functools.partial(_carry, stored.layout), *arrays)
+        return sharding.place_like(values, moved)
 
-        return sharding.shard_like(stored.positions, locate, masks[path])
-
-    new = trees.map_matched(find, model.stored_tree)
-    by_name = {trees.path_string(path): at for path, at in trees.leaves_by_path(new).items()}
-
-    def carry(
-        stored: StoredParameter, values: jax.Array, fresh: jax.Array | None = None
-    ) -> jax.Array:
-        carry = functools.partial(_carry_values, stored.layout)
-        return sharding.shard_like(
-            values, carry, values, stored.positions, by_name[stored.name], fresh
-        )
+    def carry_param(_: trees.KeyPath, leaf: jax.Array, stored: StoredParameter | None) -> PyTree:
+        return leaf if stored is None else carry(stored, leaf)
 
     fresh = () if tx is None else (tx.init(jax.tree.map(jnp.zeros_like, params)),)
     opt_state = map_moments(carry, model.stored_tree, opt_state, *fresh)
-    params = trees.map_matched(
-        lambda _, values, stored: values if stored is None else carry(stored, values),
-        params,
-        model.stored_tree,
-    )
-    return new, params, opt_state
+    return new, trees.map_matched(carry_param, params, model.stored_tree), opt_state
 
 
-_move_compiled = jax.jit(_move, static_argnames=("pruner", "tx"))
+_move_compiled: Callable[..., Moved] = jax.jit(_move, static_argnames=("pruner", "tx"))
 
 
-def _carry_values(
+def _carry(
     layout: FormatLayout, values: jax.Array, old: jax.Array, new: jax.Array, fresh: PyTree
 ) -> jax.Array:
     """Returns kept values at new positions; entries that are new are `fresh`, 0 for `None`."""
@@ -122,7 +123,7 @@ def _carry_values(
 
 
 def _update_masks(
-    model: Compact[PyTree],
+    model: CompactModel,
     pruner: BaseUpdater,
     params: Params,
     count: chex.Numeric,
@@ -151,7 +152,7 @@ def _update_masks(
 
 
 def _check_counts(
-    model: Compact[PyTree], pruner: BaseUpdater, sites: Sites, targets: Sparsities
+    model: CompactModel, pruner: BaseUpdater, sites: Sites, targets: Sparsities
 ) -> None:
     """Raises a ValueError if an update may change the number of kept values of a slice."""
     name, target_by_path = type(pruner).__name__, trees.leaves_by_path(targets)
@@ -168,26 +169,27 @@ def _check_counts(
         )
     for path, stored in trees.leaves_by_path(model.stored_tree).items():
         layout, site = stored.layout, sites[path]
-        refused = f"The mask of {stored.name!r} of shape {layout.shape} cannot move"
-        if inner := [axis for axis in layout.stack if axis >= site.batch_axes]:
-            raise ValueError(
-                f"{refused}: axis {inner[0]} indexes slices, which store equally many values, but "
-                f"under batch_axes = {site.batch_axes} slices may trade entries. Give the updater "
-                f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
-            )
         kept = layout.num_kept // math.prod(layout.batch_shape)
         after = pruner.count_after_move(site, layout.shape, kept, target_by_path.get(path))
-        if after != kept and not layout.stores_all:
-            number = "another number of" if after is None else after
-            raise ValueError(
-                f"{refused}: of {site.pattern!r} {name} may keep {number} entries of a slice, "
-                f"where {kept} are stored. Use SET or RigL with Unstructured(), NByM, FanIn, or a "
-                "Block that divides the axes, SRigL with min_salient=None, or "
-                "formats={path: 'dense'}."
+        number = "another number of" if after is None else after
+        if inner := [axis for axis in layout.stack if axis >= site.batch_axes]:
+            reason = (
+                f"slices along axis {inner[0]} may trade entries under batch_axes = "
+                f"{site.batch_axes}. Give batch_axes={inner[-1] + 1}, or a function"
             )
-        if not layout.fits(site):
-            raise ValueError(
-                f"{refused}: {site.pattern!r} keeps no groups of {layout.kept_shape[-1]} outputs "
-                f"that read the same inputs, as the format {layout.format!r} has. Give compact "
-                f"formats={{{stored.name!r}: 'values'}}."
+        elif after != kept and not layout.stores_all:
+            reason = (
+                f"of {site.pattern!r} {name} may keep {number} entries of a slice, where {kept} "
+                "are stored. Use SET or RigL with units of one size, SRigL with min_salient=None, "
+                "or formats={path: 'dense'}"
             )
+        elif not layout.fits(site):
+            reason = (
+                f"{site.pattern!r} keeps no groups of {layout.kept_shape[-1]} outputs that read "
+                f"the same inputs. Give compact formats={{{stored.name!r}: 'values'}}"
+            )
+        else:
+            continue
+        raise ValueError(
+            f"The mask of {stored.name!r} of shape {layout.shape} cannot move: {reason}."
+        )

@@ -45,6 +45,15 @@ class StoredParameter:
         values = _take(self.layout, np.asarray(leaf), np.asarray(self.positions))
         return self.layout.place(values, leaf, self.name)
 
+    def locate(self, mask: jax.Array) -> jax.Array:
+        """Returns the positions under another mask, for compiled programs."""
+
+        def locate(mask: jax.Array) -> jax.Array:
+            return self.layout.locate(mask).astype(self.positions.dtype)
+
+        located = sharding.shard_like(self.positions, locate, mask)
+        return sharding.place_like(self.positions, located)
+
     def densify(self, values: jax.Array) -> jax.Array:
         """Returns kept values as a dense array, with zeros outside the mask."""
         return self.layout.wrap(values, self.positions).densify()
@@ -55,6 +64,7 @@ def _take(layout: FormatLayout, array: jax.Array, positions: jax.Array) -> jax.A
     return layout.take(array, positions)
 
 
+CompactModel: TypeAlias = PyTree  # a `Compact`, whose module imports those that take one
 StoredTree: TypeAlias = PyTree  # like the parameters: `StoredParameter`, or `None` if dense
 
 
@@ -144,20 +154,15 @@ def gather_state(stored_tree: StoredTree, state: PyTree) -> PyTree:
     return map_moments(StoredParameter.gather, stored_tree, state, are_dense=True)
 
 
-def unwrap(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the inner optimizer of a wrapped one."""
-    return tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner is not None else tx
-
-
-def check_entries(
+def read_optimizer(
     tx: optax.GradientTransformation,
     params: Params,
     kept: Params,
     state: PyTree,
     kept_state: PyTree,
     masks: Mapping[Path, np.ndarray],
-) -> None:
-    """Raises a ValueError unless an optimizer trains kept values as the masked parameters.
+) -> optax.GradientTransformation:
+    """Returns the optimizer without a wrapper, if it trains kept values as masked parameters.
 
     Args:
       tx: the optimizer, or one that an updater wrapped, which may give gradients of other entries.
@@ -166,10 +171,13 @@ def check_entries(
       state: the optimizer's state of the parameters, or a SparseState around that state.
       kept_state: the optimizer's state of the kept values.
       masks: masks by path.
+
+    Raises:
+      ValueError: the program of the optimizer gives no proof.
     """
     updater = tx.updater if isinstance(tx, WrappedOptimizer) else None
     have_gradients = updater is not None and not updater.is_sparse_gradients
-    tx = unwrap(tx)
+    tx = tx.inner if isinstance(tx, WrappedOptimizer) and tx.inner else tx
     params, kept, state, kept_state = trees.strip_variables((params, kept, state, kept_state))
     params, kept = map(trees.only_arrays, (params, kept))
     if isinstance(jax.eval_shape(tx.init, params), SparseState):
@@ -190,3 +198,4 @@ def check_entries(
         claim="tx might train kept values otherwise than the masked parameters.",
         states=States(read_state(tx, params, state), kept_state),
     )
+    return tx

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sparsity.compacting.densifier import Densifier, MaybePending, densify_pending, kept_in
 from sparsity.compacting.formats import is_kept
+from sparsity.compacting.state import CompactModel
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.pictures import draw_bars, pick_axes
@@ -24,11 +25,10 @@ from sparsity.reports import time_in_turn
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sparsity.compacting.compact import Compact
-
 Seconds: TypeAlias = Mapping[Path, Mapping[str, float]]
 
 _NOISE = 1.02  # seconds that count as equally fast
+_PREFERRED = "values", "grouped", "dense"  # of those, the first
 
 
 class Read(NamedTuple):
@@ -45,7 +45,7 @@ class Read(NamedTuple):
     is_dense: bool
 
 
-def list_reads(model: Compact[PyTree], args: tuple[PyTree, ...]) -> list[Read]:
+def list_reads(model: CompactModel, args: tuple[PyTree, ...]) -> list[Read]:
     """Returns the equations that read masked parameters, for inputs or their shapes."""
     reads, layouts = list[Read](), dict(model.layouts)
 
@@ -62,13 +62,13 @@ def list_reads(model: Compact[PyTree], args: tuple[PyTree, ...]) -> list[Read]:
 
     def run(arrays: list[jax.Array]) -> PyTree:
         params, args = rebuild(arrays)
-        return model.run(params, args, record)
+        return model._run(params, args, record)
 
     jax.eval_shape(run, arrays)
     return reads
 
 
-def find_readers(model: Compact[PyTree]) -> dict[str, set[str]]:
+def find_readers(model: CompactModel) -> dict[str, set[str]]:
     """Returns {name: operations that need a dense array, other than products of values}."""
     readers: dict[str, set[str]] = {}
     for equation, inputs, is_dense in list_reads(model, model.graph.model.example[1]):
@@ -79,7 +79,7 @@ def find_readers(model: Compact[PyTree]) -> dict[str, set[str]]:
     return readers
 
 
-def count_bytes(model: Compact[PyTree]) -> dict[Path, list[int]]:
+def count_bytes(model: CompactModel) -> dict[Path, list[int]]:
     """Returns the bytes of the values, positions and frozen entries of each parameter."""
     layouts, nbytes = dict(model.layouts), {}
     positions, frozen = (trees.leaves_by_names(tree) for tree in (model.indices, model.frozen))
@@ -91,7 +91,7 @@ def count_bytes(model: Compact[PyTree]) -> dict[Path, list[int]]:
     return nbytes
 
 
-def make_report(model: Compact[PyTree], seconds: Seconds | None) -> str:
+def make_report(model: CompactModel, seconds: Seconds | None) -> str:
     """Returns `Compact.report`."""
     check_kind("seconds", seconds, Mapping | None, "the result of measure, or None")
     seconds, nbytes, layouts = seconds or {}, count_bytes(model), dict(model.layouts)
@@ -119,7 +119,7 @@ def make_report(model: Compact[PyTree], seconds: Seconds | None) -> str:
     return "\n".join([extras.as_text(table), *notes])
 
 
-def plot(model: Compact[PyTree], ax: Axes | None) -> Axes:
+def plot(model: CompactModel, ax: Axes | None) -> Axes:
     """Draws `Compact.plot`."""
     layouts, nbytes = dict(model.layouts), count_bytes(model)
     shown = [x for x in model.graph.parameters if x.path in layouts or len(x.shape) > 1]
@@ -130,7 +130,7 @@ def plot(model: Compact[PyTree], ax: Axes | None) -> Axes:
 
 
 def measure(
-    models: Mapping[str, Compact[PyTree]], args: tuple[PyTree, ...], rounds: int
+    models: Mapping[str, CompactModel], args: tuple[PyTree, ...], rounds: int
 ) -> dict[Path, dict[str, float]]:
     """Returns the median seconds of the products of each parameter, forward and backward.
 
@@ -152,16 +152,16 @@ def measure(
     return {path: dict(zip(runs[path], each, strict=True)) for path, each in seconds.items()}
 
 
-def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Path, str]:
-    """Returns for each parameter the smallest of the fastest formats."""
+def choose(seconds: Seconds) -> dict[Path, str]:
+    """Returns for each parameter the fastest format, of equally fast ones the preferred."""
     chosen = {}
     for path, by_format in seconds.items():
-        fast = [x for x, time in by_format.items() if time <= _NOISE * min(by_format.values())]
-        chosen[path] = min(fast, key=lambda name: nbytes[path, name])
+        limit = _NOISE * min(by_format.values())
+        chosen[path] = next(x for x in _PREFERRED if by_format.get(x, math.inf) <= limit)
     return chosen
 
 
-def _make_run(reads: list[Read], model: Compact[PyTree]) -> Callable[[], object]:
+def _make_run(reads: list[Read], model: CompactModel) -> Callable[[], object]:
     """Returns a function that runs products forward and backward, on ones."""
     positions = {trees.join_names(x): at for x, at in trees.leaves_by_names(model.indices).items()}
     interpreter = Densifier(lambda _: True, model.densifies_one_at_a_time)

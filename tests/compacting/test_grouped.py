@@ -334,12 +334,13 @@ def test_masks_without_groups_and_those_of_much_padding_are_refused():
 
 def test_arguments_that_do_not_fit_are_named():
     values, indices, x = case()
-    with pytest.raises(ValueError, match=r"indices must be integers \[groups, k\]"):
-        product(values, indices[:, 1:], x)
-    with pytest.raises(ValueError, match="indices must be integers"):
-        product(values, indices.astype(np.float32), x)
-    for arrays in ((values[0], indices, x), (values, indices, x[0]), (values, indices, "a")):
-        with pytest.raises(ValueError, match=r"values, indices and x must have shapes .*, got \["):
+    for arrays in (
+        (values, indices[:, 1:], x),
+        (values[0], indices, x),
+        (values, indices, x[0]),
+        (values, indices, "a"),
+    ):
+        with pytest.raises(ValueError, match=r"values must be .groups, k, group., .*got shapes"):
             product(*arrays)
     with pytest.raises(ValueError, match=r"outputs must be an integer, got outputs = 3\.0"):
         grouped.grouped_product(values, indices, x, 3.0)

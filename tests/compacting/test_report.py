@@ -63,12 +63,13 @@ def test_products_of_groups_take_casts():
     np.testing.assert_array_equal(model.apply(model.params, X), fn(W * MASK, X))
 
 
-def test_the_smallest_of_the_formats_within_a_fiftieth_of_the_fastest_is_chosen():
-    seconds = {("w",): {"values": 1.02, "grouped": 1.0, "dense": 1.03}}
-    nbytes = {(("w",), "values"): 1, (("w",), "grouped"): 2, (("w",), "dense"): 0}
-    assert choose(seconds, nbytes) == {("w",): "values"}
+def test_values_win_and_then_groups_within_a_fiftieth_of_the_fastest_format():
+    seconds = {("w",): {"dense": 1.0, "grouped": 1.02, "values": 1.02}}
+    assert choose(seconds) == {("w",): "values"}
     seconds[("w",)]["values"] = 1.021
-    assert choose(seconds, nbytes) == {("w",): "grouped"}
+    assert choose(seconds) == {("w",): "grouped"}
+    seconds[("w",)]["grouped"] = 1.021
+    assert choose(seconds) == {("w",): "dense"}
 
 
 def test_padding_of_groups_is_at_most_five_quarters_of_the_kept_entries():
