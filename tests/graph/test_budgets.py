@@ -170,7 +170,9 @@ def odd_budget(final, *overrides):
     """Targets of a pattern that ends at `final`; some methods it overrides without a change."""
     params = {"w": jnp.ones((4, 8))}
     graph = trace(lambda p, x: x @ p["w"], params, jnp.ones((1, 4)))
-    methods = {name: getattr(sparsity.SparsityType, name) for name in overrides}
+    methods = {
+        name: functools.partialmethod(getattr(sparsity.SparsityType, name)) for name in overrides
+    }
     methods |= {"final_sparsity": lambda self, target: final}
     pruner = sparsity.MagnitudePruning(
         sparsity_type=type("Odd", (sparsity.SparsityType,), methods)(),
