@@ -6,6 +6,5 @@
   memory, and `hashing.py` draws random scores.
 - Exact numbers: `exact.py` integers of two words, `exact_sums.py` sums in any order,
   `polynomials.py` costs, and `dtypes.py` the promotion of dtypes.
-- Others: `checks.py` of arguments, `statements.py` of classes, `files.py`, `extras.py` of optional
   packages and tables, and `pictures.py`.
 """

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.core import exact, trees
+from sparsity.core import trees
 from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.derivatives import hold_constant, replace_values
 from sparsity.core.dtypes import promote
@@ -356,13 +356,10 @@ def keep_sparser(masks: Masks, old_masks: Masks, each_alone: bool) -> Masks:
     pairs = list(zip(jax.tree.leaves(masks), jax.tree.leaves(old_masks), strict=True))
     if not pairs:
         return masks
-    counts = [sums(pair, range(pair[0].ndim)) for pair in pairs]
-    if each_alone:
-        may_replace = [new <= old for new, old in counts]
-    else:
-        new, old = (exact.total(jnp.stack(x).astype(jnp.uint32)) for x in zip(*counts, strict=True))
-        may_replace = [exact.at_least(old, new)] * len(pairs)
-    chosen = [jnp.where(x, *pair) for x, pair in zip(may_replace, pairs, strict=True)]
+    added = [jnp.subtract(*sums(pair, range(pair[0].ndim))) for pair in pairs]
+    if not each_alone:
+        added = [jnp.sum(jnp.stack(added))] * len(pairs)
+    chosen = [jnp.where(x <= 0, *pair) for x, pair in zip(added, pairs, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(masks), chosen)
 
 
