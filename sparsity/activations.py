@@ -17,10 +17,16 @@ import jax.numpy as jnp
 
 from sparsity import selection
 from sparsity.core import extras, names, trees
-from sparsity.core.checks import check_bool, check_density, check_function, check_int, check_kind
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
+from sparsity.core.checks import (
+    check_bool,
+    check_density,
+    check_function,
+    check_int,
+    check_kind,
+    warn,
+)
 from sparsity.core.sharding import shard_like
-from sparsity.core.warn import warn
 from sparsity.masks import apply_mask, apply_mask_straight_through
 from sparsity.patterns import NByM, Unstructured, parse_nm
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import SequenceKey
 
 from sparsity.core import sharding, trees
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 from sparsity.core.trees import Masks, PyTree, Tree
 from sparsity.masks import apply_mask, read_masks
 

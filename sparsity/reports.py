@@ -15,7 +15,7 @@ import optax
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_bool, check_int, check_kind, check_values, is_traced
-from sparsity.core.pictures import DARK, add_legend, label_rows, pick_axes
+from sparsity.core.extras import DARK, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.graph import Coupled
 from sparsity.graph.coupled import PlacedGroup

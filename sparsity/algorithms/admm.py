@@ -20,8 +20,8 @@ from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_kind, check_number, is_traced
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, adapt_scope, apply_mask
 from sparsity.sparsity_schedules import Schedule, boundary_values, find_last_update

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from sparsity.algorithms.pruners import SaliencyPruning
 from sparsity.core import checks, trees
-from sparsity.core.dtypes import multiply, promote
+from sparsity.core.arrays import multiply, promote
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import Global, Scope, Sites, adapt_scope, apply_masks, are_ones

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.core import sharding
+from sparsity.core.arrays import promote, scale_to_one
 from sparsity.core.checks import is_traced
-from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import scale_to_one
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.training.base_updater import BaseUpdater

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import sharding, trees
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.dtypes import multiply
+from sparsity.core.arrays import multiply
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import has_statement

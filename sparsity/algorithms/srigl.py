@@ -31,10 +31,9 @@ from jax import lax
 
 from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
+from sparsity.core.arrays import count, use_flat
 from sparsity.core.checks import check_fraction, is_traced
-from sparsity.core.exact_sums import count
 from sparsity.core.hashing import generate_random_scores
-from sparsity.core.kernels import use_flat
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Site, Sites, is_layerwise
 from sparsity.patterns import SparsityType

@@ -12,6 +12,7 @@ import numpy as np
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import check_statistic
 from sparsity.core import trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import (
     check_fraction,
     check_function,
@@ -19,7 +20,6 @@ from sparsity.core.checks import (
     check_number,
     check_values,
 )
-from sparsity.core.dtypes import promote
 from sparsity.core.names import suggest
 from sparsity.core.trees import Params, Path, Sparsities
 from sparsity.masks.distributions import FilterFn

@@ -19,7 +19,7 @@ import numpy as np
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import unique_keys
-from sparsity.core.files import reading, temporary_folder, writing
+from sparsity.core.extras import reading, temporary_folder, writing
 from sparsity.core.names import explain_syntax, matches
 from sparsity.core.trees import PyTree
 

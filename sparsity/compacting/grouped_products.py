@@ -24,8 +24,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int
-from sparsity.core.dtypes import promote
 from sparsity.core.sharding import explicit_sharding, mesh_axes, vary_alike
 from sparsity.core.trees import PyTree
 from sparsity.masks.slice_layout import number_padding

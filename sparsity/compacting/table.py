@@ -16,7 +16,7 @@ from sparsity.compacting.formats import is_kept
 from sparsity.compacting.state import CompactModel
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.pictures import draw_bars, pick_axes
+from sparsity.core.extras import draw_bars, pick_axes
 from sparsity.core.trees import Path, PyTree
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation

@@ -1,4 +1,4 @@
-"""Checks of arguments; each error names the argument and its value."""
+"""Checks of arguments; each error names the argument and its value. Warnings at the user's line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import math
 import numbers
+import sys
+import warnings
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -199,3 +201,22 @@ def as_float(value: PyTree) -> float:
     except OverflowError:  # of an integer that no float holds
         return math.nan
     return number if math.isfinite(number) else math.nan
+
+
+# Libraries that call each other between the user's line and a warning.
+_LIBRARIES = {"sparsity", "jax", "jaxlib", "optax", "chex", "flax", "contextlib", "functools"}
+
+
+def warn(message: str) -> None:
+    """Warns at the innermost line outside of this package, of jax, and of libraries around it.
+
+    Example:
+      >>> with warnings.catch_warnings(record=True, action="always") as caught:
+      ...     warn("All masks are ones.")
+      >>> str(caught[0].message)
+      'All masks are ones.'
+    """
+    frame, level = sys._getframe(), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind, check_number, unique_keys
-from sparsity.core.files import reading, replacing
+from sparsity.core.extras import reading, replacing
 from sparsity.core.trees import Masks, Params, PyTree, Tree
 from sparsity.masks import check_masks
 

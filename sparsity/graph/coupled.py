@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import sharding, trees
+from sparsity.core.arrays import promote, scale_for_sums, scale_to_one
 from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
-from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import scale_for_sums, scale_to_one
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.graph import Graph
 from sparsity.graph.groups import ChannelGroup, PlanLike, resize_groups, solve_sizes

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
-from sparsity.core.pictures import draw_bars, pick_axes
+from sparsity.core.extras import draw_bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.groups import ChannelGroup, Refusal

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path
 from sparsity.graph.traced_model import Model, Parameters
 from sparsity.graph.uses import Factor, Tracker, Use, View, follow_layout

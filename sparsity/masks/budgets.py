@@ -9,15 +9,81 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact
 from sparsity.core.hashing import flat_index
 from sparsity.selection.keys import to_keys
+
+Words: TypeAlias = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
+
+
+def as_words(k: jax.Array) -> Words:
+    """Converts integers of 32 bits to words."""
+    low = k.astype(jnp.uint32)
+    return low & 0, low
+
+
+def split(k: int) -> tuple[np.uint32, np.uint32]:
+    """Returns the words of a Python integer."""
+    return np.uint32(k >> 32), np.uint32(k & 0xFFFFFFFF)
+
+
+def total(counts: jax.Array) -> Words:
+    """Sums fewer than 2**16 counts (int32) along the first axis."""
+    counts = counts.astype(jnp.uint32)
+    # Fewer than 2**16 halves of 16 bits add up in 32 bits.
+    return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
+
+
+def total_words(a: Words) -> Words:
+    """Sums fewer than 2**16 integers along the first axis, to less than 2**64."""
+    words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
+    digits = [jnp.sum(x, 0, dtype=jnp.uint32) for x in words]
+    for i in (1, 2, 3):
+        digits[i] += digits[i - 1] >> 16
+    low, middle, high, top = (x & 0xFFFF for x in digits)
+    return (top << 16) | high, (middle << 16) | low
+
+
+def plus(a: Words, b: Words) -> Words:
+    """Returns a + b."""
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low < a[1]).astype(jnp.uint32), low
+
+
+def times(a: Words, b: jax.Array) -> Words:
+    """Returns a * b, by halves of 16 bits."""
+    x, y, u, v = a[1] & 0xFFFF, a[1] >> 16, b & 0xFFFF, b >> 16
+    middle = y * u + (x * u >> 16)
+    other = x * v + (middle & 0xFFFF)
+    return a[0] * b + y * v + (middle >> 16) + (other >> 16), a[1] * b
+
+
+def at_least(a: Words, b: Words) -> jax.Array:
+    """Returns a >= b."""
+    return (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))
+
+
+def choose(condition: jax.Array, a: Words, b: Words) -> Words:
+    """Returns a where the condition holds, else b."""
+    return jnp.where(condition, a[0], b[0]), jnp.where(condition, a[1], b[1])
+
+
+def to_float(a: Words) -> jax.Array:
+    """Converts a to float32, rounded."""
+    high: jax.Array = a[0].astype(jnp.float32) * jnp.float32(2.0**32)
+    return high + a[1].astype(jnp.float32)
+
+
+def _carry(low: jax.Array, high: jax.Array) -> Words:
+    """Returns high * 2**16 + low."""
+    return (high + (low >> 16)) >> 16, (high << 16) + low
+
 
 _MAX_COST = 2**62  # fits two words, with room for a sum
 
@@ -93,41 +159,41 @@ class Cost:
                 "exactly. Trace it with smaller inputs, or let no groups or leaves compete."
             )
         limit = self._count(numbers, steps)
-        return lambda others: exact.at_least(limit, self._count(others, steps))
+        return lambda others: at_least(limit, self._count(others, steps))
 
     def _count_steps(self) -> int:
         """Returns the number of integer steps in a cost of 1."""
         inner = [x._count_steps() for choice in self.choices for x in choice]
         return math.lcm(*inner, *(x.denominator for x in self.terms.values()))
 
-    def _count(self, numbers: jax.Array, steps: int) -> exact.Words:
+    def _count(self, numbers: jax.Array, steps: int) -> Words:
         """Returns the cost of numbers in steps, in two words; of fractions a lower bound."""
         terms = self.terms or {(): Fraction(0)}
-        words = np.array([exact.split(int(a * steps)) for a in terms.values()], np.uint32)
-        products: exact.Words = (jnp.asarray(words[:, 0]), jnp.asarray(words[:, 1]))
+        words = np.array([split(int(a * steps)) for a in terms.values()], np.uint32)
+        products: Words = (jnp.asarray(words[:, 0]), jnp.asarray(words[:, 1]))
         upper = jnp.append(numbers, jnp.ones_like(numbers, shape=1))
         floors, lower = upper.astype(jnp.uint32), jnp.floor(upper)
         # The part of the cost that is due to fractions, by the product rule for differences:
         # growth = prod(upper) - prod(lower). No summand is negative, so that rounding is relative.
-        coefficients, product = exact.to_float(products), jnp.ones(len(terms), jnp.float32)
+        coefficients, product = to_float(products), jnp.ones(len(terms), jnp.float32)
         growth = product - 1
         # Index -1 is that of the 1 after all numbers.
         for column in np.array([*itertools.zip_longest(*terms, fillvalue=-1)], int):
-            products = exact.times(products, floors[column])
+            products = times(products, floors[column])
             growth = growth * upper[column] + product * (upper[column] - lower[column])
             product = product * lower[column]
-        total = exact.total_words(products)
+        total = total_words(products)
         if jnp.issubdtype(numbers.dtype, jnp.floating):
             excess = jnp.sum(coefficients * growth) * jnp.float32(1 - (len(terms) + 64) * 2.0**-23)
             high = jnp.floor(excess * jnp.float32(2.0**-32))
             low = (excess - high * jnp.float32(2.0**32)).astype(jnp.uint32)
-            total = exact.plus(total, (high.astype(jnp.uint32), low))
+            total = plus(total, (high.astype(jnp.uint32), low))
         for choice in self.choices:
             costliest = functools.reduce(
-                lambda a, b: exact.choose(exact.at_least(a, b), a, b),
+                lambda a, b: choose(at_least(a, b), a, b),
                 [x._count(numbers, steps) for x in choice],
             )
-            total = exact.plus(total, costliest)
+            total = plus(total, costliest)
         return total
 
 

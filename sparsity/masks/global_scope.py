@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import sharding
+from sparsity.core.arrays import promote, scale_to_one
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
-from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import scale_to_one
 from sparsity.core.trees import path_names
 from sparsity.masks.budgets import Cost, within_budget
 from sparsity.masks.scopes import (

@@ -20,8 +20,7 @@ import numpy as np
 
 from sparsity import selection
 from sparsity.core import checks, sharding
-from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import count
+from sparsity.core.arrays import count, promote
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "

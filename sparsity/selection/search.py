@@ -31,9 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.exact_sums import count, sums
+from sparsity.core.arrays import count, sums, use_flat
 from sparsity.core.hashing import flat_index, flat_strides
-from sparsity.core.kernels import use_flat
 from sparsity.selection.keys import Candidates, key_bits, to_keys
 
 CountFn: TypeAlias = Callable[[jax.Array], jax.Array]

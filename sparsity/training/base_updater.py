@@ -14,11 +14,10 @@ from typing import Self
 import optax
 
 from sparsity import masks as masks_lib
-from sparsity.core.checks import check_values
+from sparsity.core.checks import check_values, warn
 from sparsity.core.hashing import DEFAULT_SEED
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, Tree
-from sparsity.core.warn import warn
 from sparsity.training.checks import (
     check_common_fields,
     check_gradients,

@@ -14,11 +14,17 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
-from sparsity.core.checks import check_bool, check_function, check_int, check_values, is_traced
+from sparsity.core.checks import (
+    check_bool,
+    check_function,
+    check_int,
+    check_values,
+    is_traced,
+    warn,
+)
 from sparsity.core.names import suggest
 from sparsity.core.sharding import abstract, evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.core.warn import warn
 from sparsity.masks import (
     Sites,
     adapt_scope,

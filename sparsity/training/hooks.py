@@ -17,8 +17,8 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
+from sparsity.core.arrays import hold_constant
 from sparsity.core.checks import DataclassBase, check_values
-from sparsity.core.derivatives import hold_constant
 from sparsity.core.hashing import DEFAULT_SEED, Seed
 from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities, Tree

@@ -25,11 +25,8 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.core import trees
+from sparsity.core.arrays import hold_constant, pin_layout, promote, replace_values, sums
 from sparsity.core.checks import check_kind, is_traced
-from sparsity.core.derivatives import hold_constant, replace_values
-from sparsity.core.dtypes import promote
-from sparsity.core.exact_sums import sums
-from sparsity.core.kernels import pin_layout
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
     apply_mask,

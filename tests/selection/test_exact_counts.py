@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sparsity.core.exact_sums import count
+from sparsity.core.arrays import count
 from sparsity.selection.topk import num_kept
 from tests import helpers
 

@@ -7,7 +7,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import host
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 from tests import helpers
 
 SPREAD = {"sparsity_distribution_fn": helpers.half}

@@ -13,9 +13,8 @@ import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import is_traced, warn
 from sparsity.core.trees import KeyPath, Masks, Params, Path, ScoreTree, Sparsities
-from sparsity.core.warn import warn
 from sparsity.graph import Coupled, Graph
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning

@@ -16,8 +16,8 @@ from sparsity.calibration.statistics.errors import broadcast_num_rows
 from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_bool
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph import Bias
 from sparsity.masks import Sites, apply_masks

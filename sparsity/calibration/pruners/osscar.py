@@ -17,8 +17,8 @@ from sparsity.calibration.refits.least_squares import LeastSquares
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding, trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int, check_number
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, KeyPath, Masks, Params, PyTree, Sparsities
 from sparsity.graph.coupled import Member, PlacedGroup
 from sparsity.masks import apply_masks

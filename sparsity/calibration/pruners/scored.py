@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration import host
+from sparsity.calibration.run.reuse import compile_or_reuse
 from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import look_up_statistic
 from sparsity.core import sharding, trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_real_array
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import KeyPath, Params, PyTree, Sparsities
 from sparsity.masks import (
     Layerwise,
@@ -35,7 +36,6 @@ from sparsity.masks import (
     has_statement,
 )
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.program import compile_or_reuse
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.state import SparseState
 

@@ -17,8 +17,8 @@ from sparsity.calibration.pruners.sweep import choose_block_sizes, sweep
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import check_solvable, is_finite
 from sparsity.core import sharding
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int, check_number
-from sparsity.core.dtypes import promote
 from sparsity.masks import Site
 from sparsity.patterns import SparsityType
 from sparsity.patterns.base import absolute_axis

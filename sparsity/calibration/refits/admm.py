@@ -20,8 +20,8 @@ from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int, check_number
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 
 

@@ -19,8 +19,8 @@ from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
+from sparsity.core.arrays import promote
 from sparsity.core.checks import is_traced
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 
 _PROGRAMS = 4  # at most, for supports of any size of parameters of one shape

@@ -18,6 +18,7 @@ from jax import lax
 
 from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.run.reached import ReachedWeight
+from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
 from sparsity.core import trees
@@ -25,7 +26,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program, Value, compile_at_call
+from sparsity.programs.program import Equation, Program, Value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

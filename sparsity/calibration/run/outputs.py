@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.statistics.capture import check_structure
 from sparsity.core import trees
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 from sparsity.core.trees import Params, PyTree
-from sparsity.programs.program import compile_at_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax import lax
 
 from sparsity.calibration import host
 from sparsity.calibration.run.frames import Frame, ScanLayers
+from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.statistic import Statistic
@@ -26,11 +27,11 @@ from sparsity.calibration.statistics.summing import (
     is_count,
 )
 from sparsity.calibration.statistics.validation import is_finite, make_not_finite_error
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.products import read_product
-from sparsity.programs.program import Equation, compile_at_call
+from sparsity.programs.program import Equation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from sparsity.calibration.run.sensitivity import Sensitivity
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_fraction, check_iterable
-from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, pick_axes
+from sparsity.core.extras import DARK, LIGHT, add_legend, label_rows, pick_axes
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.training.base_updater import BaseUpdater
 

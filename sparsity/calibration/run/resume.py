@@ -16,7 +16,7 @@ from sparsity.calibration.run.fingerprint import fingerprint
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras, trees
-from sparsity.core.files import reading, writing
+from sparsity.core.extras import reading, writing
 from sparsity.core.trees import Params, PyTree
 from sparsity.graph import trace
 

@@ -25,9 +25,8 @@ from sparsity.calibration.statistics.errors import output_error, ratio, squared_
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind
+from sparsity.core.checks import check_kind, warn
 from sparsity.core.trees import Params, Path, PyTree
-from sparsity.core.warn import warn
 from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import Site
 from sparsity.patterns import SparsityType

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
@@ -30,11 +31,10 @@ from sparsity.calibration.statistics.summing import (
 )
 from sparsity.calibration.statistics.validation import make_not_finite_error
 from sparsity.core import extras, sharding, trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
-from sparsity.programs.program import compile_at_call
 
 
 def calibrate(

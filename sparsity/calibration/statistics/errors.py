@@ -11,7 +11,7 @@ from sparsity.calibration import host
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:

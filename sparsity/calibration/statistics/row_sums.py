@@ -14,7 +14,7 @@ from jax import lax
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.core.dtypes import promote
+from sparsity.core.arrays import promote
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 

@@ -21,8 +21,8 @@ import numpy as np
 from sparsity.calibration import host
 from sparsity.calibration.statistics.counts import Count
 from sparsity.core import sharding
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int, check_kind
-from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
 

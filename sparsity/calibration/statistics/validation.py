@@ -19,9 +19,8 @@ from sparsity.calibration.statistics.row_sums import (
 )
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_kind, is_real, is_traced
+from sparsity.core.checks import check_kind, is_real, is_traced, warn
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Tree
-from sparsity.core.warn import warn
 from sparsity.masks import Site, read_masks
 
 _FIELD_NAMES = {"gram": "Gram matrix", "sums": "means of the inputs"}
