@@ -40,23 +40,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_int
 from sparsity.core.names import suggest
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Tree
-from sparsity.masks import (
-    BatchAxes,
-    Global,
-    Layerwise,
-    Site,
-    Sites,
-    TopkFn,
-    adapt_scope,
-    apply_masks,
-    leading_axes,
-    pack_masks,
-    read_masks,
-)
 from sparsity.masks.distributions import Distribution
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 from sparsity.sparsity_schedules import BaseSchedule, NoUpdateSchedule, Schedule
@@ -116,7 +104,7 @@ class Stage(NamedTuple):
     """Stage of a strategy for a tree of parameters: sites and sparsities of the pruned layers."""
 
     is_global: bool
-    sites: dict[trees.KeyPath, Site]
+    sites: dict[trees.KeyPath, masks_lib.Site]
     sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
@@ -173,7 +161,7 @@ def _parse_entry(epoch: int, entry: object) -> StrategyEntry:
 
 
 def resolve(
-    entries: Mapping[int, StrategyEntry], params: Params, batch_axes: BatchAxes = 0
+    entries: Mapping[int, StrategyEntry], params: Params, batch_axes: masks_lib.BatchAxes = 0
 ) -> dict[int, Stage]:
     """Returns the stages of a strategy for the parameters, by epoch; checks all names of layers.
 
@@ -188,7 +176,7 @@ def resolve(
         stages[epoch] = stage = Stage(entry.is_global, {}, {})
         for path, param in trees.leaves_by_path(weights).items():
             names = trees.path_names(path)
-            axes = leading_axes(batch_axes, names, param)
+            axes = masks_lib.leading_axes(batch_axes, names, param)
             if rule := entry.find_rule(names, param, axes):
                 if isinstance(rule.pattern, NByM) and not (
                     axes - param.ndim <= rule.pattern.axis < param.ndim - axes
@@ -197,15 +185,17 @@ def resolve(
                     raise ValueError(
                         f"{rule.pattern} of epoch {epoch}: {name} has no axis {rule.pattern.axis}."
                     )
-                stage.sites[path] = Site(path, rule.pattern, axes)
+                stage.sites[path] = masks_lib.Site(path, rule.pattern, axes)
                 stage.sparsities[path] = rule.sparsity
     return stages
 
 
-_BranchKey: TypeAlias = tuple[bool, tuple[tuple[trees.KeyPath, Site], ...]]  # of a `Stage`
+_BranchKey: TypeAlias = tuple[
+    bool, tuple[tuple[trees.KeyPath, masks_lib.Site], ...]
+]  # of a `Stage`
 
 # jax_pruning ranks weights without normalization by layer.
-_GLOBAL = Global(use_normalization=False)
+_GLOBAL = masks_lib.Global(use_normalization=False)
 
 
 def pruning(
@@ -244,7 +234,7 @@ def pruning(
     check_int("epoch", epoch)
     if epoch not in stages:
         return False, mask_key
-    masked = apply_masks(params, _read_mask_key(mask_key, params))
+    masked = masks_lib.apply_masks(params, _read_mask_key(mask_key, params))
     scores = jax.tree.map(jnp.abs, trees.prunable(masked))
     return True, _apply_stage(stages[epoch], scores, mask_key)
 
@@ -268,7 +258,7 @@ def pruning_apply(state: Tree, mask_key: Masks) -> tuple[Tree, Masks]:
       Array([0., 4.], dtype=float32)
     """
     params = getattr(state, "params", state)
-    params = apply_masks(params, _read_mask_key(mask_key, params))
+    params = masks_lib.apply_masks(params, _read_mask_key(mask_key, params))
     if not hasattr(state, "params"):
         return params, mask_key
     for name in ("replace", "_replace"):  # TrainState, NamedTuple
@@ -309,8 +299,8 @@ class EpochStrategy(BaseUpdater):
     scheduler: Schedule = dataclasses.field(default=NoUpdateSchedule(), init=False)
     sparsity_type: SparsityType = dataclasses.field(default=Unstructured(), init=False)
     sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
-    scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
-    topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
+    scope: masks_lib.Layerwise = dataclasses.field(default=masks_lib.Layerwise(), init=False)
+    topk_fn: masks_lib.TopkFn | None = dataclasses.field(default=None, init=False)
     unused_hooks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "create_masks": ("calculate_scores", "new_masks")
     }
@@ -340,18 +330,18 @@ class EpochStrategy(BaseUpdater):
 
         return find_last_sparsities
 
-    def sites(self, params: Params) -> Sites:
+    def sites(self, params: Params) -> masks_lib.Sites:
         """Returns the table of the layers, each with its last type."""
 
         def find_last_pattern(path: trees.Path, param: jax.Array) -> SparsityType:
-            axes = leading_axes(self.batch_axes, path, param)
+            axes = masks_lib.leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
                 if rule := entry.find_rule(path, param, axes):
                     return rule.pattern
             return Unstructured()
 
         # `resolve` has checked the axes; a shorter last group is fine there.
-        return Sites(params, find_last_pattern, self.batch_axes, checked=False)
+        return masks_lib.Sites(params, find_last_pattern, self.batch_axes, checked=False)
 
     def new_masks(self, sparse_state: SparseState, inputs: StepInputs) -> Masks:
         weights, grads = inputs.masked_weights, inputs.grads
@@ -393,11 +383,11 @@ class EpochStrategy(BaseUpdater):
         """
         inputs, masks = self.make_inputs(params, grads, extra_args), None
         for stage in self._resolve_stages(params):
-            masked = apply_masks(inputs.weights, masks)
+            masked = masks_lib.apply_masks(inputs.weights, masks)
             scores = inputs.call(self.calculate_scores, masked, grads=grads)
             masks = _apply_stage(stage, scores, masks)
-        pruned = apply_masks(params, masks)
-        return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
+        pruned = masks_lib.apply_masks(params, masks)
+        return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
     def _list_update_steps(self) -> tuple[int, ...]:
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
@@ -432,12 +422,12 @@ def _apply_stage(stage: Stage, scores: ScoreTree, masks: Masks) -> Masks:
     sparsities = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )
-    scope = _GLOBAL if stage.is_global else Layerwise()
-    new_masks = adapt_scope(scope, stage.sites).select_tree(scores, sparsities)
+    scope = _GLOBAL if stage.is_global else masks_lib.Layerwise()
+    new_masks = masks_lib.adapt_scope(scope, stage.sites).select_tree(scores, sparsities)
     return trees.map_matched(
         lambda _, score, mask, old: old if mask is None else mask, scores, new_masks, masks
     )
 
 
 def _read_mask_key(masks: Masks, params: Params) -> Masks:
-    return read_masks(masks, params, may_be_packed=False, role="masks of mask_key")
+    return masks_lib.read_masks(masks, params, may_be_packed=False, role="masks of mask_key")

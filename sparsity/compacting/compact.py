@@ -459,8 +459,8 @@ def _check_params(graph: Graph, params: Params) -> None:
     for key_path, parameter in graph.parameters.match(params, may_be_smaller=False).items():
         if trees.path_names(key_path) != parameter.path:
             raise ValueError(
-                f"The params have an array {trees.path_string(key_path)!r}, which is "
-                f"{parameter.name!r} in the graph. Give the tree that was traced."
+                f"The params have an array {trees.path_string(key_path)!r} of shape "
+                f"{parameter.shape}, {parameter.name!r} in the graph. Give the complete tree."
             )
 
 

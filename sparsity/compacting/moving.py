@@ -19,7 +19,7 @@ import optax
 
 from sparsity.compacting.formats import FormatLayout
 from sparsity.compacting.state import CompactModel, StoredParameter, map_moments
-from sparsity.core import sharding, trees
+from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_function, check_kind, check_loss, is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites
@@ -68,10 +68,10 @@ def move_masks(
         return model.indices, params, opt_state
     if tx is not None:
         read_state(tx, params, opt_state)
-    elif trees.find_nodes(opt_state, optax.ScaleByRssState):
+    elif name := owners.name_start_above_zero(opt_state):
         raise ValueError(
-            "New entries of a ScaleByRssState in opt_state, as adagrad has it, do not start at 0. "
-            "Give the optimizer to move: tx=tx."
+            f"New entries of a {name} in opt_state do not start at 0. Give the optimizer to move: "
+            "tx=tx."
         )
     if loss is not None and jax.tree_util.all_leaves([loss]):
         loss = jax.tree_util.Partial(loss)

@@ -126,7 +126,11 @@ def map_moments(
     Raises:
       ValueError: a leaf holds no moment for each entry, or none belongs to a parameter.
     """
-    owners.check_state(stored_tree, state, _REMEDY)
+    stored_by_path = trees.leaves_by_path(stored_tree).items()
+    shapes = {
+        path: x.layout.shape if are_dense else x.layout.kept_shape for path, x in stored_by_path
+    }
+    owners.check_state(stored_tree, state, _REMEDY, shapes)
 
     def apply(stored: StoredParameter | None, leaf: PyTree, *other: PyTree) -> PyTree:
         if stored is None:

@@ -22,12 +22,6 @@ from sparsity.selection.keys import to_keys
 Words: TypeAlias = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
 
-def as_words(k: jax.Array) -> Words:
-    """Converts integers of 32 bits to words."""
-    low = k.astype(jnp.uint32)
-    return low & 0, low
-
-
 def split(k: int) -> tuple[np.uint32, np.uint32]:
     """Returns the words of a Python integer."""
     return np.uint32(k >> 32), np.uint32(k & 0xFFFFFFFF)

@@ -17,7 +17,7 @@ X = jnp.ones((3, 4))
 
 def rows(text):
     """Words of each line of a table."""
-    return [line.split() for line in text.splitlines() if line.strip()]
+    return [line.split() for line in text.splitlines() if line.strip("- ")]
 
 
 def test_a_report_counts_values_positions_and_frozen_entries_and_adds_them_up():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity import EpochStrategy, epochs as epoch_strategy, pruning
+from sparsity import EpochStrategy, masks, pruning
 from tests.epochs.epoch_oracle import (
     parameters,
     strategy,
@@ -21,7 +21,7 @@ def attempt(request, monkeypatch):
     def refuse(*args, **kwargs):
         pytest.fail("A mask was made before the strategy was checked.")
 
-    monkeypatch.setattr(epoch_strategy, "adapt_scope", refuse)
+    monkeypatch.setattr(masks, "adapt_scope", refuse)
     if request.param == "function":
         return lambda schedule: pruning(parameters(), 1, None, schedule)
     return lambda schedule: EpochStrategy(schedule, 10).init_state(parameters())
