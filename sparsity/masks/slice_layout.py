@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import chex
 import jax
@@ -144,40 +143,10 @@ class KeptLayout(SliceLayout):
         return (*self.batch_shape, *self.slice_kept_shape)
 
 
-_BITS = 32  # of a word
-
-
-class MaskWords(NamedTuple):
-    """Bits of the mask of a slice, in words of 32 entries.
-
-    Attributes:
-      bits: uint32[words]; bit i of word w belongs to entry 32 w + i.
-      starts: int32[words], number of kept entries before each word.
-      total: int32 scalar, number of kept entries.
-    """
-
-    bits: jax.Array
-    starts: jax.Array
-    total: jax.Array
-
-
-def read_words(mask: jax.Array) -> MaskWords:
-    """Returns the words of a mask, uint8[n]."""
-    rows = jnp.pad((mask > 0).astype(jnp.uint8), (0, -mask.shape[0] % _BITS)).reshape(-1, 4, 8)
-    # Bytes are summed first: sums of words would hold each entry of the mask in four bytes.
-    places = np.arange(8, dtype=np.uint8)
-    parts = jnp.sum(rows << places[None, None], axis=2, dtype=jnp.uint8).astype(jnp.uint32)
-    bits = jnp.sum(parts << (8 * np.arange(4, dtype=np.uint32))[None], axis=1, dtype=jnp.uint32)
-    counts = jax.lax.population_count(bits).astype(jnp.int32)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    return MaskWords(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
-
-
 def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     """Returns the positions of the kept entries in increasing order, int32[k].
 
-    Slots that are not in use hold n, n + 1, ... `jnp.nonzero(mask, size=k)` returns the kept
-    entries, too, in ten times the time: its loops visit entries, these visit words and slots.
+    Slots that are not in use hold n, n + 1, ...
 
     Args:
       mask: uint8[n] with at most `k` kept entries.
@@ -187,18 +156,11 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
       >>> kept_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), 5)
       Array([1, 3, 4, 5, 6], dtype=int32)
     """
-    n, slot = mask.shape[0], jnp.arange(k, dtype=jnp.int32)
-    if not n or not k:
-        return slot + n
-    words = read_words(mask)
-    # The first slot of each word that keeps entries names the word; later slots repeat the name.
-    names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
-    # Empty words name no slot: their places, all distinct, lie beyond the slots.
-    first = jnp.where(words.bits == 0, k, words.starts)
-    named = scatter(k, first, names)
-    word = jax.lax.cummax(named)
-    position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
-    return jnp.where(slot < words.total, position, slot + (n - words.total))
+    n, slots = mask.shape[0], jnp.arange(k, dtype=jnp.int32)
+    ends = jnp.cumsum(mask > 0, dtype=jnp.int32)
+    num_kept = ends[-1] if n else jnp.int32(0)
+    at = jnp.searchsorted(ends, slots + 1).astype(jnp.int32)
+    return jnp.where(slots < num_kept, at, slots + (n - num_kept))
 
 
 def scatter(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
@@ -276,44 +238,6 @@ def list_positions(rows: np.ndarray) -> np.ndarray:
     return positions
 
 
-def scatter_by_words(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
-    """Returns [n] with the values of kept entries at their positions, any values elsewhere.
-
-    A scatter needs a buffer of n entries, and XLA runs it in one thread. This program is a loop
-    over entries that XLA fuses with later operations. Words and values must be stored: a fused loop
-    would compute a word for each of its entries.
-
-    Args:
-      words: words of the mask.
-      values: [k], one for each slot.
-      n: number of entries.
-
-    Example:
-      >>> words = read_words(jnp.array([0, 1, 0, 1]))
-      >>> jnp.where(are_set(words, 4), scatter_by_words(words, jnp.array([5, 6, 7]), 4), 0)
-      Array([0, 5, 0, 6], dtype=int32)
-    """
-    if not n or not values.shape[0]:
-        return jnp.zeros(n, values.dtype)
-    below = (jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)) - 1
-    before = jax.lax.population_count(words.bits[:, None] & below[None]).astype(jnp.int32)
-    slots = (words.starts[:, None] + before).reshape(-1)[:n]
-    return values.at[slots].get(mode="clip")
-
-
-def are_set(words: MaskWords, n: int) -> jax.Array:
-    """Returns whether the mask of the words keeps each of n entries, bool[n].
-
-    A loop over entries that has read the words for `scatter_by_words` reads no mask besides them.
-
-    Example:
-      >>> are_set(read_words(jnp.array([0, 1, 0, 1])), 4)
-      Array([False,  True, False,  True], dtype=bool)
-    """
-    places = jnp.arange(_BITS, dtype=jnp.uint32)
-    return ((words.bits[:, None] >> places[None]) & 1 > 0).reshape(-1)[:n]
-
-
 def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the slot of each position in a mask, and whether the mask keeps the position.
 
@@ -326,19 +250,13 @@ def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array
 
     Example:
       >>> slots_of_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), jnp.array([0, 3, 4, 5]))
-      (Array([0, 1, 2, 2], dtype=int32), Array([False,  True,  True, False], dtype=bool))
+      (Array([-1,  1,  2,  2], dtype=int32), Array([False,  True,  True, False], dtype=bool))
     """
-    n = mask.shape[0]
-    if not n:
+    if not mask.shape[0]:
         return jnp.zeros_like(positions), jnp.zeros(positions.shape, bool)
-    words = read_words(mask)
-    is_outside = positions >= n
-    inside = jnp.where(is_outside, n - 1, positions)
-    word, bit = inside // _BITS, (inside % _BITS).astype(jnp.uint32)
-    bits = words.bits[word]
-    before = bits & ((jnp.uint32(1) << bit) - 1)
-    slot = words.starts[word] + jax.lax.population_count(before).astype(jnp.int32)
-    return slot, ((bits >> bit) & 1 > 0) & ~is_outside
+    slots = jnp.cumsum(mask > 0, dtype=jnp.int32) - 1
+    stays = mask.at[positions].get(mode="fill", fill_value=0) > 0
+    return slots.at[positions].get(mode="clip"), stays
 
 
 def carry_values(
@@ -358,16 +276,3 @@ def carry_values(
         values = jnp.take_along_axis(values, at, stays.ndim - 1, mode="clip")
     zero = jnp.zeros((), values.dtype)
     return jnp.where(stays.reshape(shape), values, zero if fresh is None else fresh)
-
-
-def _find_bit(bits: jax.Array, rank: jax.Array) -> jax.Array:
-    """Returns the place of the set bit with `rank` set bits below, by halving the word."""
-    place = jnp.zeros_like(rank)
-    for width in (16, 8, 4, 2, 1):
-        low = bits & jnp.uint32((1 << width) - 1)
-        count = jax.lax.population_count(low).astype(jnp.int32)
-        is_above = rank >= count
-        rank = jnp.where(is_above, rank - count, rank)
-        place = jnp.where(is_above, place + width, place)
-        bits = jnp.where(is_above, bits >> width, low)
-    return place

@@ -96,7 +96,6 @@ class AxisRule:
       fill: the constant that may take the place of entries of the sources, `None` if there is none.
       is_lookup: whether indices choose entries, as in an embedding.
       moves_window: whether the mixed axes are those of a window, as in an image.
-      reads_quantized: whether the operation may read floats in place of quantized values.
     """
 
     relate: Callable[[Equation], list[Relation]]
@@ -106,7 +105,6 @@ class AxisRule:
     fill: Callable[[Equation], float | None] = lambda equation: None
     is_lookup: bool = False
     moves_window: bool = False
-    reads_quantized: bool = False
 
 
 def relate_same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
@@ -416,14 +414,10 @@ _WINDOWED = AxisRule(
 )
 
 LAYOUTS: dict[str, AxisRule] = {
-    "transpose": AxisRule(_transpose, reads_quantized=True),
-    "squeeze": AxisRule(_squeeze, reads_quantized=True),
-    "broadcast_in_dim": AxisRule(
-        _broadcast, functools.partial(_resize_output, "shape"), reads_quantized=True
-    ),
-    "reshape": AxisRule(
-        _reshape, functools.partial(_resize_output, "new_sizes"), reads_quantized=True
-    ),
+    "transpose": AxisRule(_transpose),
+    "squeeze": AxisRule(_squeeze),
+    "broadcast_in_dim": AxisRule(_broadcast, functools.partial(_resize_output, "shape")),
+    "reshape": AxisRule(_reshape, functools.partial(_resize_output, "new_sizes")),
     "concatenate": AxisRule(
         functools.partial(_join, "dimension", "a concatenation"),
         sources=lambda equation, index: range(len(equation.inputs)),
@@ -438,12 +432,11 @@ LAYOUTS: dict[str, AxisRule] = {
     ),
     "unstack": AxisRule(functools.partial(_take_apart, "a stack")),
     "tile": AxisRule(_tile),
-    "slice": AxisRule(_slice, _resize_slice, reads_quantized=True),
+    "slice": AxisRule(_slice, _resize_slice),
     "dynamic_slice": AxisRule(
         lambda x: [_relate_lookup(x, i, i) for i in range(len(x.inputs[0].shape))],
         lambda x, sizes: {"slice_sizes": sizes.shape(x.outputs[0])},
         is_lookup=True,
-        reads_quantized=True,
     ),
     "dynamic_update_slice": AxisRule(
         lambda x: _relate_update(x, 1, {i: i for i in range(len(x.inputs[0].shape))}),
@@ -472,11 +465,6 @@ LAYOUTS: dict[str, AxisRule] = {
 def is_lookup(equation: Equation) -> bool:
     """Returns whether an equation reads the entries of an array that indices choose."""
     return equation.name in LAYOUTS and LAYOUTS[equation.name].is_lookup
-
-
-def reads_quantized(equation: Equation) -> bool:
-    """Returns whether a layout operation may read floats in place of quantized values."""
-    return equation.name in LAYOUTS and LAYOUTS[equation.name].reads_quantized
 
 
 def is_move(equation: Equation) -> bool:

@@ -15,8 +15,7 @@ import sparsity
 from sparsity.compacting.state import densify_kept_states
 from sparsity.masks.slice_layout import (
     kept_positions,
-    read_words,
-    scatter_by_words,
+    scatter,
     slots_of_positions,
 )
 from sparsity.training.inner import KeptState
@@ -390,12 +389,8 @@ def test_positions_words_and_slots_are_those_of_numpy(n, density):
 
 @jax.jit
 def read_mask(mask, values, at):
-    n, words = mask.size, read_words(mask)
-    return (
-        kept_positions(mask, n + 2),
-        scatter_by_words(words, values, n),
-        *slots_of_positions(mask, at),
-    )
+    positions = kept_positions(mask, mask.size + 2)
+    return positions, scatter(mask.size, positions, values), *slots_of_positions(mask, at)
 
 
 @pytest.mark.slow
