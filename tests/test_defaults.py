@@ -95,7 +95,7 @@ IDENTITY = """
 Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
 Frame KeptArray KeptParameter Lockstep Model
 Program SharedEntry Small StoredParameter Use
-Value Width _CutParameter _Run _Trainer
+Value Width _CutParameter _Run _SlotMap _Trainer
 """
 
 

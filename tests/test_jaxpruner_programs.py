@@ -229,7 +229,7 @@ def test_two_lines_of_the_readme_wrap_an_existing_optimizer():
 
 @pytest.mark.parametrize("name", jaxpruner.all_algorithm_names())
 def test_the_readmes_is_packed_is_a_type_error_that_names_use_packed_masks(name):
-    with pytest.raises(TypeError, match="use_packed_masks=True"):
+    with pytest.raises(TypeError, match="Did you mean 'use_packed_masks'"):
         jaxpruner.ALGORITHM_REGISTRY[name](is_packed=True)
 
 

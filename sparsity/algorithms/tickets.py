@@ -71,7 +71,9 @@ def lottery_ticket(
     for role, tree in (("params", params), ("rewind_params", origin)):
         _check_finite(role, tree, ones)
     tickets = list(done)[: rounds + 1]
-    for r, (start, masks, _) in enumerate(tickets):
+    for r, ticket in enumerate(tickets):
+        checks.check_kind(f"done[{r}]", ticket, tuple, "a ticket (start, masks, trained)")
+        start, masks, _ = ticket
         _check_like(f"done[{r}]: start must have the leaves", start, params)
         _check_number(r, masks, _count_kept(ones, rate, r))
     for r in range(len(tickets), rounds + 1):

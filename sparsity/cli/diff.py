@@ -61,7 +61,7 @@ def diff(arguments: argparse.Namespace) -> int:
                 f"{trees.shape_text(x['shape'])} {x['dtype']}" if x else "nothing" for x in types
             ]
             counts = [f"{report[key]:,}" if key in report else "" for key in COUNTS]
-            table.add_row(name, " -> ".join(dict.fromkeys(texts)), *counts)
+            table.add_row(extras.escape_controls(name), " -> ".join(dict.fromkeys(texts)), *counts)
         table.add_section()
         last = f"{len(differing)} of {len(reports)} parameters differ"
         table.add_row(last, "", *(f"{total[key]:,}" for key in COUNTS))
@@ -110,7 +110,12 @@ def _show_delta(arguments: argparse.Namespace) -> int:
                 array = f"{trees.shape_text(shape)} {dtype}"
                 density = f"{values.size / math.prod(shape):.4%}"
                 numbers = f"{term.weight:g}", f"{values.size:,}", density
-                table.add_row(name, array, *numbers, format_bytes(indices.nbytes + values.nbytes))
+                table.add_row(
+                    extras.escape_controls(name),
+                    array,
+                    *numbers,
+                    format_bytes(indices.nbytes + values.nbytes),
+                )
     print(f"{extras.as_text(table)}\n{delta}")
     return 1 if delta.nbytes else 0
 

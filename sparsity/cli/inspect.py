@@ -42,7 +42,13 @@ def inspect(arguments: argparse.Namespace) -> int:
     table = extras.make_table(["parameter", "shape", "dtype", "patterns"], ["sparsity", *BYTES])
     for name, x in reports.items():
         shape = trees.shape_text(x["shape"])
-        table.add_row(name, shape, x["dtype"], " ".join(x["patterns"]), *_format_numbers(x))
+        table.add_row(
+            extras.escape_controls(name),
+            shape,
+            x["dtype"],
+            " ".join(x["patterns"]),
+            *_format_numbers(x),
+        )
     table.add_section()
     table.add_row("total", f"{size:,}", "", "", *_format_numbers(total))
     print(extras.as_text(table))

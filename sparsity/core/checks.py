@@ -125,10 +125,11 @@ def check_function(name: str, value: object, arguments: str, *, optional: bool =
 def check_loss(name: str, value: PyTree) -> None:
     """Raises a ValueError that names a function unless it returned a real scalar of fractions."""
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        kind = getattr(value, "dtype", type(value).__name__)
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        kind = f"an array of shape {value.shape} and type {value.dtype}" if is_array else ""
         raise ValueError(
-            f"{name} must return a real floating-point scalar, the mean of the losses of the "
-            f"batch, got {kind} of shape {getattr(value, 'shape', None)}."
+            f"{name} must return a real floating-point scalar, got "
+            f"{kind or f'a {type(value).__name__}'}. Return the mean of the losses of the batch."
         )
 
 

@@ -66,7 +66,12 @@ def make_table(text_columns: Sequence[str], number_columns: Sequence[str]) -> Ta
 def as_text(table: object) -> str:
     """Renders a table of rich as text of several lines, without colours and controls."""
     console = load("rich.console", "summary").Console(
-        file=io.StringIO(), width=1000, color_system=None, force_jupyter=False, markup=False
+        file=io.StringIO(),
+        width=1000,
+        color_system=None,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
     )
     console.print(table)
     lines = console.file.getvalue().strip("\n").splitlines()

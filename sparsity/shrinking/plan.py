@@ -178,6 +178,8 @@ class Plan:
             if stored["format"] != _FORMAT:
                 raise ValueError(f"the format is {stored['format']!r}, not {_FORMAT}")
             leaves = {tuple(leaf["path"]): leaf for leaf in stored["leaves"]}
+            if not all(isinstance(name, str) for path in leaves for name in path):
+                raise ValueError("a path has a name that is no text")
             return cls(
                 {path: _read_arrays(leaf["kept"], np.array) for path, leaf in leaves.items()},
                 {path: tuple(leaf["shape"]) for path, leaf in leaves.items()},

@@ -198,7 +198,7 @@ def test_a_pattern_that_is_none_is_an_error(pattern):
 
 
 def test_axes_out_of_range_and_integers_are_errors():
-    with pytest.raises(ValueError, match="axis must name one of 1 axes, got axis = 1"):
+    with pytest.raises(ValueError, match="axis must be at most 0, got axis = 1"):
         prune_act_struct(jnp.ones(8), (2, 4), axis=1)
     with pytest.raises(ValueError, match="batch_axes must be at most 1"):
         prune_act_unstruct(jnp.ones(8), 0.5, batch_axes=2)

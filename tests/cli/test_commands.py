@@ -45,7 +45,7 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path, capsys):
     source, target = tmp_path / "in.npz", tmp_path / "out.npz"
     np.savez(source, a=np.arange(6), b=np.ones(2, bool))
     assert main(["prune", str(source), str(target), *HALF]) == 2
-    assert "No parameter is a floating or complex array" in capsys.readouterr().err
+    assert "nothing to remove from the floating or complex" in capsys.readouterr().err
     assert not target.exists()
 
 
@@ -156,11 +156,12 @@ def test_the_table_shows_leaves_as_they_are_called(tmp_path, capsys):
 def test_the_table_shows_what_a_terminal_would_obey(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **{"up\n\x1b[31m": np.ones(2), "größe": np.ones(2)})
     assert main(["inspect", str(tmp_path / "a.npz")]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["parameter", "-" * 12, "größe", r"up\n\x1b[31m", "-" * 12, "total"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    names = [row[0] for row in rows if row and "─" not in row[0]]
+    assert names == ["parameter", "größe", r"up\n\x1b[31m", "total"]
 
 
-PACKAGES = ["flax", "msgpack", "orbax", "rich", "safetensors", "tensorstore", "zstandard"]
+PACKAGES = ["flax", "msgpack", "orbax", "safetensors", "tensorstore", "zstandard"]
 
 
 def test_npz_needs_no_other_package_and_says_once_what_is_left_out(tmp_path, capsys, monkeypatch):
@@ -455,7 +456,7 @@ def test_bad_arguments_are_one_line_that_says_the_remedy(kernels, capsys, argume
     [
         (["--sparsity", "50"], r"must be in [0, 1] (0.8 means 80 %)"),
         (["--sparsity", "half"], "invalid float value: 'half'"),
-        ([*HALF, "--type", "nm_2,3"], "keeps all selected parameters dense, 'big', 'small'"),
+        ([*HALF, "--type", "nm_2,3"], "which are 'big', 'small'"),
         ([*HALF, "--type", "2 of 4"], "Sparsity type '2 of 4' is not known"),
         ([*HALF, "--algorithm", "magnitud"], "Did you mean 'magnitude'?"),
         ([*HALF, "--scope", "all"], "Known: layerwise, global"),

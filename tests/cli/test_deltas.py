@@ -107,13 +107,13 @@ def test_diff_shows_a_delta(files, capsys):
     assert main(["diff", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     row = ["a/kernel", "4x8", "float32", "1", "2", "6.2500%", "16", "B"]
-    assert lines[2].split() == row
+    assert row in [line.split() for line in lines]
     assert lines[-1] == "Delta(2 entries in 1 of 2 parameters, 16 bytes)"
     delta = Delta.load(path)
     Delta.merge([delta, delta], [0.5, -2]).save(path)
     assert main(["diff", str(path)]) == 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[3] for row in rows[2:4]] == ["0.5", "-2"]
+    assert [row[3] for row in rows if row[:1] == ["a/kernel"]] == ["0.5", "-2"]
 
 
 def test_an_empty_delta_is_no_difference(files, capsys):
