@@ -30,6 +30,14 @@ from sparsity.core.sharding import shard_like
 from sparsity.masks import apply_mask, apply_mask_straight_through
 from sparsity.patterns import NByM, Unstructured, parse_nm
 
+OutputPattern: TypeAlias = float | str | tuple[int, int] | NByM
+LayerPatterns: TypeAlias = names.Named[OutputPattern]
+PruneFn: TypeAlias = Callable[[chex.Array], jax.Array]
+P = ParamSpec("P")
+R = TypeVar("R")
+Module = TypeVar("Module")
+_REPORT = "activation_sparsity"
+
 
 def prune_act_unstruct(
     x: chex.Array, density: chex.Numeric, *, batch_axes: int = 0, straight_through: bool = False
@@ -111,16 +119,6 @@ def _apply_created_mask(
         raise ValueError(f"x must be an array of floating or complex numbers, got {x.dtype}.")
     mask = create(jnp.abs(jax.lax.stop_gradient(x)))
     return (apply_mask_straight_through if straight_through else apply_mask)(x, mask)
-
-
-OutputPattern: TypeAlias = float | str | tuple[int, int] | NByM
-LayerPatterns: TypeAlias = names.Named[OutputPattern]
-PruneFn: TypeAlias = Callable[[chex.Array], jax.Array]
-P = ParamSpec("P")
-R = TypeVar("R")
-Module = TypeVar("Module")
-
-_REPORT = "activation_sparsity"
 
 
 def sparsify_linen(

@@ -26,6 +26,8 @@ from sparsity.training.state import SparseState, get_sparse_state
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_WARM_UP = 2  # calls: the first compiles, the second fills caches
+
 # Also `None` for a leaf that is `None`, and float32 arrays inside `jit`. A type with all three
 # would force users to cast each number.
 Summary: TypeAlias = dict[str, float]
@@ -432,9 +434,6 @@ def _explain(group: PlacedGroup) -> str:
         if len(sizes) > 1:
             return f"a factor of {' x '.join(map(str, sizes))}"
     return ""
-
-
-_WARM_UP = 2  # calls: the first compiles, the second fills caches
 
 
 def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[float]:

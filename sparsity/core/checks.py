@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Libraries that call each other between the user's line and a warning.
+_LIBRARIES = {"sparsity", "jax", "jaxlib", "optax", "chex", "flax", "contextlib", "functools"}
+
 PyTree: TypeAlias = Any
 K = TypeVar("K")
 V = TypeVar("V")
@@ -202,10 +205,6 @@ def as_float(value: PyTree) -> float:
     except OverflowError:  # of an integer that no float holds
         return math.nan
     return number if math.isfinite(number) else math.nan
-
-
-# Libraries that call each other between the user's line and a warning.
-_LIBRARIES = {"sparsity", "jax", "jaxlib", "optax", "chex", "flax", "contextlib", "functools"}
 
 
 def warn(message: str) -> None:

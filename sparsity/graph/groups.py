@@ -25,6 +25,9 @@ from sparsity.programs.axes import (
     list_variables,
 )
 
+AxisSizes: TypeAlias = dict[Variable, int]
+AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisIndex, np.ndarray]]  # {path: {axis: array}}
+
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
 
@@ -223,10 +226,6 @@ def _make_refusals(
     source = "" if equation is None else equation.source
     text = f"{reason.text}; other entries of the axis can go" if None in reasons else reason.text
     return [Refusal(parameter.path, axis_index, primitive, source, text)]
-
-
-AxisSizes: TypeAlias = dict[Variable, int]
-AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisIndex, np.ndarray]]  # {path: {axis: array}}
 
 
 @runtime_checkable

@@ -33,6 +33,10 @@ from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CALLS, CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
 
+# {value that is available where an equation runs: the equation that makes the value, if one does}
+AvailableValues: TypeAlias = Mapping[Value, Equation | None]
+_MAX_EQUATIONS = 64  # equations that a smaller program evaluates for one sum
+
 # An axis, and the variable that loses entries.
 RemovedEntry: TypeAlias = tuple[AxisIndex, Variable]
 
@@ -84,11 +88,6 @@ class Constants:
     def _key(self) -> tuple[object, ...]:
         at = sorted((i, id(v), c) for (i, v), c in self.at.items())
         return self.everywhere, self.may_be_nan, at
-
-
-# {value that is available where an equation runs: the equation that makes the value, if one does}
-AvailableValues: TypeAlias = Mapping[Value, Equation | None]
-_MAX_EQUATIONS = 64  # equations that a smaller program evaluates for one sum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

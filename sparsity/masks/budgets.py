@@ -19,6 +19,8 @@ from jax import lax
 from sparsity.core.hashing import flat_index
 from sparsity.selection.keys import to_keys
 
+_MAX_COST = 2**62  # fits two words, with room for a sum
+
 Words: TypeAlias = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
 
@@ -77,9 +79,6 @@ def to_float(a: Words) -> jax.Array:
 def _carry(low: jax.Array, high: jax.Array) -> Words:
     """Returns high * 2**16 + low."""
     return (high + (low >> 16)) >> 16, (high << 16) + low
-
-
-_MAX_COST = 2**62  # fits two words, with room for a sum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,9 @@ from sparsity.patterns import Unstructured
 from sparsity.patterns.base import ROUNDING, entry_counter, read_final_sparsity
 from sparsity.selection import lowest_sparsity, num_kept
 
+DistributionFn: TypeAlias = Callable[..., PyTree]  # `masks.distributions.Distribution`
+_log = logging.getLogger(__name__)
+
 FilterFn: TypeAlias = Callable[[tuple[str, ...], jax.Array], bool]
 # Selected parameters: {key path: (parameter, batch axes)}
 Candidates: TypeAlias = dict[trees.KeyPath, tuple[PyTree, int]]
@@ -386,11 +389,6 @@ def _scale_to_total(
         budget -= sizes[densest]
         weighted = math.fsum(raw[key_path] * sizes[key_path] for key_path in open_paths)
     return densities | {key_path: eps * raw[key_path] for key_path in open_paths}
-
-
-DistributionFn: TypeAlias = Callable[..., PyTree]  # `masks.distributions.Distribution`
-
-_log = logging.getLogger(__name__)
 
 
 def compute_targets(

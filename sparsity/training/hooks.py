@@ -40,6 +40,11 @@ from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.state import SparseState, get_sparse_state, to_stored_form
 
+T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., object])
+ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
+NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})
+
 _PACKAGE = __name__.partition(".")[0]
 KeepsCount: TypeAlias = Literal["exact", "at most", "any"]
 
@@ -119,12 +124,6 @@ def _read_value(field: object) -> object:
         data = jax.random.key_data(field) if is_key else field
         return str(field.dtype), np.asarray(data).tolist()
     return field
-
-
-T = TypeVar("T")
-Hook = TypeVar("Hook", bound=Callable[..., object])
-ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
-NO_EXTRA: Mapping[str, ExtraArg] = types.MappingProxyType({})
 
 
 class HookArgs(TypedDict, total=False):
