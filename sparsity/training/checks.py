@@ -273,8 +273,10 @@ def _complete_units(updater: UpdaterHooks, sites: Sites, masks: Masks, shapes: P
         return masks_lib.adapt_scope(updater.scope, sites).move_tree(masks, scores, scores, 0.0)
 
     def complete(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
+        if path not in sites or not updater.regrows:
+            return mask
         pattern, axes = sites[path].pattern, sites[path].batch_axes
-        if pattern.is_elementwise or not pattern.ranks_units or not updater.regrows:
+        if pattern.is_elementwise or not pattern.ranks_units:
             return mask
         pattern.check(mask.shape, axes, sites[path].name)
         pooled = masks_lib.are_kept(pattern.pool(mask, axes))
