@@ -42,7 +42,6 @@ class MovementPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool] = True
-    needs_gradients: ClassVar[bool] = True
 
     def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
         def make_zeros(

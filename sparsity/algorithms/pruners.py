@@ -61,8 +61,6 @@ class SaliencyPruning(BaseUpdater):
       Array([[1., 0.]], dtype=float32)
     """
 
-    needs_gradients: ClassVar[bool] = True
-
     def calculate_scores(
         self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
     ) -> ScoreTree:

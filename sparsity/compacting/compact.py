@@ -112,11 +112,6 @@ class Compact(Generic[Tree]):
         """The optimizer of `opt_state`, which has no wrapper; `None` without `tx`."""
         return self._read_start("tx")
 
-    @property
-    def update_error(self) -> float | None:
-        """0.0: `tx` is proved to train kept values as masked parameters; `None` without `tx`."""
-        return None if self.tx is None else 0.0
-
     def __repr__(self) -> str:
         return f"Compact({', '.join(f'{x}: {f!r}' for x, f in self.formats.items()) or 'dense'})"
 

@@ -29,13 +29,6 @@ def split(k: int) -> tuple[np.uint32, np.uint32]:
     return np.uint32(k >> 32), np.uint32(k & 0xFFFFFFFF)
 
 
-def total(counts: jax.Array) -> Words:
-    """Sums fewer than 2**16 counts (int32) along the first axis."""
-    counts = counts.astype(jnp.uint32)
-    # Fewer than 2**16 halves of 16 bits add up in 32 bits.
-    return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
-
-
 def total_words(a: Words) -> Words:
     """Sums fewer than 2**16 integers along the first axis, to less than 2**64."""
     words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
@@ -74,11 +67,6 @@ def to_float(a: Words) -> jax.Array:
     """Converts a to float32, rounded."""
     high: jax.Array = a[0].astype(jnp.float32) * jnp.float32(2.0**32)
     return high + a[1].astype(jnp.float32)
-
-
-def _carry(low: jax.Array, high: jax.Array) -> Words:
-    """Returns high * 2**16 + low."""
-    return (high + (low >> 16)) >> 16, (high << 16) + low
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,4 +4,5 @@
 program, an `Interpreter` runs one on arrays. What is known of a primitive is one entry: in
 `ENTRYWISE`, `REDUCTIONS` or `SOURCES` of `entrywise.py`, in `LAYOUTS` of `layout.py`, or in
 `PRODUCTS` of `products.py`. A primitive without an entry needs all entries of its arrays.
+`optimizers.py` proves by its program that an optimizer works entry by entry.
 """

@@ -47,7 +47,6 @@ class Entrywise:
       keeps_any_zero: whether the output is 0 where one input is 0, unless another input is infinite
         or NaN; also for complex numbers, for which folds return `None`.
       keeps_zeros: whether the output is 0 where all inputs are 0, for complex numbers, too.
-      is_nonnegative: whether no output is negative.
     """
 
     fold: Fold | None = None
@@ -57,7 +56,6 @@ class Entrywise:
     reads_zero_sign: bool = False
     keeps_any_zero: bool = False
     keeps_zeros: bool = False
-    is_nonnegative: bool = False
 
 
 def fold_exactly(compute: NumpyFunction) -> Fold:
@@ -154,7 +152,7 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise() for name in _WITHOUT_FOLD},
     # 0 if the first input is 0, whatever the other one is
     **{name: Entrywise(lambda _, x: 0.0 if x[0] == 0 else None) for name in _KEEP_ZERO},
-    "abs": Entrywise(fold_exactly(np.abs), keeps_any_zero=True, is_nonnegative=True),
+    "abs": Entrywise(fold_exactly(np.abs), keeps_any_zero=True),
     "add": Entrywise(fold_exactly(np.add), keeps_zeros=True),
     "add_any": Entrywise(fold_exactly(np.add), keeps_zeros=True),
     "and": Entrywise(_fold_absorbing(np.bitwise_and)),
@@ -163,7 +161,7 @@ ENTRYWISE: dict[str, Entrywise] = {
     "conj": Entrywise(fold_exactly(np.conj), keeps_any_zero=True),
     "convert_element_type": Entrywise(is_copy=True, keeps_any_zero=True),
     "div": Entrywise(_divide, reads_zero_sign=True),
-    "exp": Entrywise(fold_rounded(np.exp), is_nonnegative=True),
+    "exp": Entrywise(fold_rounded(np.exp)),
     "imag": Entrywise(keeps_any_zero=True),
     "integer_pow": Entrywise(
         lambda e, x: fold_rounded(lambda x: x ** e.params["y"])(e, x), reads_zero_sign=True
@@ -177,8 +175,8 @@ ENTRYWISE: dict[str, Entrywise] = {
     "rem": Entrywise(reads_zero_sign=True),
     "rsqrt": Entrywise(fold_rounded(lambda x: 1 / np.sqrt(x)), reads_zero_sign=True),
     "select_n": Entrywise(_select),
-    "sqrt": Entrywise(fold_exactly(np.sqrt), is_nonnegative=True),
-    "square": Entrywise(fold_exactly(np.square), keeps_any_zero=True, is_nonnegative=True),
+    "sqrt": Entrywise(fold_exactly(np.sqrt)),
+    "square": Entrywise(fold_exactly(np.square), keeps_any_zero=True),
     "sub": Entrywise(fold_exactly(np.subtract), keeps_zeros=True),
 }
 # These make new entries, which no input holds.

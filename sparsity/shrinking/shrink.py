@@ -171,11 +171,6 @@ class Small(Generic[Tree]):
     masks: Masks = None
     tx: optax.GradientTransformation | None = None
 
-    @property
-    def update_error(self) -> float | None:
-        """0.0: `tx` is proved to continue as on the masked model; `None` without `tx`."""
-        return None if self.tx is None else 0.0
-
     @functools.cached_property
     def graph(self) -> Graph:
         """Graph of the smaller model, traced at first use; its channels can be cut again."""

@@ -300,8 +300,6 @@ class UpdaterHooks(DataclassBase):
         gives. "at most": at most that number. "any": any number.
       prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
         classes that train sparse from the start, whose `instant_sparsify` raises a RuntimeError.
-      needs_gradients: class attribute: whether `instant_sparsify` needs `grads`, so that the
-        command `prune` leaves out the class.
       searches_columns: class attribute: whether updates select along other axes than the last ones.
         A step then fixes the layouts of arrays on GPUs, and has no export for them.
       unused_hooks: class attribute: maps each hook that the class never calls to the hooks to
@@ -332,7 +330,6 @@ class UpdaterHooks(DataclassBase):
     keeps_dense_weights: ClassVar[bool | None] = None
     keeps_count: ClassVar[KeepsCount] = "any"
     prunes_at_once: ClassVar[bool] = True
-    needs_gradients: ClassVar[bool] = False
     takes_distribution: ClassVar[bool] = True
     schedule_type: ClassVar[str] = "polynomial"
     config_keys: ClassVar[Mapping[str, str]] = {}

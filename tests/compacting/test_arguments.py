@@ -46,7 +46,7 @@ def test_a_model_that_jax_made_from_its_leaves_says_what_it_lacks(name):
         getattr(mapped, name)
     with pytest.raises(AttributeError, match="no attribute 'parameters'"):
         mapped.parameters  # noqa: B018
-    assert (model.opt_state, model.tx, model.update_error) == (None, None, None)
+    assert (model.opt_state, model.tx) == (None, None)
     assert jax.tree.structure(mapped) == jax.tree.structure(model)
 
 
@@ -69,8 +69,6 @@ def test_a_model_that_jax_made_from_its_leaves_works_with_parameters_beside_it(m
         moved.params  # noqa: B018
     moved = mapped.move(pruner, values, state, 0)[0]
     assert moved.params["up"].shape == (4,)
-    with pytest.raises(AttributeError, match="no tx"):
-        moved.update_error  # noqa: B018
 
 
 def test_slices_that_keep_equally_many_entries_are_rows():

