@@ -319,9 +319,9 @@ def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
                 f"{role} are not all finite. Look for NaN in the parameters and the data, or scale "
                 "the model down; jax.config.update('jax_enable_x64', True) widens the range."
             )
-        if score.size > 1 and bool(jnp.all(score == score.reshape(-1)[0])):
+        if score.size > 1 and bool(jnp.min(score) == jnp.max(score)):
             raise ValueError(
-                f"{role} are all {float(score.reshape(-1)[0])} and rank nothing. Does the leaf "
+                f"{role} are all {float(jnp.min(score))} and rank nothing. Does the leaf "
                 "take part in the output, and is it initialized to values that differ?"
             )
 

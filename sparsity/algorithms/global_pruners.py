@@ -73,7 +73,7 @@ class GlobalPruning(BaseUpdater):
         target_sparsity: chex.Numeric | None = None,
     ) -> Masks:
         """Takes `sparsities` also by the name `target_sparsity`, as in jaxpruner."""
-        if (sparsities is None) is (target_sparsity is None):
+        if sparsities is not None and target_sparsity is not None:
             raise TypeError("create_masks takes either sparsities or target_sparsity.")
         sparsities = target_sparsity if sparsities is None else sparsities
         return super().create_masks(scores, sparsities, target_sparsities, sites=sites)

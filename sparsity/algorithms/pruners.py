@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.arrays import multiply
+from sparsity.core.arrays import promote, scale_to_one
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import has_statement
@@ -70,17 +70,24 @@ class SaliencyPruning(BaseUpdater):
                 "them: instant_sparsify(params, grads)."
             )
 
-        # A scope that adds up the scores of channels takes the absolute value of the sum.
-        is_signed = has_statement(self.scope, "takes_signed_scores")
+        factors: list[tuple[jax.Array, jax.Array]] = []
 
-        def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
+        def read(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> int:
             if grad is None:
                 name = trees.path_string(path)
                 raise ValueError(f"grads has no leaf for {name!r}. Give all gradients of params.")
-            product = multiply(param, grad)
-            return product if is_signed else jnp.abs(product)
+            dtype = promote(param.dtype, grad.dtype, jnp.float32)
+            factors.append((param.astype(dtype), grad.astype(dtype)))
+            return len(factors) - 1
 
-        return trees.map_matched(score, params, grads)
+        places = trees.map_matched(read, params, grads)
+        # Products of factors near 1 neither vanish nor overflow.
+        scaled = [scale_to_one(x)[0] for x in zip(*factors, strict=True)]
+        scores = [weight * grad for weight, grad in zip(*scaled, strict=True)]
+        # A scope that adds up the scores of channels takes the absolute value of the sum.
+        if not has_statement(self.scope, "takes_signed_scores"):
+            scores = list(map(jnp.abs, scores))
+        return jax.tree.map(scores.__getitem__, places)
 
 
 @dataclasses.dataclass(kw_only=True)

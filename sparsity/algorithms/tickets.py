@@ -72,7 +72,7 @@ def lottery_ticket(
         _check_finite(role, tree, ones)
     tickets = list(done)[: rounds + 1]
     for r, ticket in enumerate(tickets):
-        checks.check_kind(f"done[{r}]", ticket, tuple, "a ticket (start, masks, trained)")
+        checks.check_kind(f"done[{r}]", ticket, tuple | list, "a ticket (start, masks, trained)")
         start, masks, _ = ticket
         _check_like(f"done[{r}]: start must have the leaves", start, params)
         _check_number(r, masks, _count_kept(ones, rate, r))
@@ -118,7 +118,9 @@ def _check_finite(role: str, tree: PyTree, masks: Masks) -> None:
     """Raises a ValueError that names a leaf whose kept weights are not finite."""
 
     def check(path: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> None:
-        if mask is not None and not bool(jnp.all(jnp.isfinite(weights) | (mask == 0))):
+        if mask is None or checks.is_traced(weights):
+            return
+        if not jax.device_get(jnp.all(jnp.isfinite(weights) | (mask == 0))):
             raise ValueError(
                 f"{role}: the weights at {trees.path_string(path)!r} are not all finite, so that "
                 "their magnitudes rank nothing. Lower the learning rate, or clip the gradients."

@@ -211,7 +211,7 @@ def _locate_kept(
             stack = tuple(range(0, len(split_shape), 2))
         layout = SliceLayout(array.shape, stack, split_shape)
         k = int(layout.count_kept(array != 0).max())
-        if layout.slice_size + k >= 2**31:
+        if not array.all() and layout.slice_size + k >= 2**31:
             raise ValueError(
                 f"train_only: {trees.path_string(path)!r} of shape {array.shape} has parts of more "
                 "entries than 32-bit positions reach. Shard the parameter and its mask."

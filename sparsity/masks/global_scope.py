@@ -86,6 +86,7 @@ class Global(DataclassBase):
             return self._select_within(total, scored_sites, fixed)
         scores = [scored.scores for scored in scored_sites]
         sizes, sparsities = [x.size for x in scores], [scored.sparsity for scored in scored_sites]
+        _check_total(sizes)
         k = count_units(sizes, sparsities).sum()[None]
         k = _count_in_total(sizes, sparsities) if total is None else k
         all_candidates = [Candidates(x) for x in self._make_comparable(scores)]
@@ -127,6 +128,7 @@ class Global(DataclassBase):
     def _move_together(
         self, moving_sites: Sequence[MovingSite], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
+        _check_total([moving.mask.size for moving in moving_sites])
         total = _find_cost(moving_sites)
         if total is not None and not total.is_alike(len(moving_sites)):
             raise ValueError(
@@ -146,6 +148,15 @@ class Global(DataclassBase):
             read = [divide_by_norm(x, self.normalization_eps) for x in read]
         dtype = promote(*(x.dtype for x in read))
         return [x.astype(dtype) for x in read]
+
+
+def _check_total(sizes: Sequence[int]) -> None:
+    """Raises a ValueError for more weights than one competition counts, in 32 bits."""
+    if sum(sizes) >= 2**31:
+        raise ValueError(
+            f"scope = Global() ranks {sum(sizes):,} weights together, and fewer than 2**31 can "
+            "compete. Use Layerwise(), or leave parameters out with filter_fn."
+        )
 
 
 def _check(

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsity import selection
 from sparsity.core import checks, sharding
-from sparsity.core.arrays import count, promote
+from sparsity.core.arrays import count, promote, scale_for_sums
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
@@ -280,8 +280,9 @@ def keep_active(
 
 
 def sum_units(scores: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
-    """Sums scores along axes in at least float32."""
-    return jnp.sum(scores, axes, promote(scores.dtype, jnp.float32))
+    """Sums scores along axes in at least float32, scaled if a sum of all would overflow."""
+    wide = scores.astype(promote(scores.dtype, jnp.float32))
+    return jnp.sum(scale_for_sums([wide], wide.size)[0], axes)
 
 
 # ------------------------------------------------------------------ axes

@@ -29,6 +29,7 @@ from sparsity.training.hooks import (
     ComparedByFields,
     ExtraArg,
     UpdaterHooks,
+    check_overrides,
     is_overridden,
     keeps_dense_weights,
 )
@@ -122,6 +123,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         The constructor, `wrap_optax` and `instant_sparsify` call this method, so that assigned
         fields are checked, too. A class with fields of its own extends it.
         """
+        check_overrides(type(self), vars(self))
         check_common_fields(self)
 
     # Entry points.

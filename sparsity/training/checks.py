@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from typing import get_args
@@ -35,7 +36,7 @@ from sparsity.masks import (
 from sparsity.patterns import SparsityType
 from sparsity.programs.optimizers import find_frozen
 from sparsity.sparsity_schedules import check_schedule, has_updates, update_range
-from sparsity.training.hooks import KeepsCount, UpdaterHooks
+from sparsity.training.hooks import KeepsCount, StepInputs, UpdaterHooks
 from sparsity.training.inner import check_static_counts
 from sparsity.training.state import SparseState, check_no_state, check_optax_state
 
@@ -182,6 +183,17 @@ def check_gradients(grads: PyTree, params: Params, masks: Masks) -> None:
     trees.map_matched(check, grads, masks, role="gradients")
 
 
+def check_algorithm_state(updater: UpdaterHooks, state: SparseState, inputs: StepInputs) -> None:
+    """Raises a ValueError if an updater starts with an `algorithm_state`, which the state lacks."""
+    init = functools.partial(inputs.call, updater.init_algorithm_state)
+    if jax.eval_shape(init, inputs.masked_weights, state.masks) is not None:
+        raise ValueError(
+            f"{type(updater).__name__} has an algorithm_state, and that of the state is None: "
+            "another algorithm made the state. Start a new one, tx.init(params), or give this "
+            "one state._replace(algorithm_state=updater.init_algorithm_state(params, masks))."
+        )
+
+
 def check_masked(
     updater: UpdaterHooks, hook: str, masks: Masks, params: Params, targets: Sparsities
 ) -> None:
@@ -273,7 +285,7 @@ def _complete_units(updater: UpdaterHooks, sites: Sites, masks: Masks, shapes: P
         return masks_lib.adapt_scope(updater.scope, sites).move_tree(masks, scores, scores, 0.0)
 
     def complete(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
-        if path not in sites or not updater.regrows:
+        if path not in sites or not updater.regrows or updater.keeps_count != "exact":
             return mask
         pattern, axes = sites[path].pattern, sites[path].batch_axes
         if pattern.is_elementwise or not pattern.ranks_units:

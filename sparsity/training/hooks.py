@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import chex
@@ -49,11 +49,12 @@ _PACKAGE = __name__.partition(".")[0]
 KeepsCount: TypeAlias = Literal["exact", "at most", "any"]
 
 
-def check_overrides(cls: type) -> None:
+def check_overrides(cls: type, assigned: Iterable[str] = ()) -> None:
     """Raises a TypeError for an override that a base class never calls, and names another hook.
 
     A class that also overrides one of the other hooks may call the unused one there. Classes of the
-    library that derive from the base class may override the hook.
+    library that derive from the base class may override the hook. Attributes that were assigned to
+    an object override those of its class.
     """
     for index, base in enumerate(cls.__mro__):
         unused: Mapping[str, tuple[str, ...]] = vars(base).get("unused_hooks", {})
@@ -62,7 +63,7 @@ def check_overrides(cls: type) -> None:
             for x in cls.__mro__[:index]
             if not (x.__module__.partition(".")[0] == _PACKAGE and issubclass(x, base))
         ]
-        overrides = set().union(*map(vars, ahead))
+        overrides = {*assigned}.union(*map(vars, ahead))
         for hook in overrides & unused.keys():
             if overrides.isdisjoint(unused[hook]):
                 raise TypeError(

@@ -168,7 +168,7 @@ class InnerOptimizer:
         """Returns whether weights that return to a mask can get a fresh state."""
         return name_opaque_state(params, state) is None
 
-    def start(self, state: PyTree, params: Params, masks: Masks) -> optax.OptState:
+    def start(self, state: PyTree, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
         """Returns a fresh state for parameters under new masks, in the slots of `state`."""
         # The first `init` may have seen the weights alone, without the functions of a model.
         return self.tx.init(trees.prunable(params))
@@ -224,8 +224,21 @@ class KeptOptimizer(InnerOptimizer):
     def can_restart(self, state: optax.OptState, params: Params) -> bool:
         return True
 
-    def start(self, state: PyTree, params: Params, masks: Masks) -> KeptState:
+    def start(self, state: PyTree, params: Params, masks: Masks, sites: Sites) -> KeptState:
         layouts = jax.tree.map(lambda kept: kept.layout, read_kept(params, state.positions))
+        in_units = trees.map_matched(
+            lambda path, mask: None if sites[path].pattern.is_elementwise else mask, masks
+        )
+        expected = trees.leaves_by_path(self._find_layouts(params, in_units, sites))
+        for path, layout in trees.leaves_by_path(layouts).items():
+            site = sites[path]
+            if expected.get(path, layout) != layout or len(layout.stack) != site.batch_axes:
+                raise ValueError(
+                    f"use_compact_state=True: the state has kept entries of shape "
+                    f"{layout.kept_shape} for {site.name!r}, which {site.pattern!r} with "
+                    f"batch_axes = {site.batch_axes} may change. Restore the state with the "
+                    "pattern, the sparsity and the batch_axes that it was made with."
+                )
         kept = find_kept(params, masks, layouts)
         return KeptState(_read_positions(kept), self.tx.init(trees.prunable(gather(params, kept))))
 
@@ -371,10 +384,11 @@ def count_parts(array: PyTree) -> tuple[int, ...]:
 
 def _check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:
     """Raises a ValueError if a masked parameter is sharded along another axis than batch axes."""
-    if max(count_parts(param)[batch_axes:], default=1) > 1:
+    parts = count_parts(param)
+    if axes := [axis for axis in range(batch_axes, param.ndim) if parts[axis] > 1]:
         raise ValueError(
             f"use_compact_state=True: {trees.path_string(path)!r} of shape {param.shape} is "
-            f"sharded as {param.sharding}, where devices keep unequal numbers. Shard it along "
+            f"sharded along axes {axes}, where devices keep unequal numbers. Shard it along "
             "batch_axes only, replicate it, or leave use_compact_state off."
         )
 

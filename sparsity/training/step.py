@@ -38,6 +38,7 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.training.checks import (
+    check_algorithm_state,
     check_gradients,
     check_masked,
     check_sparse_state,
@@ -157,7 +158,10 @@ class Step:
                 f"{not option}. Restore it with that option."
             )
         check_gradients(grads, params, state.masks)
-        return self.updater.make_inputs(params, grads, extra)
+        inputs = self.updater.make_inputs(params, grads, extra)
+        if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
+            check_algorithm_state(self.updater, *self.unpack_for_hooks(state, inputs))
+        return inputs
 
     def accumulate(self, state: SparseState, inputs: StepInputs) -> SparseState:
         """Returns the state with the `algorithm_state` that the hook `accumulate` returns."""
@@ -166,6 +170,13 @@ class Step:
         plain, inputs = self.unpack_for_hooks(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
+        structures: PyTree = [jax.tree.structure(x.algorithm_state) for x in (state, new)]
+        before, after = structures
+        if before != after:
+            raise ValueError(
+                f"accumulate must return an algorithm_state of the structure {before}, which "
+                f"init_algorithm_state gave it, got {after}."
+            )
         return state._replace(algorithm_state=new.algorithm_state)
 
     def maybe_update_masks(
@@ -228,7 +239,7 @@ class Step:
             masks = keep_sparser(masks, old.masks, is_layerwise(updater.scope))
         new, grown = new._replace(masks=masks), None
         if restarts:
-            new, grown = self.restart(new, old.masks, params)
+            new, grown = self.restart(new, old.masks, inputs)
         if updater.use_packed_masks:
             new = new._replace(masks=pack_masks(new.masks, params))
         return new, grown
@@ -238,16 +249,17 @@ class Step:
         return self.pruned_are_zero and self.inner.can_restart(state.inner_state, inputs.params)
 
     def restart(
-        self, new: SparseState, old_masks: Masks, params: Params
+        self, new: SparseState, old_masks: Masks, inputs: StepInputs
     ) -> tuple[SparseState, PyTree]:
         """Returns the new state with a fresh optimizer state of grown weights, and their marks.
 
         Args:
           new: the state after the update, with masks that are not packed.
           old_masks: tree of the masks before the update, not packed.
-          params: tree of parameters.
+          inputs: inputs of the step.
         """
-        fresh = self.inner.start(new.inner_state, apply_masks(params, old_masks), new.masks)
+        params, masked = inputs.params, apply_masks(inputs.params, old_masks)
+        fresh = self.inner.start(new.inner_state, masked, new.masks, inputs.sites)
         inner_state = self.inner.carry(new.inner_state, fresh, params, new.masks, old_masks)
         new = new._replace(inner_state=inner_state)
         marks = trees.map_matched(

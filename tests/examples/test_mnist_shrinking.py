@@ -99,7 +99,7 @@ def test_straight_through_weights_without_stored_masks_are_cut_too():
     [
         ({"scope": None}, "needs --config.sparsity.scope=coupled, got None"),
         ({"algorithm": "epoch_strategy"}, "epoch_strategy has no --config.sparsity.scope"),
-        ({"algorithm": "global_magnitude"}, "this algorithm sets its own scope"),
+        ({"algorithm": "global_magnitude"}, "global_magnitude"),
         ({"sparsity": 0.5, "macs": 0.5}, "one of --config.sparsity.sparsity and .*macs"),
         ({"macs": 1.5}, r"macs .*\(0, 1\].*1.5"),
         ({"update_end_step": 19}, "update_end_step must come before the end"),
