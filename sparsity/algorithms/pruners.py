@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -81,13 +82,19 @@ class SaliencyPruning(BaseUpdater):
             return len(factors) - 1
 
         places = trees.map_matched(read, params, grads)
-        # Products of factors near 1 neither vanish nor overflow.
-        scaled = [scale_to_one(x)[0] for x in zip(*factors, strict=True)]
-        scores = [weight * grad for weight, grad in zip(*scaled, strict=True)]
+        scores = _multiply_in_range(*zip(*factors, strict=True)) if factors else []
         # A scope that adds up the scores of channels takes the absolute value of the sum.
         if not has_statement(self.scope, "takes_signed_scores"):
             scores = list(map(jnp.abs, scores))
         return jax.tree.map(scores.__getitem__, places)
+
+
+def _multiply_in_range(weights: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns products, times one power of two if the largest would leave [2**-60, 2**120]."""
+    (weights, first), (grads, second) = scale_to_one(weights), scale_to_one(grads)
+    exponent = 2 - jnp.frexp(first)[1] - jnp.frexp(second)[1]  # of what scaling to 1 took away
+    factor = jnp.ldexp(jnp.ones_like(first), jnp.clip(exponent, -60, 120))
+    return [x * y * factor.astype(x.dtype) for x, y in zip(weights, grads, strict=True)]
 
 
 @dataclasses.dataclass(kw_only=True)

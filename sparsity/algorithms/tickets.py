@@ -70,10 +70,8 @@ def lottery_ticket(
     _check_like("rewind_params must have the leaves of params,", origin, params)
     for role, tree in (("params", params), ("rewind_params", origin)):
         _check_finite(role, tree, ones)
-    tickets = list(done)[: rounds + 1]
-    for r, ticket in enumerate(tickets):
-        checks.check_kind(f"done[{r}]", ticket, tuple | list, "a ticket (start, masks, trained)")
-        start, masks, _ = ticket
+    tickets = [_read_ticket(r, ticket) for r, ticket in enumerate(list(done)[: rounds + 1])]
+    for r, (start, masks, _) in enumerate(tickets):
         _check_like(f"done[{r}]: start must have the leaves", start, params)
         _check_number(r, masks, _count_kept(ones, rate, r))
     for r in range(len(tickets), rounds + 1):
@@ -91,6 +89,12 @@ def _check_arguments(train_fn: object, rounds: object, rate: object, done: objec
     checks.check_int("rounds", rounds, 0)
     checks.check_fraction("rate", rate)
     checks.check_iterable("done", done)
+
+
+def _read_ticket(r: int, ticket: Ticket[Tree]) -> Ticket[Tree]:
+    checks.check_kind(f"done[{r}]", ticket, tuple | list, "a ticket (start, masks, trained)")
+    start, masks, trained = ticket
+    return start, masks, trained
 
 
 def _check_like(requirement: str, tree: PyTree, params: Params) -> None:

@@ -510,5 +510,5 @@ def test_leaves_of_different_dtypes_compete_by_the_values_of_their_scores(compil
 )
 def test_a_parameter_that_is_too_large_for_a_search_is_refused(pruner):
     params = {"small": jnp.ones((2, 2)), "huge": jax.ShapeDtypeStruct((2**16, 2**15), jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"Fewer than 2\*\*31 .* of shape \(65536, 32768\)"):
+    with pytest.raises(ValueError, match=r"[Ff]ewer than 2\*\*31 "):
         jax.eval_shape(pruner.instant_sparsify, params)

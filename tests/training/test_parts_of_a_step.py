@@ -169,7 +169,7 @@ def test_grown_weights_take_the_fresh_state_and_others_keep_theirs(packed):
     moments = optax.TraceState({"w": jnp.array([1.0, 2.0, 3.0, 4.0, 5.0])})
     new_masks = {"w": jnp.array([1, 0, 0, 1, 1], jnp.uint8)}
     new = SparseState(new_masks, (tx.init(params)[0]._replace(count=jnp.int32(7)), moments))
-    result, grown = step.restart(new, old, params)
+    result, grown = step.restart(new, old, updater.make_inputs(params))
     # The last two weights are new: old mask 0, new mask 1. One of them is not 0, and marked.
     np.testing.assert_array_equal(result.inner_state[1].trace["w"], [1.0, 2.0, 3.0, 0.0, 0.0])
     assert int(result.inner_state[0].count) == 7
