@@ -22,7 +22,7 @@ from sparsity.compacting.state import CompactModel, StoredParameter, map_moments
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_function, check_kind, check_loss, is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites
+from sparsity.masks import Sites, has_statement
 from sparsity.training.base_updater import BaseUpdater
 from sparsity.training.checks import check_optimizer, read_state
 from sparsity.training.hooks import is_overridden
@@ -156,7 +156,7 @@ def _check_counts(
 ) -> None:
     """Raises a ValueError if an update may change the number of kept values of a slice."""
     name, target_by_path = type(pruner).__name__, trees.leaves_by_path(targets)
-    if not getattr(pruner.scope, "keeps_targets", False):
+    if not has_statement(pruner.scope, "keeps_targets"):
         raise ValueError(
             f"{name} cannot move the masks of a compact model: under scope = {pruner.scope!r} "
             "parameters may trade entries. Use Layerwise(), or state keeps_targets = True in a "

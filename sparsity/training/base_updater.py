@@ -219,7 +219,7 @@ class BaseUpdater(ComparedByFields, UpdaterHooks):
         if self.use_compact_state:
             check_static_counts(self, has_masks=masks is not None)
         kind = KeptOptimizer if self.use_compact_state else InnerOptimizer
-        step = Step(self, kind(optax.with_extra_args_support(inner), self, masks), masks)
+        step = Step(kind(optax.with_extra_args_support(inner), self, masks))
         return WrappedOptimizer.make(step.init, step.update, self, inner, masks)
 
     def init(

@@ -23,7 +23,7 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.sharding import evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Sites, read_masks
+from sparsity.masks import Sites, has_statement, read_masks
 from sparsity.masks.slice_layout import (
     KeptLayout,
     SliceLayout,
@@ -174,10 +174,10 @@ class InnerOptimizer:
         return self.tx.init(trees.prunable(params))
 
     def carry(
-        self, state: PyTree, fresh: PyTree, params: Params, masks: Masks, old_masks: Masks
+        self, state: PyTree, fresh: PyTree, params: Params, grown: PyTree, old_masks: Masks
     ) -> PyTree:
         """Returns a state with the entries of `fresh` for the weights that have grown."""
-        return owners.replace_where(state, fresh, find_grown(masks, old_masks))
+        return owners.replace_where(state, fresh, grown)
 
     def run(
         self,
@@ -243,7 +243,7 @@ class KeptOptimizer(InnerOptimizer):
         return KeptState(_read_positions(kept), self.tx.init(trees.prunable(gather(params, kept))))
 
     def carry(
-        self, state: PyTree, fresh: PyTree, params: Params, masks: Masks, old_masks: Masks
+        self, state: PyTree, fresh: PyTree, params: Params, grown: PyTree, old_masks: Masks
     ) -> PyTree:
         def map_slots(_: trees.KeyPath, kept: KeptParameter, mask: PyTree) -> PyTree:
             slots = kept.layout.map_slices(slots_of_positions, kept.param, mask, kept.positions)
@@ -344,7 +344,7 @@ def check_static_counts(updater: UpdaterHooks, has_masks: bool) -> None:
     elif chooses and updater.keeps_count == "any":
         name = type(updater).__name__
         reason = f"scheduler = {updater.scheduler!r} and {name} states keeps_count = 'any'"
-    elif chooses and not getattr(updater.scope, "keeps_targets", False):
+    elif chooses and not has_statement(updater.scope, "keeps_targets"):
         reason = f"scope = {updater.scope!r} states no keeps_targets = True"
     elif not has_masks and updater.topk_fn is not None:
         reason = f"topk_fn = {updater.topk_fn!r}"
@@ -354,13 +354,6 @@ def check_static_counts(updater: UpdaterHooks, has_masks: bool) -> None:
             f"must not change, but {reason}. Use static_sparse, set, rigl or srigl, or give final "
             "masks: NoUpdateSchedule(), is_sparse_gradients=True, wrap_optax(tx, masks=masks)."
         )
-
-
-def find_grown(masks: Masks, old_masks: Masks) -> PyTree:
-    """Returns a tree of bools: which weights have returned to the mask; `None` where dense."""
-    return trees.map_matched(
-        lambda _, mask, before: (mask > 0) & (before == 0), masks, old_masks, role="new masks"
-    )
 
 
 def name_opaque_state(params: Params, inner_state: optax.OptState) -> str | None:

@@ -54,7 +54,7 @@ from sparsity.training.hooks import (
     is_overridden,
     keeps_dense_weights,
 )
-from sparsity.training.inner import InnerOptimizer, find_grown
+from sparsity.training.inner import InnerOptimizer
 from sparsity.training.state import SparseState, check_wrapped_once, to_stored_form
 
 
@@ -76,14 +76,21 @@ class Step:
     """Wrapped optimizer: `init`, and `update` with its phases.
 
     Attributes:
-      updater: decides which masks exist, and when they change.
-      inner: the optimizer.
-      user_masks: initial masks; `None` leaves the choice to the updater.
+      inner: the optimizer, with the updater, which decides which masks exist and when they change,
+        and the initial masks of the user; `None` leaves the choice to the updater.
     """
 
-    updater: UpdaterHooks
     inner: InnerOptimizer
-    user_masks: Masks | None
+
+    @property
+    def updater(self) -> UpdaterHooks:
+        """The updater that wraps the optimizer."""
+        return self.inner.updater
+
+    @property
+    def user_masks(self) -> Masks | None:
+        """The initial masks of the user."""
+        return self.inner.user_masks
 
     @functools.cached_property
     def zeroes_updates(self) -> bool:
@@ -187,32 +194,39 @@ class Step:
         if not is_traced(is_update):
             if not jax.device_get(is_update):
                 return state, MaskChange(False)
-            new, grown = self.replace_masks(state, inputs)
+            new, grown = self.replace_masks(state, inputs, self.can_restart(state, inputs))
             return new, MaskChange(True, grown)
-        constant = inputs.hold_constant()
+        constant, restarts = inputs.hold_constant(), self.can_restart(state, inputs)
         pin = pin_layout if self.updater.searches_columns else lambda x: x
 
         def replace(carry: PyTree) -> PyTree:
             is_pending, state, _ = carry
             state, constants = pin((state, constant))
-            new = self.replace_masks(state, constants)
+            new = self.replace_masks(state, constants, restarts)
             return pin((jnp.zeros_like(is_pending), *new))
 
-        marks_bits = self.can_restart(state, inputs) and self.updater.use_packed_masks
+        marks_bits = restarts and self.updater.use_packed_masks
         no_growth = jax.tree.map(jnp.zeros_like, state.masks) if marks_bits else None
         first = (is_update, hold_constant(state), no_growth)
         _, new, grown = jax.lax.while_loop(lambda carry: carry[0], replace, first)
-        return self.restore_derivatives(new, state, inputs, is_update), MaskChange(is_update, grown)
+        new = self.restore_derivatives(new, state, inputs, is_update, restarts)
+        return new, MaskChange(is_update, grown)
 
     def restore_derivatives(
-        self, new: SparseState, old: SparseState, inputs: StepInputs, is_update: chex.Numeric
+        self,
+        new: SparseState,
+        old: SparseState,
+        inputs: StepInputs,
+        is_update: chex.Numeric,
+        restarts: bool,
     ) -> SparseState:
         """Returns a state after a loop with the derivatives of the state before, masks constant."""
         inner_state, algorithm_state = old.inner_state, old.algorithm_state
-        if self.can_restart(old, inputs):
+        if restarts:
             masks, old_masks = (self.unpack_for_hooks(x, inputs)[0].masks for x in (new, old))
+            grown = find_grown(masks, old_masks)
             inner_state = self.inner.carry(
-                inner_state, new.inner_state, inputs.params, masks, old_masks
+                inner_state, new.inner_state, inputs.params, grown, old_masks
             )
         if is_overridden(self.updater, "update_state"):
             algorithm_state = jax.tree.map(
@@ -223,10 +237,11 @@ class Step:
             algorithm_state=replace_values(algorithm_state, new.algorithm_state),
         )
 
-    def replace_masks(self, state: SparseState, inputs: StepInputs) -> tuple[SparseState, PyTree]:
+    def replace_masks(
+        self, state: SparseState, inputs: StepInputs, restarts: bool
+    ) -> tuple[SparseState, PyTree]:
         """Returns the state with new masks, and `MaskChange.grown`."""
         updater, params = self.updater, inputs.params
-        restarts = self.can_restart(state, inputs)
         old, inputs = self.unpack_for_hooks(state, inputs)
         new = call_mask_hooks(updater, old, inputs)
         check_kind("the result of update_state", new, SparseState, "a SparseState")
@@ -260,12 +275,13 @@ class Step:
         """
         params, masked = inputs.params, apply_masks(inputs.params, old_masks)
         fresh = self.inner.start(new.inner_state, masked, new.masks, inputs.sites)
-        inner_state = self.inner.carry(new.inner_state, fresh, params, new.masks, old_masks)
+        grown = find_grown(new.masks, old_masks)
+        inner_state = self.inner.carry(new.inner_state, fresh, params, grown, old_masks)
         new = new._replace(inner_state=inner_state)
         marks = trees.map_matched(
-            lambda _, param, grown: None if grown is None else grown & (param != 0),
+            lambda _, param, has_grown: None if has_grown is None else has_grown & (param != 0),
             params,
-            find_grown(new.masks, old_masks),
+            grown,
         )
         if self.updater.use_packed_masks:
             return new, pack_masks(marks, params)
@@ -352,6 +368,13 @@ def call_mask_hooks(updater: UpdaterHooks, state: SparseState, inputs: StepInput
     if is_overridden(updater, "update_state"):
         return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
     return state._replace(masks=inputs.call(updater.new_masks, state, inputs))
+
+
+def find_grown(masks: Masks, old_masks: Masks) -> PyTree:
+    """Returns a tree of bools: which weights have returned to the mask; `None` where dense."""
+    return trees.map_matched(
+        lambda _, mask, before: (mask > 0) & (before == 0), masks, old_masks, role="new masks"
+    )
 
 
 def keep_sparser(masks: Masks, old_masks: Masks, each_alone: bool) -> Masks:

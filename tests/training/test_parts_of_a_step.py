@@ -60,8 +60,7 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
 
 
 def _wrap(updater, tx, masks):
-    optimizer = InnerOptimizer(optax.with_extra_args_support(tx), updater, masks)
-    return steps_lib.Step(updater, optimizer, masks)
+    return steps_lib.Step(InnerOptimizer(optax.with_extra_args_support(tx), updater, masks))
 
 
 @pytest.mark.parametrize(
