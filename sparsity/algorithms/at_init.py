@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from sparsity.algorithms.pruners import SaliencyPruning
 from sparsity.core import checks, trees
 from sparsity.core.arrays import multiply, promote
-from sparsity.core.names import suggest
+from sparsity.core.names import Registry
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities, Tree
 from sparsity.masks import Global, Scope, Sites, adapt_scope, apply_masks, are_ones
 from sparsity.masks.distributions import Uniform
@@ -231,9 +231,7 @@ def prune_at_init(
     """
     checks.check_fraction("sparsity", sparsity)
     checks.check_int("rounds", rounds, 1)
-    if not isinstance(name, str) or name not in _SCORES:
-        raise ValueError(f"name: {name!r} is not known. {suggest(name, _SCORES)}")
-    scores_fn, argument_names = _SCORES[name]
+    scores_fn, argument_names = _SCORES.find(name)
     sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     function, data = (sources[key] for key in argument_names)
     if missing := [key for key in argument_names if sources[key] is None]:
@@ -300,11 +298,14 @@ def mask_highest(masks: Masks, scores: ScoreTree, num_weights: chex.Numeric) -> 
 
 
 # Functions by name, each with the arguments of `prune_at_init` that it takes, without `params`.
-_SCORES: dict[str, tuple[Callable[..., PyTree], tuple[str, str]]] = {
-    "snip": (snip_scores, ("loss_fn", "batches")),
-    "grasp": (grasp_scores, ("loss_fn", "batches")),
-    "synflow": (synflow_scores, ("fn", "inputs")),
-}
+_SCORES: Registry[tuple[Callable[..., PyTree], tuple[str, str]]] = Registry(
+    "name",
+    {
+        "snip": (snip_scores, ("loss_fn", "batches")),
+        "grasp": (grasp_scores, ("loss_fn", "batches")),
+        "synflow": (synflow_scores, ("fn", "inputs")),
+    },
+)
 
 
 def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
