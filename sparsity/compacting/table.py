@@ -141,11 +141,9 @@ def measure(
     """
     runs: dict[Path, dict[str, Callable[[], object]]] = {}
     for name, model in models.items():
-        reads = list_reads(model, args)
+        reads = [(x, {kept.name for kept in kept_in(x.inputs)}) for x in list_reads(model, args)]
         for path, layout in model.layouts:
-            names = [{kept.name for kept in kept_in(read.inputs)} for read in reads]
-            pairs = zip(reads, names, strict=True)
-            each = [read for read, names in pairs if trees.join_names(path) in names]
+            each = [read for read, names in reads if trees.join_names(path) in names]
             if layout.format == name and each:
                 runs.setdefault(path, {})[name] = _make_run(each, model)
     seconds = {path: time_in_turn(*each.values(), rounds=rounds) for path, each in runs.items()}

@@ -94,19 +94,12 @@ if TYPE_CHECKING:
 LIGHT, DARK = "#A6CEE3", "#0072B2"  # before, after
 
 
-def new_axes(num_rows: int, num_columns: int = 1) -> list[Axes]:
-    """Makes matplotlib axes side by side that share their rows."""
-    figsize = (3.5 + 3.5 * num_columns, 1.2 + 0.32 * max(num_rows, 1))
-    _, axes = load("matplotlib.pyplot", "summary").subplots(
-        1, num_columns, figsize=figsize, layout="constrained", sharey=True, squeeze=False
-    )
-    return list(axes[0])
-
-
 def pick_axes(ax: Axes | None, num_rows: int) -> Axes:
     """Returns the axes of a user, or new ones for `None`; raises a ValueError for others."""
     if ax is None:
-        return new_axes(num_rows)[0]
+        figsize, pyplot = (7.0, 1.2 + 0.32 * max(num_rows, 1)), load("matplotlib.pyplot", "summary")
+        axes: Axes = pyplot.subplots(figsize=figsize, layout="constrained")[1]
+        return axes
     if not _are_matplotlib_axes(ax):
         raise ValueError(f"ax must be matplotlib axes or None, got ax = {ax!r}.")
     return ax

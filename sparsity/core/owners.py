@@ -124,8 +124,8 @@ def list_axes(shape: tuple[int, ...], leaf_shape: tuple[int, ...]) -> list[tuple
     axes = tuple(range(len(shape)))
     if leaf_shape == shape:
         return [axes]
-    others = [axes[:i] + axes[i + 1 :] for i in axes]
-    return [each for each in others if tuple(shape[i] for i in each) == leaf_shape]
+    factored = [axes[:i] + axes[i + 1 :] for i in axes]
+    return [each for each in factored if tuple(shape[i] for i in each) == leaf_shape]
 
 
 def find_axes(
