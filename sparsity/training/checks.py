@@ -26,13 +26,7 @@ from sparsity.core.checks import (
 from sparsity.core.names import suggest
 from sparsity.core.sharding import abstract, evaluate_now
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import (
-    Sites,
-    adapt_scope,
-    check_complete,
-    find_missing_scope_method,
-    leading_axes,
-)
+from sparsity.masks import Sites
 from sparsity.patterns import SparsityType
 from sparsity.programs.optimizers import find_frozen
 from sparsity.sparsity_schedules import check_schedule, has_updates, update_range
@@ -72,7 +66,7 @@ def check_common_fields(updater: UpdaterHooks) -> None:
         ),
         (
             "scope",
-            not isinstance(scope, type) and find_missing_scope_method(scope) is None,
+            not isinstance(scope, type) and masks_lib.find_missing_scope_method(scope) is None,
             "a scope such as Layerwise(), Global() or Coupled(graph)",
         ),
         (
@@ -171,7 +165,7 @@ def check_gradients(grads: PyTree, params: Params, masks: Masks) -> None:
     A masked parameter needs a gradient of its shape; that of others may be `None`.
     """
     likes = trees.leaves_by_path(params)
-    check_complete(params, grads, "gradients", "the gradients of all parameters")
+    masks_lib.check_complete(params, grads, "gradients", "the gradients of all parameters")
 
     def check(path: trees.KeyPath, grad: chex.Array, mask: chex.Array | None) -> None:
         if mask is not None and jnp.shape(grad) != likes[path].shape:
@@ -324,7 +318,8 @@ def exclude_frozen(
             )
         return sites
     targets = updater.compute_targets(params, sites)
-    find_masked, excluded, kept_dense = adapt_scope(updater.scope).masked_paths, set(), set()
+    find_masked = masks_lib.adapt_scope(updater.scope).masked_paths
+    excluded, kept_dense = set[trees.KeyPath](), set[trees.KeyPath]()
     for path in trees.leaves_by_path(targets):
         alone = trees.map_matched(
             lambda each, target, path=path: target if each == path else None, targets
@@ -399,6 +394,6 @@ def _has_matrices(updater: UpdaterHooks, params: Params) -> bool:
     """Returns whether a parameter has more than one axis beyond its batch axes."""
     weights = trees.leaves_by_path(trees.prunable(params))
     return any(
-        param.ndim - leading_axes(updater.batch_axes, trees.path_names(path), param) > 1
+        param.ndim - masks_lib.leading_axes(updater.batch_axes, trees.path_names(path), param) > 1
         for path, param in weights.items()
     )

@@ -216,9 +216,9 @@ def test_costs_are_exact_of_traced_sizes():
         sizes = [int(rng.integers(1, n)) for n in most]
         fits = jax.jit(lambda x, more, cost=cost: cost.make_limit(most, x)(more))
         for more in ([0, 0, 0], [0, 1, 0], [0, -1, 0], [1, -1, 0], [-1, 1, 1], [1, -1, -1]):
-            others = [n + x for n, x in zip(sizes, more, strict=True)]
-            expected = cost.value(others) <= cost.value(sizes)
-            assert bool(fits(*(jnp.array(x, jnp.uint32) for x in (sizes, others)))) == expected
+            changed = [n + x for n, x in zip(sizes, more, strict=True)]
+            expected = cost.value(changed) <= cost.value(sizes)
+            assert bool(fits(*(jnp.array(x, jnp.uint32) for x in (sizes, changed)))) == expected
 
 
 @pytest.mark.slow

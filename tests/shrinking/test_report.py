@@ -1,4 +1,4 @@
-"""What became smaller: the table, measured times."""
+"""Reports of what became smaller: the table, measured times."""
 
 import importlib
 
