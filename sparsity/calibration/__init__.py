@@ -20,7 +20,8 @@ from sparsity.calibration.refits.admm import ADMM as ADMM
 from sparsity.calibration.refits.base import BiasRefit as BiasRefit, Refit as Refit
 from sparsity.calibration.refits.least_squares import LeastSquares as LeastSquares
 from sparsity.calibration.refits.means import Means as Means
-from sparsity.calibration.run.estimate import Estimate as Estimate
+from sparsity.calibration.refits.block import BlockRefit as BlockRefit
+from sparsity.calibration.run.dry_run import DryRun as DryRun
 from sparsity.calibration.run.oneshot import oneshot as oneshot
 from sparsity.calibration.run.prune import prune as prune
 from sparsity.calibration.run.report import LayerReport as LayerReport, Report as Report

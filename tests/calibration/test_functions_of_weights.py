@@ -51,7 +51,7 @@ def test_a_weight_behind_a_function_is_refused_by_its_path_before_anything_runs(
 
     calls: list[int] = []
     remedy = r"reads 'w', .*Store the array .* as the parameter"
-    for options in ({}, {"sequential": False}, {"estimate": True}):
+    for options in ({}, {"sequential": False}, {"dry_run": True}):
         with pytest.raises(ValueError, match=remedy):
             sparsity.oneshot(WANDA, fn, PARAMS, [X], **options)
     assert not calls

@@ -151,7 +151,7 @@ def test_a_refit_of_ones_own_may_shift_biases():
         sparsity.calibration.prune(PRUNER, MLP, {}, HalfOfMeans())
     kernel, refit = MLP["up"], HalfOfMeans()
     with pytest.warns(UserWarning, match="HalfOfMeans leaves 'params' as the pruner does"):
-        sparsity.oneshot(PRUNER, lambda w, x: x @ w, kernel, BATCHES, refit, estimate=True)
+        sparsity.oneshot(PRUNER, lambda w, x: x @ w, kernel, BATCHES, refit, dry_run=True)
 
 
 def scanned(params, x):
@@ -189,8 +189,8 @@ def test_layers_of_a_scan_shift_their_own_biases(sequential):
 @pytest.mark.slow
 def test_a_run_that_continues_keeps_the_biases_that_it_had_moved(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    first = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means(), folder=tmp_path / "run")
-    second = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means(), folder=tmp_path / "run")
+    first = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means(), out=tmp_path / "run")
+    second = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means(), out=tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, first[0], second[0])
     assert (second[0]["bias"] != MLP["bias"]).any()
 

@@ -12,45 +12,40 @@ HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 MAGNITUDE, GPT = sparsity.MagnitudePruning(**HALF), sparsity.SparseGPTPruning(**HALF)
 
 
-class Large:
-    """A refit that holds five matrices, and shares no class with others."""
+class Own:
+    """A refit that shares no class with others."""
 
-    gram_copies = 5
     damping = 0.5
 
     def __call__(self, dense, pruned, mask, statistic, select):
         return pruned, mask
 
 
-class Squares(Large):
+class Squares(Own):
     statistics_kind = "squares"
 
 
 @pytest.mark.parametrize(
-    ("pruner", "refit", "kind", "copies"),
+    ("pruner", "refit", "kind"),
     [
-        (MAGNITUDE, None, "moments", 2),
-        (MAGNITUDE, Means(), "moments", 2),
-        (MAGNITUDE, Squares(), "moments", 5),
-        (MAGNITUDE, sparsity.ADMM(), "gram", 2),
-        (MAGNITUDE, Large(), "gram", 5),
-        (GPT, None, "gram", 2),
-        (GPT, Means(), "gram", 2),
-        (GPT, Squares(), "gram", 5),
+        (MAGNITUDE, None, "moments"),
+        (MAGNITUDE, Means(), "moments"),
+        (MAGNITUDE, Squares(), "moments"),
+        (MAGNITUDE, sparsity.ADMM(), "gram"),
+        (MAGNITUDE, Own(), "gram"),
+        (GPT, None, "gram"),
+        (GPT, Means(), "gram"),
+        (GPT, Squares(), "gram"),
     ],
 )
-def test_a_run_has_gram_matrices_if_its_pruner_or_its_refit_needs_them(pruner, refit, kind, copies):
-    needs = combine_needs(pruner, refit)
-    assert (needs.statistics_kind, needs.gram_copies) == (kind, copies)
+def test_a_run_has_gram_matrices_if_its_pruner_or_its_refit_needs_them(pruner, refit, kind):
+    assert combine_needs(pruner, refit).statistics_kind == kind
 
 
 def test_a_class_that_states_nothing_has_the_defaults():
     assert read_needs(MAGNITUDE).statistics_kind == "squares"
-    needs = read_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask))
-    assert needs[:2] == ("gram", 2)
-    assert needs.count_bytes(10, 20) == 0
-    assert needs[3:] == (None,)
-    assert read_needs(Large())[3:] == (0.5,)
+    assert read_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask)) == ("gram", None)
+    assert read_needs(Own()).damping == 0.5
 
 
 @pytest.mark.parametrize("kind", ["gramm", None, ["gram"]])
@@ -70,28 +65,10 @@ def test_a_kind_that_is_none_is_refused_by_name(kind):
             call()
 
 
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ({"gram_copies": "x"}, "gram_copies of Large must be an integer, got .* = 'x'"),
-        ({"gram_copies": 0}, "gram_copies of Large must be at least 1"),
-        ({"count_bytes": 5}, r"count_bytes of Large must be a function of \(outputs, inputs\)"),
-        ({"count_bytes": lambda: 5}, r"count_bytes of Large must take \(outputs, inputs\): .*2"),
-        ({"count_bytes": lambda *_: None}, r"count_bytes\(outputs, inputs\) of Large .* integer"),
-    ],
-)
-def test_a_size_that_cannot_be_estimated_is_refused_by_name(stated, message):
-    refit = Large()
-    vars(refit).update(stated)
-    model, params = (lambda w, x: x @ w), jnp.ones((2, 3))
-    with pytest.raises(ValueError, match=message):
-        sparsity.oneshot(MAGNITUDE, model, params, [jnp.eye(2)], refit, estimate=True)
-
-
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("kind", ["squares", "moments"])
 def test_a_refit_reads_its_sums_beside_the_gram_matrices_of_a_pruner(kind, sequential):
-    class Sums(Large):
+    class Sums(Own):
         statistics_kind = kind
 
         def __call__(self, dense, pruned, mask, statistic, select):

@@ -7,17 +7,14 @@ neither need have heard of a base class.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
-from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.refits.base import BiasRefit
 from sparsity.calibration.statistics.row_sums import (
     FIELDS_BY_KIND,
     StatisticsKind,
     check_statistics_kind,
 )
-from sparsity.core.checks import check_function, check_int
 from sparsity.core.trees import PyTree
 from sparsity.training.base_updater import BaseUpdater
 
@@ -26,8 +23,6 @@ class Needs(NamedTuple):
     """Attributes that a pruner or a refit may state; `StatisticsPruning` and `Refit` tell more."""
 
     statistics_kind: StatisticsKind
-    gram_copies: int = StatisticsPruning.gram_copies
-    count_bytes: Callable[[int, int], int] = lambda outputs, inputs: 0
     damping: float | None = None
 
     @property
@@ -49,10 +44,7 @@ def combine_needs(pruner: object, refit: object | None) -> Needs:
     if not kinds:
         names = " and ".join(map(method_name, methods))
         raise ValueError(f"{names}: no statistics_kind gives {sorted(fields)}, which a run needs.")
-    return stated[-1]._replace(
-        statistics_kind=kinds[0],
-        gram_copies=max(needs.gram_copies for needs in stated),
-    )
+    return stated[-1]._replace(statistics_kind=kinds[0])
 
 
 def method_name(method: object) -> str:
@@ -78,18 +70,5 @@ def read_needs(method: object) -> Needs:
     names = (name for name in Needs._fields if hasattr(method, name))
     stated: PyTree = {name: getattr(method, name) for name in names}
     needs = Needs(**{"statistics_kind": kind, **stated})
-    label = method_name(method)
-    check_statistics_kind(needs.statistics_kind, label)
-    check_int(f"gram_copies of {label}", needs.gram_copies, 1)
-    check_function(f"count_bytes of {label}", needs.count_bytes, "(outputs, inputs)")
-    return needs._replace(count_bytes=functools.partial(_read_num_bytes, label, needs.count_bytes))
-
-
-def _read_num_bytes(label: str, count: Callable[[int, int], int], outputs: int, inputs: int) -> int:
-    """Returns the number that a method counts; a ValueError names a method without a number."""
-    try:
-        counted = count(outputs, inputs)
-    except TypeError as error:
-        raise ValueError(f"count_bytes of {label} must take (outputs, inputs): {error}") from error
-    check_int(f"count_bytes(outputs, inputs) of {label}", counted, 0)
-    return counted
+    check_statistics_kind(needs.statistics_kind, method_name(method))
+    return needs

@@ -1,37 +1,45 @@
 """`sparsity.oneshot`: pruning of a trained model in one pass over calibration data.
 
-Each layer sees the outputs of the pruned layers before it. The program runs in lockstep on all
-batches up to a product, sums up its inputs, prunes and refits its weight, and continues with the
-new weight. Only values that are still needed are kept, so that memory does not grow with depth. If
-every device of a mesh holds all of a weight, each device solves some of the outputs.
+A run visits the blocks of the model in order, holds one, and writes it when it is done: see `walk`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeAlias, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import chex
+import jax
+import numpy as np
 
 from sparsity.calibration.refits.base import BiasRefit, Refit
-from sparsity.calibration.run.estimate import Estimate, MemoryMeter
-from sparsity.calibration.run.lockstep import Lockstep
-from sparsity.calibration.run.outputs import compare_outputs
+from sparsity.calibration.refits.block import Batch, BlockRefit
+from sparsity.calibration.run.blocks import BlockNameFn, Plan, name_block
+from sparsity.calibration.run.dry_run import DryRun
+from sparsity.calibration.run.frames import Frame, Lane
+from sparsity.calibration.run.lanes import list_equations, make_frame, make_lanes
 from sparsity.calibration.run.prune import check_pruner_and_refit
-from sparsity.calibration.run.reached import ReachedWeight
+from sparsity.calibration.run.reached import ReachedWeight, sum_losses, sum_statistic
+from sparsity.calibration.run.outputs import OutputSums, read_metric
 from sparsity.calibration.run.report import LayerReport, Report
-from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
-from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
-from sparsity.calibration.statistics.capture import calibrate, sum_losses
-from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.statistic import Statistics
-from sparsity.core import extras, sharding
+from sparsity.calibration.run.walk import Block, Walk
+from sparsity.calibration.run.weights import (
+    LayerIndex,
+    ModelWeights,
+    Part,
+    Place,
+    put_parts,
+    read_layer,
+)
+from sparsity.calibration.statistics.capture import calibrate, sum_losses as sum_model_losses
+from sparsity.calibration.statistics.row_axes import RowWeights
+from sparsity.calibration.store import RunFolder, copy_metadata, digest, open_checkpoint
+from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import (
     check_bool,
     check_function,
@@ -39,101 +47,68 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
 
+_VERSION = "1"  # of the results: a folder of another version does not continue
+
 ModelFn: TypeAlias = Callable[[PyTree, PyTree], PyTree]  # from params and a batch to outputs
-
-
-@overload
-def oneshot(
-    pruner: BaseUpdater,
-    fn: ModelFn,
-    params: Tree,
-    batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = ...,
-    sequential: bool = ...,
-    folder: str | os.PathLike[str] | None = ...,
-    *,
-    held: Iterable[PyTree] | None = ...,
-    metric: Callable[[PyTree], chex.Numeric] | None = ...,
-    progress: bool = ...,
-    estimate: Literal[False] = ...,
-) -> tuple[Tree, Masks, Report]: ...
-
-
-@overload
-def oneshot(
-    pruner: BaseUpdater,
-    fn: ModelFn,
-    params: Tree,
-    batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = ...,
-    sequential: bool = ...,
-    folder: str | os.PathLike[str] | None = ...,
-    *,
-    held: Iterable[PyTree] | None = ...,
-    metric: Callable[[PyTree], chex.Numeric] | None = ...,
-    progress: bool = ...,
-    estimate: Literal[True],
-) -> Estimate: ...
-
-
-@overload
-def oneshot(
-    pruner: BaseUpdater,
-    fn: ModelFn,
-    params: Tree,
-    batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = ...,
-    sequential: bool = ...,
-    folder: str | os.PathLike[str] | None = ...,
-    *,
-    held: Iterable[PyTree] | None = ...,
-    metric: Callable[[PyTree], chex.Numeric] | None = ...,
-    progress: bool = ...,
-    estimate: bool,
-) -> tuple[Tree, Masks, Report] | Estimate: ...
+AnyRefit: TypeAlias = Refit | BiasRefit | BlockRefit
 
 
 def oneshot(
     pruner: BaseUpdater,
     fn: ModelFn,
-    params: Tree,
+    params: Any,
     batches: Iterable[PyTree],
-    refit: Refit | BiasRefit | None = None,
+    refit: AnyRefit | Sequence[AnyRefit] | None = None,
     sequential: bool = True,
-    folder: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
     *,
+    row_weights: RowWeights | None = None,
+    blocks: BlockNameFn | None = None,
     held: Iterable[PyTree] | None = None,
     metric: Callable[[PyTree], chex.Numeric] | None = None,
+    donate: bool = False,
     progress: bool = False,
-    estimate: bool = False,
-) -> tuple[Tree, Masks, Report] | Estimate:
-    """Prunes a trained model by calibration data, layer by layer.
+    dry_run: bool = False,
+) -> Any:
+    """Prunes a trained model by calibration data, block by block.
 
     Args:
       pruner: any updater that prunes at once: magnitude, Wanda, RIA, SparseGPT, ...
       fn: the model, `fn(params, batch)`.
-      params: its parameters, which stay unchanged.
-      batches: second arguments of `fn`; if sequential, all of one shape. A generator is read once.
-      refit: `ADMM()`, `LeastSquares()`, `Means()`, another `Refit` or `BiasRefit`, or `None`.
-      sequential: each layer sees outputs of pruned layers; otherwise those of the dense model.
-      folder: saves each layer; the same call continues after an interruption. Needs orbax, and a
-        pruner and a refit of numbers, text, arrays, functions, and objects of these.
+      params: its parameters, which stay unchanged: a tree of arrays, a tree of lazily read ones
+        (objects with `shape`, `dtype` and `[index]`), or the path of a checkpoint that
+        `open_checkpoint` reads. Of what is read lazily the run holds one block.
+      batches: second arguments of `fn`, which may differ in shape. A generator is read once.
+      refit: `ADMM()`, `LeastSquares()`, `Means()`, another `Refit` or `BiasRefit`, `BlockRefit()`,
+        a sequence of one of these and a `BlockRefit`, or `None`.
+      sequential: each layer sees outputs of pruned layers; otherwise those of the dense model, all
+        of whose statistics are held at once.
+      out: a folder, to which each block is written when it is done. The same call continues after
+        an interruption, with the same bits. Needs safetensors to be read.
+      row_weights: weights of the rows of a batch, as a function of the batch or an array of leading
+        axes of the batch, such as a mask of tokens: rows of weight 0, such as padding, count in no
+        statistic, error or refit.
+      blocks: `blocks(path)` returns the name of the block of a parameter; by default its path up to
+        the first number. A step of a scan over layers is always a block.
       held: batches for `report.outputs`; by default `batches`, with `()` none.
       metric: `metric(params) -> number`, for `report.outputs` before and after.
-      progress: show a bar of the layers with the time left. Needs tqdm.
-      estimate: only return the bytes of a sequential run; arrays may be `jax.ShapeDtypeStruct`s.
+      donate: delete arrays of `params` as they are replaced, which saves the memory of a copy.
+      progress: show a bar of the blocks with the time left. Needs tqdm.
+      dry_run: only return the bytes of each block; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       (pruned params, masks, report): `report[path]` has sparsity and errors of a parameter,
-      `report.outputs` those of the model, `report.table()` both; or an `Estimate`.
+      `report.blocks` those of refitted blocks, `report.outputs` those of the model,
+      `report.table()` all; or a `DryRun`. With `out`, arrays are read lazily from the folder.
 
     Raises:
       ValueError: there are no batches, arrays are traced, activations are not finite, no product
-        reads a parameter that has a sparsity, a pattern or the folder does not fit.
+        reads a parameter that has a sparsity, a pattern or the folder does not fit. What can be
+        refused is refused before the first layer is pruned.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -144,28 +119,63 @@ def oneshot(
       >>> pruned["kernel"].T, round(report[("kernel",)].error, 3)
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
-    _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    _check_data(batches, held, metric, folder)
-    batches = _read_batches(batches, params, may_be_shapes=estimate)
-    task = make_task(pruner, refit, fn, params, batches[0])
-    if estimate:
-        return MemoryMeter(task, batches).estimate()
-    identity = functools.partial(identify, task, fn, params, batches, sequential=sequential)
-    store = None if folder is None else LayerStore(folder, identity())
-    weights = ModelWeights(params, [param.path for param in task.graph.parameters])
-    run = _Run(task, weights, batches, store, _show_progress(task, batches) if progress else None)
-    report, pruned = run.run(fn, sequential), weights.make_tree()
-    report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
-    return pruned, weights.make_masks(pruner.use_packed_masks), report
-
-
-def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **flags: object) -> None:
-    """Raises a ValueError for other types, and if parameters compete with each other."""
-    check_pruner_and_refit(pruner, refit)
+    matrix_refit, block_refit = _split_refits(refit)
+    _check_pruner(pruner, matrix_refit)
+    flags = {"sequential": sequential, "donate": donate, "progress": progress, "dry_run": dry_run}
     for name, flag in flags.items():
         check_bool(name, flag)
-    if flags["estimate"] and not flags["sequential"]:
-        raise ValueError("estimate follows a sequential run, got sequential = False.")
+    _check_data(batches, held, metric, out)
+    check_function("blocks", blocks, "path", optional=True)
+    if not sequential and (dry_run or block_refit):
+        raise ValueError("dry_run and BlockRefit need sequential = True, got sequential = False.")
+    source = params
+    if isinstance(params, str | os.PathLike):
+        params = open_checkpoint(params)
+    batches = _read_batches(batches, params, may_be_shapes=dry_run)
+    like, leaves = _read_leaves(params)
+    task = make_task(pruner, matrix_refit, fn, like, batches[0])
+    name = blocks or name_block
+    if dry_run:
+        return DryRun.measure(task, Plan(task.make_calibration(), name), len(batches), block_refit)
+    run = _Run(task, block_refit, like, batches, row_weights, name, metric)
+    return run.run(source, leaves, sequential, out, held, donate, progress)
+
+
+class _Bar:
+    """A bar of the blocks, with the time that the others will take."""
+
+    def __init__(self, plan: Plan, refit: BlockRefit | None) -> None:
+        program = plan.calibration.graph.model.program
+        total = plan.count_blocks(program, refit.window if refit else 1)
+        self._bar = extras.load("tqdm.auto", "progress").tqdm(
+            total=total, desc="oneshot", unit="block"
+        )
+
+    def advance(self, text: str) -> None:
+        self._bar.set_postfix_str(text)
+        self._bar.update(1)
+        if self._bar.n >= self._bar.total:
+            self._bar.close()
+
+
+def _split_refits(
+    refit: AnyRefit | Sequence[AnyRefit] | None,
+) -> tuple[Refit | BiasRefit | None, BlockRefit | None]:
+    """Returns the refit of matrices and that of blocks; raises a ValueError for other sequences."""
+    refits = [*refit] if isinstance(refit, list | tuple) else [] if refit is None else [refit]
+    block_refits = [x for x in refits if isinstance(x, BlockRefit)]
+    others = [x for x in refits if not isinstance(x, BlockRefit)]
+    if len(block_refits) > 1 or len(others) > 1 or refits[:1] == block_refits != refits:
+        raise ValueError(
+            "refit takes one refit of matrices, one BlockRefit(), or both in this order, got "
+            f"{refit!r}."
+        )
+    return (others or [None])[0], (block_refits or [None])[0]
+
+
+def _check_pruner(pruner: BaseUpdater, refit: Refit | BiasRefit | None) -> None:
+    """Raises a ValueError for other types, and if parameters compete with each other."""
+    check_pruner_and_refit(pruner, refit)
     if not has_statement(pruner.scope, "per_slice"):
         raise ValueError(
             "oneshot prunes one parameter after the other and needs scope = Layerwise(), got "
@@ -175,13 +185,13 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | BiasRefit | None, **fla
         )
 
 
-def _check_data(batches: object, held: object, metric: object, folder: object) -> None:
+def _check_data(batches: object, held: object, metric: object, out: object) -> None:
     """Raises a ValueError for arguments of other types."""
     check_iterable("batches", batches)
     if held is not None:
         check_iterable("held", held)
     check_function("metric", metric, "params", optional=True)
-    check_kind("folder", folder, str | os.PathLike | None, "a path or None")
+    check_kind("out", out, str | os.PathLike | None, "a path or None")
 
 
 def _read_batches(batches: Iterable[PyTree], params: Params, may_be_shapes: bool) -> list[PyTree]:
@@ -189,141 +199,291 @@ def _read_batches(batches: Iterable[PyTree], params: Params, may_be_shapes: bool
     if not (batch_list := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
     if not may_be_shapes:
-        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+        remedy = "Call oneshot outside of jit; shapes are enough for dry_run=True."
         check_values("params", params, remedy)
         check_values("batches", batch_list, remedy)
     return batch_list
 
 
-def _show_progress(
-    task: PruningTask, batches: Sequence[PyTree]
-) -> Callable[[Path, LayerIndex], None]:
-    """Shows a bar of the layers, and returns the function that advances it by a layer."""
-    graph = task.graph
-    scanned, shapes = graph.tracker.find_scanned_axes(), graph.parameters.find_shape
-    num_layers = {
-        path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ())) for path in task.sites
-    }
-    tqdm = extras.load("tqdm.auto", "progress").tqdm
-    bar = tqdm(total=sum(num_layers.values()), desc="oneshot", unit="layer")
+def _read_leaves(params: Params) -> tuple[Params, dict[Path, PyTree]]:
+    """Returns the tree with shapes in place of lazily read arrays, and all arrays by path."""
 
-    def on_layer_done(path: Path, index: LayerIndex) -> None:
-        bar.set_postfix_str(f"{task.sites[path].name}, {len(batches)} batches")
-        bar.update(1 if index else num_layers[path])
-        if bar.n >= bar.total:
-            bar.close()
+    def describe(leaf: PyTree) -> PyTree:
+        is_lazy = not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and all(
+            hasattr(leaf, name) for name in ("shape", "dtype", "__getitem__")
+        )
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) if is_lazy else leaf
 
-    return on_layer_done
+    like = jax.tree.map(describe, params)
+    kept = jax.tree.map(lambda x, leaf: leaf if trees.is_array(x) else None, like, params)
+    return like, trees.leaves_by_names(kept)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Run:
-    """One pass over a model.
+    """One pass over a model; the hooks of `Walk`.
 
     Attributes:
       task: what to prune.
-      weights: parameters and masks so far.
+      block_refit: trains blocks, or `None`.
+      like: the tree of parameters, with shapes in place of lazily read arrays.
       batches: the batches.
-      store: the folder of finished layers, if any.
-      on_layer_done: is called with the path and the index of each layer that is done.
-      reports: reports of the layers that are done, by path and index.
+      row_weights: weights of their rows.
+      name_block: returns the name of the block of a parameter.
+      metric: the user's metric, or `None`.
+      reports: reports of the layers that are done, by place.
+      blocks: held-out errors of refitted blocks, by name.
     """
 
     task: PruningTask
-    weights: ModelWeights
+    block_refit: BlockRefit | None
+    like: Params
     batches: Sequence[PyTree]
-    store: LayerStore | None
-    on_layer_done: Callable[[Path, LayerIndex], None] | None
-    reports: dict[Path, dict[LayerIndex, LayerReport]] = dataclasses.field(default_factory=dict)
+    row_weights: RowWeights | None
+    name_block: BlockNameFn
+    metric: Callable[[PyTree], chex.Numeric] | None
+    reports: dict[Place, LayerReport] = dataclasses.field(default_factory=dict)
+    blocks: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    lanes: Sequence[Lane] = ()
+    folder: RunFolder | None = None
+    bar: _Bar | None = None
+    weights: ModelWeights = dataclasses.field(init=False)
 
-    def run(self, fn: ModelFn, sequential: bool) -> Report:
-        """Prunes all parameters, those that the model reaches first, and returns their report."""
-        if sequential:
-            self._follow_model()
-        self._finish_others(fn)
-        reports = self.reports.items()
-        return Report({path: LayerReport.combine([*x.values()]) for path, x in reports})
-
-    def _follow_model(self) -> None:
-        """Finishes each parameter, or layer, when a run of the model on all batches reaches it."""
-        task, calibration = self.task, self.task.make_calibration()
-        if task.needs.has_grams:
-            for name, gram in calibration.list_gram_shapes(one_layer=True).items():
-                check_memory({name: gram}, task.needs.gram_copies)  # one is held at a time
-
-        def on_reached(path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
-            self._finish(path, index, functools.partial(self._prune_reached, path, index, reached))
-
-        Lockstep(calibration, self.batches, self.weights.read, self._is_done, on_reached).run()
-
-    def _prune_reached(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> PrunedLayer:
-        """Prunes a parameter, or one layer of it, by its inputs at the place that reads it."""
+    def run(
+        self,
+        source: PyTree,
+        leaves: Mapping[Path, PyTree],
+        sequential: bool,
+        out: str | os.PathLike[str] | None,
+        held: Iterable[PyTree] | None,
+        donate: bool,
+        progress: bool,
+    ) -> tuple[PyTree, Masks, Report]:
+        """Prunes all parameters, and returns the results of `oneshot`."""
         task = self.task
-        statistic = reached.sum_statistic(task.name_layer(path, index))
-        layer = task.prune_layer(self.weights, path, index, statistic)
-        if task.needs.has_grams:
-            return layer
-        return layer._replace(output_squares=reached.sum_losses(*layer.list_weights_and_losses()))
+        lanes = make_lanes(task, self.like, self.batches, self.row_weights)
+        if held is not None and (held := list(held)):
+            lanes += make_lanes(task, self.like, held, self.row_weights, is_counted=False)
+        self.lanes = [lane for lane, _ in lanes]
+        if out is not None:
+            self.folder = self._open_folder(out, source, leaves, sequential)
+        plan = Plan(lanes[0][0].calibration, self.name_block)
+        donated = plan.list_read_once() if donate else ()
+        self.weights = weights = ModelWeights(leaves, self.folder, donated)
+        self.bar = _Bar(plan, self.block_refit) if progress else None
+        compares = held is None or bool(held)
+        has_dense = compares or self.block_refit is not None
+        frames = [make_frame(lane, data, weights.read) for lane, data in lanes]
+        dense = [make_frame(lane, data, weights.read_dense) for lane, data in lanes]
+        window = self.block_refit.window if self.block_refit else 1
+        walk = Walk(plan, self, frames, dense if has_dense else [], window, bool(self.block_refit))
+        dense_metric = None if self.metric is None else read_metric(self.metric, weights.load(self.like))
+        if not sequential:
+            self._prune_at_once()
+        if sequential or compares:
+            walk.run()
+        self._check_all_done()
+        sums = OutputSums()
+        if compares:
+            is_counted = held is None
+            for frame, batch, expected, returned in walk.iterate_outputs(is_counted):
+                sums.add(frame, batch, expected, returned)
+        return self._finish(sums, dense_metric)
 
-    def _finish_others(self, fn: ModelFn) -> None:
-        """Finishes the parameters that are not done, each by its inputs in the present model.
+    def _open_folder(
+        self,
+        out: str | os.PathLike[str],
+        source: PyTree,
+        leaves: Mapping[Path, PyTree],
+        sequential: bool,
+    ) -> RunFolder:
+        """Returns the folder of the run."""
+        task, named = self.task, {trees.join_names(path): x for path, x in leaves.items()}
+        if len(named) < len(leaves):
+            raise ValueError("out: two parameters have one name when '/' joins their paths.")
+        fields = dict(vars(task.pruner))
+        for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes"):
+            fields.pop(name, None)
+        sites = [(path, repr(x.pattern), x.batch_axes) for path, x in task.sites.items()]
+        identity = {
+            "pruner": digest((type(task.pruner).__qualname__, fields)),
+            "refit": digest((task.refit, self.block_refit)),
+            "sparsities": digest((sites, [np.asarray(task.targets[path]) for path in task.sites])),
+            "params": digest(named),
+            "batches": digest([trees.split_arrays(batch)[0] for batch in self.batches]),
+            "row_weights": digest(self.row_weights),
+            "model": digest(list_equations(task.graph.model.program)),
+            "sequential": str(sequential),
+            "version": f"{_VERSION}, jax {jax.__version__}",
+        }
+        folder = RunFolder(out, identity, named, [*map(trees.join_names, task.sites)])
+        copy_metadata(source, out)
+        return folder
 
-        The model runs for all of them at once, and only if the folder lacks one.
-        """
-        task, params, batches = self.task, self.weights.make_tree(), self.batches
-        paths = [path for path in task.sites if path not in self.reports]
+    # Hooks of the walk.
 
-        @functools.cache
-        def calibrate_all() -> Statistics:
-            kind = task.needs.statistics_kind
-            return calibrate(fn, params, batches, kind, lambda path, _: path in paths)
+    def is_done(self, path: Path, index: LayerIndex) -> bool:
+        """Returns whether a weight is done: several readers prune it only once."""
+        return path not in self.task.sites or any(
+            place[0] == path and (place[1] == index or () in (place[1], index))
+            for place in self.reports
+        )
 
-        def prune(path: Path) -> PrunedLayer:
-            return task.prune_layer(self.weights, path, (), calibrate_all()[path])
+    def on_start(self, name: str) -> None:
+        """Takes over a block that an earlier call has written."""
+        record = self.folder.done.get(name) if self.folder else None
+        if record is not None:
+            places = [((*path,), tuple(map(tuple, index))) for path, index in record["places"]]
+            reports = [LayerReport(**fields) for fields in record["reports"]]
+            self.reports.update(zip(places, reports, strict=True))
+            self.weights.mark_committed([((*p,), tuple(map(tuple, i))) for p, i in record["parts"]])
+            if record["refit"]:
+                self.blocks[name] = record["refit"][0], record["refit"][1]
 
-        @functools.cache
-        def prune_all() -> dict[Path, PrunedLayer]:
-            """Prunes by moments, and sums up the losses in one more run of the model."""
-            layers = {path: prune(path) for path in paths}
+    def on_weight(self, path: Path, index: LayerIndex, places: Sequence[ReachedWeight]) -> None:
+        """Prunes a parameter, or one of its layers, by its inputs at the places that read it."""
+        started, task = time.perf_counter(), self.task
+        statistic = sum_statistic(places, task.name_layer(path, index))
+        dense = self.weights.read_place(path, index)
+        layer = task.prune_layer(dense, path, index, statistic)
+        if not task.needs.has_grams:
+            losses = sum_losses(places, *layer.list_weights_and_losses())
+            layer = layer._replace(output_squares=losses)
+        self._take_layer(path, index, layer, started)
+
+    def _take_layer(
+        self, path: Path, index: LayerIndex, layer: PrunedLayer, started: float
+    ) -> None:
+        """Puts a pruned layer in its place, and shifts its bias if the refit does so."""
+        self.reports[path, index] = layer.make_report(started)
+        dense = self.weights.read_place(path, index)
+        weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
+        bias = self.task.find_bias(path, index)
+        if bias is not None:
+            array = read_layer(self.weights.read(bias[0]), bias[1])
+            shifted = self.task.shift_bias(path, array, layer, self.weights.read)
+            self.weights.parts[bias] = Part(shifted)
+        self.weights.parts[path, index] = Part(weights, mask)
+
+    def on_block(self, block: Block) -> bool:
+        """Refits a block, writes its parts, and returns whether the refit changed them."""
+        parts, errors = self.weights.parts, None
+        if self.folder and block.name in self.folder.done:
+            self._advance(block)
+            return False
+        if self.block_refit and any(part.mask is not None for part in parts.values()):
+            errors = self.blocks[block.name] = self._refit_block(block, self.block_refit)
+        places = [place for place, part in parts.items() if part.mask is not None]
+        record = {
+            "places": places,
+            "parts": [*parts],
+            "reports": [dataclasses.asdict(self.reports[place]) for place in places],
+            "refit": errors,
+        }
+        self.weights.commit()
+        if self.folder:
+            self.folder.commit(block.name, record)
+        self._advance(block)
+        return errors is not None and errors[1] < errors[0]
+
+    def _advance(self, block: Block) -> None:
+        if self.bar is not None:
+            self.bar.advance(f"{block.name}, {len(self.batches)} batches")
+
+    def _refit_block(self, block: Block, refit: BlockRefit) -> tuple[float, float]:
+        """Trains the weights of a block, and returns its held-out errors before and after."""
+        parts, weights = self.weights.parts, self.weights
+        counted = [i for i, lane in enumerate(self.lanes) if lane.is_counted]
+        requested = dict[Place, None]()
+
+        def record(path: Path, *layers: int) -> jax.Array:
+            requested[path, tuple(enumerate(layers))] = None
+            return weights.read(path, *layers)
+
+        first = block.list_inputs(counted[0], False)[0]
+        jax.eval_shape(functools.partial(block.call, counted[0], record), first)
+        trained = {place: part.weights for place, part in parts.items()}
+        others = {
+            place: weights.read(place[0], *(layer for _, layer in place[1]))
+            for place in requested
+            if place not in trained
+        }
+        masks = {place: part.mask for place, part in parts.items() if part.mask is not None}
+        for place in [x for x in others if refit.trains(x[0], others[x])]:
+            trained[place] = others.pop(place)
+        batches = []
+        for lane in counted:
+            call = functools.partial(_call_block, block, lane)
+            values, frame = block.list_output_values(lane), self.lanes[lane]
+            inputs = block.list_inputs(lane, refit.inputs == "dense")
+            pairs = zip(inputs, block.list_outputs(lane, True), frame.row_weights, strict=True)
+            for arrays, targets, row_weights in pairs:
+                spread = [frame.spread(value, row_weights) for value in values]
+                batches.append(Batch(call, arrays, targets, spread))
+        result = refit.train(trained, masks, others, batches)
+        if result.after < result.before:
+            for place, array in result.weights.items():
+                mask = parts[place].mask if place in parts else None
+                parts[place] = Part(sharding.place_like(trained[place], array), mask)
+        return result.before, result.after
+
+    def _prune_at_once(self) -> None:
+        """Prunes all parameters by their inputs in the dense model."""
+        task, weights, started = self.task, self.weights, time.perf_counter()
+        params, kind = weights.make_tree(self.like), task.needs.statistics_kind
+        chosen: Callable[..., bool] = lambda path, _: path in task.sites
+        statistics = calibrate(
+            task.fn, params, self.batches, kind, chosen, row_weights=self.row_weights
+        )
+        layers = {}
+        for path in task.sites:
+            layers[path] = task.prune_layer(weights.read_dense(path), path, (), statistics[path])
+        if not task.needs.has_grams:
             matrices = {path: layer.list_weights_and_losses() for path, layer in layers.items()}
-            losses = sum_losses(fn, params, batches, matrices)
-            return {path: layers[path]._replace(output_squares=losses[path]) for path in paths}
+            losses = sum_model_losses(task.fn, params, self.batches, matrices, self.row_weights)
+            layers = {n: x._replace(output_squares=losses[n]) for n, x in layers.items()}
+        for path, layer in layers.items():
+            self._take_layer(path, (), layer, started)
+        weights.commit()
 
-        for path in paths:
-            # Gram matrices of the inputs also give the losses.
-            prune_one = prune if task.needs.has_grams else lambda path: prune_all()[path]
-            self._finish(path, (), functools.partial(prune_one, path))
+    def _check_all_done(self) -> None:
+        """Raises a ValueError if the batches have not reached a parameter."""
+        for path, site in self.task.sites.items():
+            if not any(place[0] == path for place in self.reports):
+                raise ValueError(
+                    f"No row of the batches reaches {site.name!r}. Give batches that reach it, or "
+                    "keep it dense with filter_fn."
+                )
 
     def _finish(
-        self, path: Path, index: LayerIndex, prune_layer: Callable[[], PrunedLayer]
-    ) -> None:
-        """Takes a parameter, or one layer of it, from the folder, or prunes and saves it."""
-        bias_place = self.task.find_bias(path, index)
-        bias = None
-        if bias_place is not None:
-            bias = read_layer(self.weights.current[bias_place[0]], bias_place[1])
-        dense = read_layer(self.weights.before[path], index)
-        num_done = sum(map(len, self.reports.values()))
-        stored = self.store.read(num_done, dense, bias) if self.store else None
-        if stored is None:
-            started = time.perf_counter()
-            layer = prune_layer()
-            report = layer.make_report(started)
-            weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
-            if bias is not None:
-                bias = self.task.shift_bias(path, bias, layer, self.weights)
-            stored = StoredLayer(weights, mask, report, bias)
-            if self.store:
-                self.store.write(num_done, stored)
-        if bias_place is not None and stored.bias is not None:
-            self.weights.replace(*bias_place, stored.bias)
-        self.weights.replace(path, index, stored.weights)
-        self.weights.replace_mask(path, index, stored.mask)
-        self.reports.setdefault(path, {})[index] = stored.report
-        if self.on_layer_done is not None:
-            self.on_layer_done(path, index)
+        self, sums: OutputSums, dense_metric: float | None
+    ) -> tuple[PyTree, Masks, Report]:
+        """Returns the results, and closes the folder."""
+        by_path: dict[Path, list[LayerReport]] = {}
+        for (path, _), report in self.reports.items():
+            by_path.setdefault(path, []).append(report)
+        report = Report({path: LayerReport.combine(x) for path, x in by_path.items()})
+        report.blocks = self.blocks
+        if self.folder:
+            self.folder.finish()
+        masks = self.weights.make_masks(self.like, self.task.pruner.use_packed_masks)
+        tree, metric = self.weights.make_tree(self.like), None
+        if self.metric is not None:
+            metric = read_metric(self.metric, self.weights.load(self.like))
+        report.outputs = sums.make_report(dense_metric, metric)
+        return tree, masks, report
 
-    def _is_done(self, path: Path, index: LayerIndex) -> bool:
-        """Returns whether a parameter or layer is done: several readers prune it only once."""
-        reports = self.reports.get(path, {})
-        return index in reports or () in reports or (not index and bool(reports))
+
+def _call_block(
+    block: Block, lane: int, trained: Mapping[Place, jax.Array], others: PyTree, inputs: PyTree
+) -> list[jax.Array]:
+    """Returns the outputs of a block with trained weights in their places."""
+    parts = {place: Part(array) for place, array in trained.items()}
+
+    def read(path: Path, *layers: int) -> jax.Array:
+        def look_up(path: Path, *layers: int) -> jax.Array:
+            return others[path, tuple(enumerate(layers))]
+
+        return put_parts(look_up, parts, path, layers)
+
+    return block.call(lane, read, inputs)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.rates import Rates
+from sparsity.calibration.refits.block import sum_losses
 from sparsity.calibration.run.needs import read_needs
-from sparsity.calibration.run.outputs import (
-    OutputReport,
-    make_output_fn,
-    sum_lost_squares,
-    sum_squares,
-)
+from sparsity.calibration.run.outputs import OutputReport
 from sparsity.calibration.run.prune import check_pruner_and_refit, prune
 from sparsity.calibration.run.sensitivity import Sensitivity
 from sparsity.calibration.statistics.capture import calibrate
@@ -68,9 +67,12 @@ class Report(dict[Path, LayerReport]):
 
     Attributes:
       outputs: errors of the model's outputs, `None` if they were not measured.
+      blocks: by name of a block that `BlockRefit` trained: the errors of its outputs on held-out
+        batches before and after; errors of parameters are those before.
     """
 
     outputs: OutputReport | None = None
+    blocks: Mapping[str, tuple[float, float]] = types.MappingProxyType({})
 
     def table(self) -> str:
         """Returns a table of the parameters, and a line of the errors of the model's outputs."""
@@ -149,9 +151,8 @@ class Report(dict[Path, LayerReport]):
         batch_list = list(batches)
         kind = read_needs(pruner).statistics_kind
         statistics = calibrate(fn, params, batch_list, kind, lambda path, _: path in self)
-        outputs = make_output_fn(fn, params, batch_list[0])
-        dense = [outputs(params, batch) for batch in batch_list]
-        norm = sum(float(sum_squares(expected)) for expected in dense)
+        dense = [_list_outputs(fn, params, batch) for batch in batch_list]
+        norm = sum(float(sum_losses(y, y, [None] * len(y))[1]) for y in dense)
         sensitivity = Sensitivity({path: {} for path in self})
         for path in self:
             for rate in rates:
@@ -160,8 +161,17 @@ class Report(dict[Path, LayerReport]):
                 )
                 pruned = prune(single_pruner, params, statistics)[0]
                 lost = sum(
-                    float(sum_lost_squares(expected, outputs(pruned, batch)))
-                    for expected, batch in zip(dense, batch_list, strict=True)
+                    float(sum_losses(_list_outputs(fn, pruned, batch), y, [None] * len(y))[0])
+                    for y, batch in zip(dense, batch_list, strict=True)
                 )
                 sensitivity[path][rate] = lost / norm if norm else 0.0
         return sensitivity
+
+
+def _list_outputs(
+    fn: Callable[[PyTree, PyTree], PyTree], params: Params, batch: PyTree
+) -> list[jax.Array]:
+    """Returns the outputs of a model that have fractions."""
+    arrays, rebuild = trees.split_arrays((params, batch))
+    outputs = jax.jit(lambda arrays: trees.only_arrays(fn(*rebuild(arrays))))(arrays)
+    return [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.inexact)]

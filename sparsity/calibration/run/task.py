@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from sparsity.calibration.refits.means import holds_outputs
 from sparsity.calibration.run.needs import Needs, combine_needs, method_name
 from sparsity.calibration.run.prune import prune_and_refit
 from sparsity.calibration.run.report import LayerReport
-from sparsity.calibration.run.weights import LayerIndex, ModelWeights, read_layer
+from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.alignment import meets_data
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
@@ -77,6 +77,22 @@ class PrunedLayer(NamedTuple):
         return [self.statistic.to_matrices(x) for x in (dense, *(dense - x for x in pruned))]
 
 
+class _Reader(Mapping[Path, jax.Array]):
+    """The current parameters by path, read when they are asked for."""
+
+    def __init__(self, read: Callable[[Path], jax.Array], graph: Graph) -> None:
+        self._read, self._paths = read, [param.path for param in graph.parameters]
+
+    def __getitem__(self, path: Path) -> jax.Array:
+        return self._read(path)
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
 @dataclasses.dataclass(frozen=True)
 class PruningTask:
     """Describes the parameters of a run, their target sparsities, and the methods that solve them.
@@ -89,6 +105,8 @@ class PruningTask:
       targets: sparsities of these parameters, by path.
       needs: the statistics and the memory that pruner and refit need.
       biases: the biases that a `BiasRefit` changes, by path of the parameter.
+      fn: the model.
+      like: the tree of parameters, with shapes in place of lazily read arrays.
     """
 
     pruner: BaseUpdater
@@ -98,18 +116,20 @@ class PruningTask:
     targets: Mapping[Path, float]
     needs: Needs
     biases: Mapping[Path, Bias]
+    fn: Callable[[PyTree, PyTree], PyTree]
+    like: Params
 
-    def make_calibration(self) -> Calibration:
-        """Returns the sums of the inputs of all parameters to prune."""
+    def make_calibration(self, graph: Graph | None = None) -> Calibration:
+        """Returns the sums of the inputs of all parameters to prune, in this or another graph."""
         kind = self.needs.statistics_kind
-        return Calibration(self.graph, kind, lambda path, _: path in self.sites)
+        return Calibration(graph or self.graph, kind, lambda path, _: path in self.sites)
 
     def name_layer(self, path: Path, index: LayerIndex) -> str:
         """Returns the name of a parameter, or of one of its layers."""
         return self.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
 
     def prune_layer(
-        self, weights: ModelWeights, path: Path, index: LayerIndex, statistic: Statistic
+        self, dense: jax.Array, path: Path, index: LayerIndex, statistic: Statistic
     ) -> PrunedLayer:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
 
@@ -119,28 +139,28 @@ class PruningTask:
         if not find_max_rows(statistic):
             raise ValueError(
                 f"No row of the batches reaches {self.name_layer(path, index)!r}: they are empty, "
-                "or the model takes other branches. Give batches that reach it, or keep it dense "
-                "with filter_fn."
+                "of weight 0, or the model takes other branches. Give batches that reach it, or "
+                "keep it dense with filter_fn."
             )
-        dense = read_layer(weights.before[path], index)
         warn_of_zeros(statistic, self.sites[path].name)
         site = self._make_layer_site(path, index, dense.ndim + len(index))
+        target = self.targets[path]
+        if np.ndim(target):
+            target = np.asarray(target)[tuple(layer for _, layer in sorted(index))]
         pruner = dataclasses.replace(
             self.pruner,
-            sparsity_distribution_fn=Rates({path: self.targets[path]}),
+            sparsity_distribution_fn=Rates({path: target}),
             sparsity_type=site.pattern,
             batch_axes=site.batch_axes,
             use_packed_masks=False,
         )
         # Each device solves a part of the outputs.
-        dense = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
-        single_tree = trees.map_matched(
-            lambda x, _: dense if x == site.key_path else None, weights.dense
-        )
+        placed = sharding.shard_along(dense, (*statistic.batch, *statistic.output))
+        tree = trees.map_matched(lambda x, _: placed if x == site.key_path else None, self.like)
         refit = None if isinstance(self.refit, BiasRefit) else self.refit
-        results = prune_and_refit(pruner, single_tree, {path: statistic}, refit, [site.key_path])
+        results = prune_and_refit(pruner, tree, {path: statistic}, refit, [site.key_path])
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.key_path] for x in results)
-        return PrunedLayer(statistic, dense, pruned, refitted, mask, path in self.biases)
+        return PrunedLayer(statistic, placed, pruned, refitted, mask, path in self.biases)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
         """Returns the bias of a parameter, and its layer of the same index."""
@@ -151,13 +171,13 @@ class PruningTask:
         return bias, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
 
     def shift_bias(
-        self, path: Path, bias: jax.Array, layer: PrunedLayer, weights: ModelWeights
+        self, path: Path, bias: jax.Array, layer: PrunedLayer, read: Callable[[Path], jax.Array]
     ) -> jax.Array:
         """Returns the bias of a parameter after the refit."""
         assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
-        read = self.graph.model.make_reader(weights.current)
+        reader = self.graph.model.make_reader(_Reader(read, self.graph))
         leaves = layer.dense, layer.refitted, layer.statistic
-        return self.refit.shift(self.biases[path], bias, *leaves, read)
+        return self.refit.shift(self.biases[path], bias, *leaves, reader)
 
     def _make_layer_site(self, path: Path, index: LayerIndex, ndim: int) -> Site:
         """Returns the site of a parameter of `ndim` axes, or of one of its layers.
@@ -210,6 +230,8 @@ def make_task(
         targets={path: targets[site.key_path] for path, site in sites.items()},
         needs=combine_needs(pruner, refit),
         biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
+        fn=fn,
+        like=params,
     )
     summed = {use.path for use in task.make_calibration().uses.values()}
     for path, site in sites.items():

@@ -1,99 +1,222 @@
-"""Parameters and masks of a run, as they change layer by layer."""
+"""Parameters and masks of a run: read from memory or from disk, replaced layer by layer."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration.store import RunFolder
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Masks, Params, Path
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.masks import pack_masks
 
 # (axis, index) of each axis that scans take apart.
 LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
+Place: TypeAlias = tuple[Path, LayerIndex]  # a parameter, or one of its layers
+ReadFn: TypeAlias = Callable[..., jax.Array]  # `read(path, *layers)`, the first layers of leading axes
+
+
+class Part(NamedTuple):
+    """New weights of a parameter or of a layer, and their mask if they were pruned."""
+
+    weights: jax.Array
+    mask: jax.Array | None = None
 
 
 class ModelWeights:
-    """Current parameters and masks; the user's arrays stay unchanged.
+    """Dense and current parameters; arrays of the user stay unchanged unless they are donated.
 
     Args:
-      params: tree of parameters.
-      paths: the paths of its arrays, in their order.
+      leaves: the parameters by path: arrays, or objects with a shape and a dtype that read arrays
+        by `[index]`, as `open_checkpoint` returns them.
+      folder: keeps finished parts; `None` keeps them in memory.
+      donated: paths whose arrays may be deleted when they are replaced.
 
     Attributes:
-      dense: the tree before pruning.
-      before: the parameters before pruning, by path.
-      current: the current parameters, by path.
+      parts: new weights and masks by place, until `commit`.
     """
 
-    def __init__(self, params: Params, paths: Iterable[Path]) -> None:
-        self.dense = params
-        arrays, self._rebuild = trees.split_arrays(params)
-        self.before: Mapping[Path, jax.Array] = dict(zip(paths, arrays, strict=True))
-        self.current: dict[Path, jax.Array] = {**self.before}
-        self._masks: dict[Path, jax.Array] = {}
-        self._copied: set[Path] = set()  # arrays that change in place: copies of the user's
+    def __init__(
+        self, leaves: Mapping[Path, PyTree], folder: RunFolder | None, donated: Iterable[Path] = ()
+    ) -> None:
+        self.parts: dict[Place, Part] = {}
+        self.masks: dict[Path, jax.Array] = {}
+        self._dense, self._current, self._folder = leaves, dict(leaves), folder
+        self._donated, self._copied = {*donated}, set[Path]()
+        self._committed: set[Place] = set()  # places in the folder
+        self._loaded: dict[tuple[Path, tuple[int, ...]], jax.Array] = {}
 
-    def make_tree(self) -> Params:
-        """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
-        arrays = self.current.values()
-        return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in arrays])
-
-    def make_masks(self, pack: bool) -> Masks:
-        """Returns the tree of masks, `None` for parameters that stay dense."""
-        masks = trees.map_matched(
-            lambda path, _: self._masks.get(trees.path_names(path)), self.dense
-        )
-        return pack_masks(masks, self.dense) if pack else masks
+    def read_dense(self, path: Path, *layers: int) -> jax.Array:
+        """Returns a parameter before pruning, or one of its first layers."""
+        leaf = self._dense[path]
+        if isinstance(leaf, jax.Array):
+            return leaf[layers] if layers else leaf
+        if (path, layers) not in self._loaded:
+            array = leaf[layers] if layers else leaf[...]
+            # Arrays of the user may change later.
+            copies = isinstance(leaf, np.ndarray)
+            self._loaded[path, layers] = jnp.array(array) if copies else jnp.asarray(array)
+        return self._loaded[path, layers]
 
     def read(self, path: Path, *layers: int) -> jax.Array:
-        """Returns a parameter or one of its first layers, unaffected by later changes."""
-        if layers:
-            return self.current[path][layers]
-        return jnp.copy(self.current[path]) if path in self._copied else self.current[path]
+        """Returns a current parameter or one of its first layers, unaffected by later changes."""
+        if self._folder is not None:
+            placed = {place for place in self._committed if place[0] == path}
+            stored = {place: self._read_stored(place) for place in placed if _overlaps(place, layers)}
+            return put_parts(self.read_dense, stored | self.parts, path, layers)
+        if self._current[path] is self._dense[path] and path not in self._copied:
+            return put_parts(self.read_dense, self.parts, path, layers)
+        return put_parts(self._read_changed, self.parts, path, layers)
 
-    def replace(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
+    def _read_changed(self, path: Path, *layers: int) -> jax.Array:
+        array = self._current[path]
+        return array[layers] if layers else jnp.copy(array)  # a stack changes in place
+
+    def _read_stored(self, place: Place) -> Part:
+        assert self._folder is not None
+        path, index = place
+        stored = self._folder.read(trees.join_names(path), _list_indices(index, self._dense[path]))
+        return Part(jnp.asarray(stored))
+
+    def read_place(self, path: Path, index: LayerIndex) -> jax.Array:
+        """Returns a parameter before pruning, or one of its layers."""
+        layers = [layer for axis, layer in sorted(index)]
+        if [axis for axis, _ in sorted(index)] == [*range(len(index))]:
+            return self.read_dense(path, *layers)
+        return read_layer(self.read_dense(path), index)
+
+    def load(self, params: Params) -> Params:
+        """Returns the tree of current parameters in memory."""
+        rebuild = trees.split_arrays(params)[1]
+        return rebuild([self.read(path) for path in self._current])
+
+    def commit(self) -> None:
+        """Takes over all parts, and forgets what was read from files."""
+        for (path, index), part in self.parts.items():
+            if self._folder is not None:
+                indices, name = _list_indices(index, self._dense[path]), trees.join_names(path)
+                self._folder.write("model", name, indices, np.asarray(part.weights))
+                if part.mask is not None:
+                    self._folder.write("masks", name, indices, np.asarray(part.mask))
+                self._committed.add((path, index))
+            else:
+                self._replace(path, index, part)
+        self.parts.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was read from files."""
+        self._loaded.clear()
+
+    def mark_committed(self, places: Iterable[Place]) -> None:
+        """Notes places whose parts an earlier call has written to the folder."""
+        self._committed.update(places)
+
+    def _replace(self, path: Path, index: LayerIndex, part: Part) -> None:
         """Puts a layer into a parameter, in time that does not grow with a stack."""
+        dense, mask = self._dense[path], self.masks.get(path)
         if index and path not in self._copied:
-            self.current[path] = jnp.array(self.current[path], copy=True)
+            is_donated = path in self._donated
+            self._current[path] = dense if is_donated else jnp.array(self._current[path], copy=True)
             self._copied.add(path)
-        self.current[path] = _put_layer(self.current[path], part, index)
+        if part.mask is not None:
+            if index and mask is None:
+                mask = sharding.place_like(self._current[path], sharding.ones_like(dense))
+            self.masks[path] = _put_layer(mask, part.mask, index)
+        self._current[path] = _put_layer(self._current[path], part.weights, index)
+        if path in self._donated:
+            if not index and isinstance(dense, jax.Array):
+                dense.delete()
+            self._dense = {**self._dense, path: self._current[path]}
 
-    def replace_mask(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
-        """Puts the mask of a layer into the mask of a parameter."""
-        mask = self._masks.get(path)
-        if index and mask is None:
-            like = self.current[path]
-            mask = sharding.place_like(like, sharding.ones_like(like))
-        self._masks[path] = _put_layer(mask, part, index)
+    def make_tree(self, params: Params) -> Params:
+        """Returns a tree like `params` of current parameters, or of those in the folder."""
+        stored = {} if self._folder is None else self._folder.open("model")
+        rebuild = trees.split_arrays(params)[1]
+        leaves = [
+            stored[trees.join_names(path)] if stored else _copy_numpy(array)
+            for path, array in self._current.items()
+        ]
+        return rebuild(leaves)
+
+    def make_masks(self, params: Params, pack: bool) -> Masks:
+        """Returns the tree of masks, `None` for parameters that stay dense."""
+        if self._folder is not None:
+            stored = self._folder.open("masks")
+            masks = {path: stored.get(trees.join_names(path)) for path in self._dense}
+        else:
+            masks = {**self.masks}
+        tree = trees.map_matched(lambda path, _: masks.get(trees.path_names(path)), params)
+        return pack_masks(tree, params) if pack else tree
 
 
-def read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
+def put_parts(
+    read: ReadFn, parts: Mapping[Place, Part], path: Path, layers: tuple[int, ...]
+) -> jax.Array:
+    """Returns a parameter or one of its first layers, with new parts in their places."""
+    here = [
+        (tuple((axis - len(layers), layer) for axis, layer in index if axis >= len(layers)), part)
+        for (other, index), part in parts.items()
+        if other == path and _overlaps((other, index), layers)
+    ]
+    # A part without an index is a parameter that must lose its first layers, too.
+    for (other, index), part in parts.items():
+        if other == path and not index:
+            return part.weights[layers] if layers else part.weights
+    exact = [part.weights for index, part in here if not index]
+    if exact:
+        return exact[0]
+    array = read(path, *layers)
+    for index, part in here:
+        array = _put(array, part.weights, index)
+    return array
+
+
+def read_layer(array: PyTree, index: LayerIndex) -> PyTree:
     """Returns a parameter, or one of its layers."""
+    return array[_list_indices(index, array)] if index else array
+
+
+def _list_indices(index: LayerIndex, array: PyTree) -> tuple[int | slice, ...]:
     layers = dict(index)
-    return array[tuple(layers.get(axis, slice(None)) for axis in range(array.ndim))]
+    return tuple(layers.get(axis, slice(None)) for axis in range(len(array.shape))) if index else ()
+
+
+def _overlaps(place: Place, layers: tuple[int, ...]) -> bool:
+    """Returns whether a place has entries among the first layers of its parameter."""
+    return all(layers[axis] == layer for axis, layer in place[1] if axis < len(layers))
+
+
+def _copy_numpy(array: PyTree) -> PyTree:
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
     """Returns an array with a layer replaced in the same memory; no index replaces all of it."""
     if array is None or not index:
         return part
-    axes, layers = zip(*sorted(index), strict=True)
-    return _update_layer(array, part, axes, layers)
+    return _put_in_place(array, part, *zip(*sorted(index), strict=True))
 
 
-@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _update_layer(
-    array: jax.Array, part: jax.Array, axes: tuple[int, ...], layers: Sequence[int]
+def _put(
+    array: jax.Array, part: jax.Array, index: LayerIndex
 ) -> jax.Array:
-    """Replaces a part, which lacks some ascending axes, at a place along each of these."""
+    """Returns a copy of an array with a layer replaced."""
+    axes, layers = zip(*sorted(index), strict=True)
     starts = [0] * array.ndim
     for axis, layer in zip(axes, layers, strict=True):
         starts[axis] = layer
     return lax.dynamic_update_slice(array, jnp.expand_dims(part, axes).astype(array.dtype), starts)
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _put_in_place(
+    array: jax.Array, part: jax.Array, axes: tuple[int, ...], layers: tuple[int, ...]
+) -> jax.Array:
+    return _put(array, part, tuple(zip(axes, layers, strict=True)))

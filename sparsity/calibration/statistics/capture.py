@@ -14,6 +14,12 @@ from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.row_axes import (
+    RowAxes,
+    RowWeights,
+    find_row_axes,
+    read_row_weights,
+)
 from sparsity.calibration.statistics.row_sums import (
     FIELDS_BY_KIND,
     StatisticsKind,
@@ -35,6 +41,7 @@ from sparsity.core.arrays import promote
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
+from sparsity.programs.products import read_product
 
 
 def calibrate(
@@ -44,6 +51,7 @@ def calibrate(
     kind: StatisticsKind = "squares",
     filter_fn: Callable[[Path, Parameter], bool] | None = None,
     progress: bool = False,
+    row_weights: RowWeights | None = None,
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
 
@@ -59,6 +67,8 @@ def calibrate(
       filter_fn: `filter_fn(path, parameter)` chooses parameters, by their shape and dtype; by
         default all that products contract.
       progress: show a bar of the batches. Needs tqdm.
+      row_weights: weights of the rows of a batch, as a function of the batch or an array of leading
+        axes of the batch: a row of weight w counts w times, and not at all at 0.
 
     Returns:
       A dictionary from paths to `Statistic`, which holds sums in promote_types(dtype, float32) over
@@ -86,7 +96,9 @@ def calibrate(
     check_bool("progress", progress)
     if progress:
         batches = extras.load("tqdm.auto", "progress").tqdm(batches)
-    calibration, total = _collect_sums(fn, params, batches, kind, filter_fn)
+    calibration, total = _collect_sums(
+        fn, params, batches, kind, filter_fn, row_weights=row_weights
+    )
     return calibration.pop_statistics(total)
 
 
@@ -138,15 +150,46 @@ class Calibration:
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
-    def sum_inputs(self, use_index: int, x: jax.Array) -> Statistic:
+    def sum_inputs(
+        self, use_index: int, x: jax.Array, row_weights: jax.Array | None = None
+    ) -> Statistic:
         """Returns the sums of a use over the rows of its inputs."""
         sum_rows = functools.partial(sum_inputs, self.alignments[use_index], self.kind)
-        return sharding.call_replicated(sum_rows, x)
+        return sharding.call_replicated(sum_rows, x, row_weights)
 
-    def sum_outputs(self, use_index: int, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+    def sum_outputs(
+        self, use_index: int, x: jax.Array, *matrices: jax.Array, row_weights: jax.Array | None = None
+    ) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
-        sum_rows = functools.partial(sum_outputs, self.alignments[use_index])
-        return sharding.call_replicated(sum_rows, x, *matrices)
+
+        def sum_rows(x: jax.Array, row_weights: jax.Array | None, *matrices: jax.Array) -> jax.Array:
+            return sum_outputs(self.alignments[use_index], x, *matrices, row_weights=row_weights)
+
+        return sharding.call_replicated(sum_rows, x, row_weights, *matrices)
+
+    def spread(
+        self, use_index: int, row_axes: RowAxes | None, weights: jax.Array | None
+    ) -> jax.Array | None:
+        """Returns row weights that broadcast to the inputs of a use; `None` for all 1.
+
+        Raises:
+          ValueError: the rows of the product are no rows of the weights.
+        """
+        if row_axes is None or weights is None:
+            return None
+        use = self.uses[use_index]
+        value = use.equation.inputs[1 - use.operand]
+        spread = row_axes.spread(value, weights)
+        roles = read_product(use.equation).operands[1 - use.operand]
+        mixed = (*roles.contracted, *roles.batch) if use.kind == "dot" else roles.contracted
+        if spread is None or any(spread.shape[axis] > 1 for axis in mixed):
+            raise ValueError(
+                f"row_weights: the rows of the {use.primitive} at {use.source}, which reads "
+                f"{trees.join_names(use.path)!r}, cannot be told apart by the axes "
+                f"{tuple(np.shape(weights))} of the weights. Give weights of the axes that all "
+                "rows have, or leave the parameter out with filter_fn."
+            )
+        return spread
 
     def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
@@ -176,6 +219,7 @@ def _collect_sums(
     kind: StatisticsKind,
     filter_fn: Callable[[Path, Parameter], bool] | None,
     matrices: Mapping[Path, Sequence[jax.Array]] | None = None,
+    row_weights: RowWeights | None = None,
 ) -> tuple[Calibration, Sums]:
     """Runs a model on batches and adds up their sums: of inputs, or of the outputs of matrices.
 
@@ -187,6 +231,7 @@ def _collect_sums(
       filter_fn: selects parameters.
       matrices: [*batch, outputs, inputs] by path of the parameter. Sums of their outputs also run
         over the layers of a stacked weight; those of inputs are kept apart.
+      row_weights: weights of the rows of a batch.
 
     Returns:
       (the calibration of the last batch, the sums of all batches).
@@ -196,14 +241,22 @@ def _collect_sums(
     total: Sums = {}
 
     @functools.cache
-    def compile_sums(graph: Graph) -> tuple[Calibration, Callable[..., PyTree]]:
+    def compile_sums(
+        graph: Graph, shape: tuple[int, ...]
+    ) -> tuple[Calibration, Callable[..., PyTree]]:
         calibration = Calibration(graph, kind, filter_fn)
+        row_axes = find_row_axes(graph, shape) if shape else None
         if kind == "gram":
             # The sums so far, the sums of a batch, and the latter in the order of the operand.
             check_memory(calibration.list_gram_shapes(), copies=3)
 
-        def run(leaves: PyTree, inputs: PyTree, matrices: PyTree) -> tuple[Sums, PyTree]:
-            sum_up = functools.partial(_sum_up, calibration, matrices)
+        def run(
+            leaves: PyTree, inputs: PyTree, matrices: PyTree, weights: PyTree
+        ) -> tuple[Sums, PyTree]:
+            spread = functools.partial(
+                calibration.spread, row_axes=row_axes, weights=weights
+            )
+            sum_up = functools.partial(_sum_up, calibration, matrices, spread)
             interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
             interpreter.run(graph.model.program, [*leaves, *inputs])
             sums = interpreter.sums
@@ -215,11 +268,12 @@ def _collect_sums(
         if graph is None:
             graph, first_batch = trace(fn, params, batch), batch
         check_structure(batch, first_batch, index)
-        calibration, run = compile_sums(graph.retrace(params, batch))
+        weights = read_row_weights(row_weights, batch, index)
+        calibration, run = compile_sums(graph.retrace(params, batch), np.shape(weights))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{index}]", batch, "Calibrate outside of jit.")
         arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0]
-        sums, finite = run(*arrays, matrices)
+        sums, finite = run(*arrays, matrices, weights)
         for use_index, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
                 name = trees.join_names(calibration.uses[use_index].path)
@@ -231,14 +285,20 @@ def _collect_sums(
 
 
 def _sum_up(
-    calibration: Calibration, matrices: PyTree, use_index: int, x: jax.Array, steps: Steps
+    calibration: Calibration,
+    matrices: PyTree,
+    spread: Callable[[int], jax.Array | None],
+    use_index: int,
+    x: jax.Array,
+    steps: Steps,
 ) -> PyTree:
     """Returns the sums of a use: over its inputs, or over the outputs of matrices of its layer."""
     if matrices is None:
-        return calibration.sum_inputs(use_index, x)
+        return calibration.sum_inputs(use_index, x, spread(use_index))
     use = calibration.uses[use_index]
     layer = tuple(steps[scan] for scan in use.view.scans)
-    return calibration.sum_outputs(use_index, x, *(matrix[layer] for matrix in matrices[use.path]))
+    layers = [matrix[layer] for matrix in matrices[use.path]]
+    return calibration.sum_outputs(use_index, x, *layers, row_weights=spread(use_index))
 
 
 def sum_losses(
@@ -246,6 +306,7 @@ def sum_losses(
     params: Params,
     batches: Iterable[PyTree],
     matrices: Mapping[Path, Sequence[jax.Array]],
+    row_weights: RowWeights | None = None,
 ) -> dict[Path, jax.Array]:
     """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a parameter.
 
@@ -256,7 +317,7 @@ def sum_losses(
       matrices: [*batch, outputs, inputs] by path of the parameter.
     """
     calibration, sums = _collect_sums(
-        fn, params, batches, "squares", lambda path, _: path in matrices, matrices
+        fn, params, batches, "squares", lambda path, _: path in matrices, matrices, row_weights
     )
     losses = dict.fromkeys(matrices, jnp.zeros(()))
     for use_index, loss in sums.items():
@@ -289,11 +350,21 @@ def have_equal_axes(one: Statistic, other: Statistic) -> bool:
 def _merge_counts(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
+    if rows.dtype.kind == "f":  # of row weights
+        return dataclasses.replace(statistic, count=_read_sum_of_weights(rows))
     if (rows == rows.flat[0]).all():
         return dataclasses.replace(statistic, count=Count.from_number(int(rows.flat[0])))
     lead = statistic.read_batch_shape(shape)
     wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
     return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
+
+
+def _read_sum_of_weights(rows: np.ndarray) -> float:
+    """Returns the weights of all rows, which all slices share; raises a ValueError if all are 0."""
+    total = float(rows.flat[0])
+    if not total:
+        raise ValueError("row_weights are 0 for all rows of all batches: give rows that count.")
+    return total
 
 
 def _are_finite(sums: PyTree) -> jax.Array:

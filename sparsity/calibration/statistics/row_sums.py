@@ -36,42 +36,64 @@ def check_statistics_kind(kind: object, label: str) -> None:
         raise ValueError(f"statistics_kind of {label} must be one of {kinds}, got {kind!r}.")
 
 
-def sum_inputs(alignment: Alignment, kind: StatisticsKind, x: jax.Array) -> Statistic:
+def sum_inputs(
+    alignment: Alignment,
+    kind: StatisticsKind,
+    x: jax.Array,
+    row_weights: jax.Array | None = None,
+) -> Statistic:
     """Sums up the inputs of a product over its rows, and counts the rows.
 
     Args:
       alignment: of the product with its parameter.
       kind: the kind of sums.
       x: the other operand of the product.
+      row_weights: weights of the rows, which broadcast to `x`.
 
     Returns:
       The statistic in the order of the parameter, of one layer where scans run over several.
     """
     use, x = alignment.use, _scale_inputs(alignment.use, x)
-    is_dot = use.kind == "dot"
-    count = Count.from_number(_count_rows(use, x) * alignment.repeats)
+    is_dot, roots = use.kind == "dot", 1.0
+    count: Count | jax.Array = Count.from_number(_count_rows(use, x) * alignment.repeats)
+    if row_weights is not None:
+        share = jnp.mean(row_weights.astype(jnp.float32))
+        count = share * (_count_rows(use, x) * alignment.repeats)
+        roots = jnp.sqrt(row_weights).astype(x.real.dtype)
     statistic = dataclasses.replace(alignment.axes, count=count)
     order = alignment.to_parameter_order
+    list_rows = functools.partial(_list_dot_rows if is_dot else _extract_patches, use)
+    sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
     if kind == "gram":
-        rows = _list_dot_rows(use, x) if is_dot else _extract_patches(use, x)
+        rows = list_rows(x * roots)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
+        if row_weights is not None:
+            rows = list_rows(x * row_weights.astype(x.dtype))
         totals = jnp.sum(rows, axis=-2)
         return dataclasses.replace(statistic, gram=order(grams, 2), sums=order(totals, 1))
-    sum_rows = functools.partial(_sum_dot_rows if is_dot else _sum_patches, use)
-    squares = order(sum_rows(_square_magnitudes(x)), 1)
-    sums = order(sum_rows(x), 1) if "sums" in FIELDS_BY_KIND[kind] else None
+    squares = order(sum_rows(_square_magnitudes(x * roots)), 1)
+    weighted = x if row_weights is None else x * row_weights.astype(x.dtype)
+    sums = order(sum_rows(weighted), 1) if "sums" in FIELDS_BY_KIND[kind] else None
     return dataclasses.replace(statistic, squares=squares, sums=sums)
 
 
-def sum_outputs(alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+def sum_outputs(
+    alignment: Alignment,
+    x: jax.Array,
+    *matrices: jax.Array,
+    row_weights: jax.Array | None = None,
+) -> jax.Array:
     """Sums up |y|^2 over the outputs y of each matrix: [number of matrices].
 
     Args:
       alignment: of the product with its parameter.
       x: the other operand of the product.
       *matrices: [*batch, outputs, inputs] in the order of the parameter.
+      row_weights: weights of the rows, which broadcast to `x`.
     """
     use, x = alignment.use, _scale_inputs(alignment.use, x)
+    if row_weights is not None:
+        x = x * jnp.sqrt(row_weights).astype(x.real.dtype)
 
     def sum_squares(matrices: jax.Array) -> jax.Array:
         weights = alignment.to_operand_order(matrices.astype(promote(matrices.dtype, x.dtype)))

@@ -127,9 +127,9 @@ def _check_count(count: Count | jax.Array | int, name: str) -> None:
     if any(map(is_traced, jax.tree.leaves(count))):
         return
     rows = np.asarray(count)
-    if rows.dtype.kind not in "iu" or (rows < 0).any():
+    if rows.dtype.kind not in "iuf" or not (rows >= 0).all():
         raise ValueError(
-            f"The statistic of {name!r} must count rows by integers >= 0, got count = {count!r}. "
+            f"The statistic of {name!r} must count rows by numbers >= 0, got count = {count!r}. "
             "Sums of int32 beyond 2**31 become negative: add up sparsity.calibration.Count."
         )
 

@@ -1,0 +1,147 @@
+"""The blocks of a program: the spans of equations that a run prunes, refits and writes at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from sparsity.calibration.statistics.capture import Calibration
+from sparsity.core import trees
+from sparsity.core.trees import Path
+from sparsity.programs.program import Equation, Program
+
+BlockNameFn: TypeAlias = Callable[[Path], str]
+_NUMBERED = re.compile(r"(?:^|.*?[/._])\d+(?=[/._]|$)")  # up to the first number of a path
+
+
+def name_block(path: Path) -> str:
+    """Returns the name of the block of a parameter: its path up to the first number.
+
+    Example:
+      >>> name_block(("model.layers.3.mlp.up.weight",)), name_block(("Dense_0", "kernel"))
+      ('model.layers.3', 'Dense_0')
+      >>> name_block(("head", "kernel"))
+      'head/kernel'
+    """
+    name = trees.join_names(path)
+    numbered = _NUMBERED.match(name)
+    return numbered.group() if numbered else name
+
+
+class Span(NamedTuple):
+    """Equations in a row.
+
+    Attributes:
+      start: the index of the first equation.
+      stop: the index after the last one.
+      name: the name of the block; empty if the equations read no weight to prune.
+      is_scan: whether the span is a scan that runs layer by layer.
+    """
+
+    start: int
+    stop: int
+    name: str = ""
+    is_scan: bool = False
+
+
+class Plan:
+    """The blocks of a program, and the places where it stops.
+
+    Args:
+      calibration: the uses of the weights to prune.
+      name_block: returns the name of the block of a parameter.
+    """
+
+    def __init__(self, calibration: Calibration, name_block: BlockNameFn) -> None:
+        self.calibration, self._name_block = calibration, name_block
+        products = calibration.graph.tracker.products
+        self._layered = {scan for use in products for scan in use.view.scans}
+        self._spans: dict[Program, list[Span]] = {}
+
+    def is_layered(self, equation: Equation) -> bool:
+        """Returns whether an equation is a scan that takes weights apart."""
+        return equation in self._layered
+
+    def list_uses(self, equation: Equation) -> list[int]:
+        """Returns the weights that an equation reads, in loops and branches, too."""
+        uses = self.calibration.uses
+        return [*uses.find(equation), *uses.list_inner(equation)]
+
+    def name_scan(self, equation: Equation) -> str:
+        """Returns the name of a scan that runs layer by layer: what its weights have in common."""
+        products = self.calibration.graph.tracker.products
+        names = [trees.join_names(use.path) for use in products if equation in use.view.scans]
+        return os.path.commonprefix([f"{name}/" for name in names]).rpartition("/")[0] or names[0]
+
+    def split(self, program: Program) -> list[Span]:
+        """Returns the spans of a program in order; those of a step of a scan are one block."""
+        if program not in self._spans:
+            self._spans[program] = self._split(program)
+        return self._spans[program]
+
+    def count_blocks(self, program: Program, window: int) -> int:
+        """Counts the blocks that a run finishes."""
+        equations = [*program.flat_equations()]
+        count = 0
+        for span in self.split(program):
+            if span.is_scan:
+                (body,) = equations[span.start].list_bodies()
+                length = equations[span.start].length
+                is_nested = self.is_nested(body.program)
+                inner = self.count_blocks(body.program, window) if is_nested else 1
+                count += length * inner if is_nested else -(-length // window)
+            else:
+                count += bool(span.name)
+        return count
+
+    def is_nested(self, program: Program) -> bool:
+        """Returns whether a program has scans that run layer by layer."""
+        return any(map(self.is_layered, program.flat_equations()))
+
+    def list_read_once(self) -> list[Path]:
+        """Returns the parameters that one product reads, before the last block ends."""
+        graph = self.calibration.graph
+        program = graph.model.program
+        equations = [*program.flat_equations()]
+        last = {n for x in equations[self.split(program)[-1].start :] for n in self.list_uses(x)}
+        late = {self.calibration.uses[n].path for n in last}
+        counts = Counter(use.path for use in graph.uses)
+        return [path for path, count in counts.items() if count == 1 and path not in late]
+
+    def _split(self, program: Program) -> list[Span]:
+        equations = [*program.flat_equations()]
+        live = _measure_cuts(program, equations)
+        spans, start, name, last_stop = list[Span](), 0, "", -1
+        for index, equation in enumerate(equations):
+            if self.is_layered(equation):
+                spans += [Span(start, index, name)] if index > start else []
+                spans.append(Span(index, index + 1, self.name_scan(equation), is_scan=True))
+                start, name = index + 1, ""
+            elif uses := self.list_uses(equation):
+                block = self._name_block(self.calibration.uses[uses[0]].path)
+                if name and name != block:  # cut where the fewest bytes pass
+                    cut = min(range(last_stop + 1, index + 1), key=lambda i: (live[i], i))
+                    spans.append(Span(start, cut, name))
+                    start = cut
+                name = block
+            else:
+                continue
+            last_stop = index
+        return [*spans, Span(start, len(equations), name)]
+
+
+def _measure_cuts(program: Program, equations: Sequence[Equation]) -> list[int]:
+    """Returns the bytes that are live before each equation, and after the last."""
+    last = {value: i for i, equation in enumerate(equations) for value in equation.inputs}
+    last |= dict.fromkeys(program.outputs, len(equations))
+    live = [0] * (len(equations) + 1)
+    for index, equation in enumerate(equations):
+        for value in equation.outputs:
+            for i in range(index + 1, last.get(value, index) + 1):
+                live[i] += value.size
+    return live
+
+
