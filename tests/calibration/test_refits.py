@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import sparsity
 from sparsity.calibration import prune, relative_error
-from sparsity.calibration.refits import least_squares
 from tests import helpers
 from tests.calibration import oracles
 
@@ -32,10 +32,8 @@ def refitted(pruner, refit, weights, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_least_squares_are_those_of_the_normal_equations(kind, direct, monkeypatch):
-    monkeypatch.setattr(least_squares, "_count_steps", lambda *_: 0 if direct else 4096)
+def test_least_squares_are_those_of_the_normal_equations(kind):
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
         pruned, mask = refitted(wanda(kind), sparsity.LeastSquares(), weights, x)
@@ -58,8 +56,7 @@ def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
 
 
 @pytest.mark.slow
-def test_supports_of_more_than_two_blocks_are_factored_exactly(monkeypatch):
-    monkeypatch.setattr(least_squares, "_count_steps", lambda *_: 0)
+def test_supports_of_more_than_two_blocks_are_factored_exactly():
     weights, x, _ = oracles.layer(600, 3, 900)
     with jax.enable_x64(True):
         pruned, mask = refitted(wanda(), sparsity.LeastSquares(), weights, x)
@@ -67,29 +64,8 @@ def test_supports_of_more_than_two_blocks_are_factored_exactly(monkeypatch):
 
 
 @pytest.mark.slow
-def test_only_outputs_that_conjugate_gradients_leave_unsolved_are_factored(monkeypatch):
-    weights, x, _ = oracles.layer()
-    weights[::2] = 0  # solved at once
-    chosen = {}
-
-    def solve(gradient, kept, gram, steps):
-        _, is_solved = by_gradients(gradient, kept, gram, 0)
-        chosen["solved"] = is_solved
-        return jnp.where(is_solved[:, None], 0, jnp.full_like(gradient, jnp.nan)), is_solved
-
-    by_gradients = least_squares._solve_by_gradients
-    monkeypatch.setattr(least_squares, "_solve_by_gradients", solve)
-    gram = jnp.asarray(x.T @ x, jnp.float32)
-    gradient = jnp.asarray(weights @ x.T @ x, jnp.float32)
-    gains = least_squares._solve_by_xla(24, 1, gradient, gradient == gradient, gram)
-    assert chosen["solved"].tolist() == [True, False] * 8
-    np.testing.assert_array_equal(gains[::2], 0)
-    np.testing.assert_allclose(gains[1::2], weights[1::2], rtol=0.05, atol=0.01)
-
-
-@pytest.mark.slow
 def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(monkeypatch):
-    monkeypatch.delattr(least_squares, "_solve_on_host")  # one by one
+    monkeypatch.setattr(lax, "map", None)  # one by one
     weights, x, _ = oracles.layer()
     mask = np.outer(np.arange(16) % 5 > 0, np.arange(24) % 3 > 0).astype(np.uint8)
     with jax.enable_x64(True):
@@ -101,10 +77,8 @@ def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, monkeypatch):
-    monkeypatch.setattr(least_squares, "_count_steps", lambda *_: 0 if direct else 4096)
+def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype):
     weights, x, _ = oracles.layer(rows=10, dtype=np.float32)
     x[:, [1, 5]] = 0
     kernel = jnp.asarray(weights.T, dtype)
@@ -123,9 +97,7 @@ def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
-def test_least_squares_refit_what_a_traced_mask_keeps(direct, monkeypatch):
-    monkeypatch.setattr(least_squares, "_count_steps", lambda *_: 0 if direct else 4096)
+def test_least_squares_refit_what_a_traced_mask_keeps():
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
         kernel, statistics = jnp.asarray(weights.T), {(): oracles.make_statistic(x)}

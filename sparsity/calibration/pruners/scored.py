@@ -8,15 +8,12 @@ statistics=statistics)` along a schedule.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from sparsity.calibration import host
 from sparsity.calibration.run.reuse import compile_or_reuse
 from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
@@ -86,28 +83,18 @@ class ScoredPruning(BaseUpdater):
         return trees.map_matched(score, params)
 
     def _score_leaf(self, name: str, statistic: Statistic, param: jax.Array) -> jax.Array:
-        """Returns the scores of a parameter, by numpy where `score` has a body for numpy."""
+        """Returns the scores of a parameter, by one compiled program."""
 
-        def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
+        def score(param: jax.Array, squares: jax.Array) -> jax.Array:
             weights = abs(statistic.to_matrices(param))
             weights = weights.astype(promote(weights.dtype, squares.dtype))
-            scores = score(weights, squares.astype(weights.dtype)[..., None, :])
+            scores = self.score(weights, squares.astype(weights.dtype)[..., None, :])
             label = f"the result of {type(self).__name__}.score of {name!r}"
             check_real_array(label, scores, weights.shape)
             return statistic.from_matrices(scores, param.shape)
 
-        def score_on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
-            score = type(self).score
-            if np.iscomplexobj(param) or host.find_body(score) is None:
-                return NotImplemented
-            return score_by(functools.partial(host.call, score, self), param, squares)
-
-        @host.instead(score_on_host)
-        def score_entries(param: jax.Array, squares: jax.Array) -> jax.Array:
-            program = compile_or_reuse(functools.partial(score_by, self.score), param, squares)
-            return sharding.shard_like(param, program, param, squares)
-
-        return score_entries(param, statistic.sums_of_squares())
+        squares = statistic.sums_of_squares()
+        return sharding.shard_like(param, compile_or_reuse(score, param, squares), param, squares)
 
     def create_masks(
         self,
@@ -174,10 +161,6 @@ class WandaPruning(ScoredPruning):
 
     is_per_output: ClassVar[bool] = True
 
-    def _score_on_host(self, weights: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        return host.multiply_flushed(weights, np.sqrt(host.flush_subnormals(squares)))
-
-    @host.instead(_score_on_host)
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         return weights * jnp.sqrt(squares)  # S_ij = |W_ij| ||X_j||_2
 
@@ -245,17 +228,12 @@ class SplitScope(Layerwise):
             first_axes = tuple(range(len(axes)))
             moves.append((first_axes, axes))
             if axes:
-                scores = _move_axes(jnp.asarray(scored.scores), axes, first_axes)
+                scores = jnp.moveaxis(jnp.asarray(scored.scores), axes, first_axes)
                 site = site._replace(batch_axes=len(axes))
                 scored = scored._replace(scores=scores, site=site)
             moved.append(scored)
         masks = self.scope.select(moved, topk_fn)
-        return [_move_axes(mask, *move) for mask, move in zip(masks, moves, strict=True)]
-
-
-@host.instead(np.moveaxis)
-def _move_axes(x: jax.Array, source: tuple[int, ...], target: tuple[int, ...]) -> jax.Array:
-    return jnp.moveaxis(x, source, target)
+        return [jnp.moveaxis(mask, *move) for mask, move in zip(masks, moves, strict=True)]
 
 
 def _divide_by_sum(weights: jax.Array, axis: int) -> jax.Array:

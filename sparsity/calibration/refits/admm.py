@@ -8,21 +8,19 @@ of unit norm, XY = XX W.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
+from jax.scipy.linalg import cho_solve
 
-from sparsity.calibration import host
-from sparsity.calibration.inverses import invert, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics.errors import dot
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
 from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int, check_number
-from sparsity.core.trees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,56 +77,40 @@ class ADMM:
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        def refit(
-            dense: jax.Array, pruned: jax.Array, mask: jax.Array, local_statistic: Statistic
-        ) -> PyTree:
-            xp = host.namespace([dense])
-            like = (dense, dense, dense, local_statistic.require_real_grams())
-            try:
-                weights, duals, products, inverse = _call_compiled(
-                    like, _initialize, self.rho, self.damping, dense, local_statistic
-                )
-            except np.linalg.LinAlgError:  # of numpy: jax returns weights that are not finite
-                return NotImplemented
-            for i in range(self.iterations):
-                if i < self.gradual:
-                    share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
-                    mask = xp.asarray(select(jnp.abs(weights + duals), share))
-                state = (weights, duals, mask, products, inverse)
-                weights, duals = _call_compiled(
-                    (dense, dense), _iterate, self.rho, *state, local_statistic
-                )
-            return _call_compiled(
-                dense, _unscale_weights, weights, duals, pruned, mask, local_statistic
-            ), mask
-
-        return host.instead(refit)(refit)(dense, pruned, mask, statistic)
+        grams = statistic.require_real_grams()
+        start = functools.partial(_initialize, self.rho, self.damping)
+        state = sharding.shard_like((dense, dense, grams), start, dense, statistic)
+        (weights, products, inverse), duals = state, jnp.zeros_like(state[0])
+        step = functools.partial(_iterate, self.rho)
+        for i in range(self.iterations):
+            if i < self.gradual:
+                share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
+                mask = select(jnp.abs(weights + duals), share)
+            weights, duals = sharding.shard_like(
+                (dense, dense), step, weights, duals, mask, products, inverse, statistic
+            )
+        total = weights + duals  # Z = (W + U) M
+        return sharding.shard_like(dense, _unscale_weights, total, pruned, mask, statistic), mask
 
 
-def _call_compiled(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Calls a function of arrays: compiled, or as it is for arrays of numpy."""
-    if host.namespace(jax.tree.leaves(args)) is np:
-        return fn(*args)
-    return sharding.shard_like(like, jax.jit(fn), *args)
-
-
+@jax.jit
 def _initialize(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns W, U and XY as parameters, and inv(XX + rho I)."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns W and XY as parameters, and inv(XX + rho I)."""
     norms, inverse_norms = _compute_input_norms(statistic)
     gram = statistic.require_real_grams().astype(promote(dense.dtype, norms.dtype))
-    gram *= inverse_norms[..., :, None]
-    gram *= inverse_norms[..., None, :]
-    gram = shift_diagonals(gram, damping)  # XX
+    eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    gram = gram * inverse_norms[..., :, None] * inverse_norms[..., None, :] + damping * eye  # XX
     # W of inputs of unit norm: W_ij ||X_j||, so that outputs stay
     weights = statistic.to_matrices(dense).astype(gram.dtype) * norms[..., None, :]
-    start = statistic.from_matrices(weights, dense.shape)
+    factor = lax.linalg.cholesky(gram + rho * eye, symmetrize_input=False), True
+    inverse = cho_solve(factor, jnp.broadcast_to(eye, gram.shape))
     products = statistic.from_matrices(dot(weights, gram), dense.shape)
-    # U = 0, with the sharding of W
-    return start, 0 * start, products, invert(shift_diagonals(gram, rho))
+    return statistic.from_matrices(weights, dense.shape), products, inverse
 
 
+@jax.jit
 def _iterate(
     rho: float,
     weights: jax.Array,
@@ -139,30 +121,26 @@ def _iterate(
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns W and U after one iteration."""
-    xp = host.namespace([weights])
-    sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
+    sparse = jnp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
     right_side = statistic.to_matrices(products + rho * (sparse - duals))
     # W = XXinv (XY + rho (Z - U))
     return statistic.from_matrices(dot(right_side, inverse), mask.shape), duals
 
 
+@jax.jit
 def _unscale_weights(
-    weights: jax.Array, duals: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic
+    weights: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic
 ) -> jax.Array:
     """Returns the weights on the support, in the scale of the parameter."""
-    # Z = (W + U) M; the mask is applied last
-    xp, weights = host.namespace([weights]), weights + duals
-    _, inverse_norms = _compute_input_norms(statistic)
-    scale = inverse_norms[..., None, :]
+    scale = _compute_input_norms(statistic)[1][..., None, :]
     kept = statistic.to_matrices(pruned).astype(weights.dtype)  # jax promotes no float8
-    unscaled = xp.where(scale > 0, statistic.to_matrices(weights) * scale, kept)
-    solution: jax.Array = xp.where(mask > 0, statistic.from_matrices(unscaled, mask.shape), 0)
+    unscaled = jnp.where(scale > 0, statistic.to_matrices(weights) * scale, kept)
+    solution = jnp.where(mask > 0, statistic.from_matrices(unscaled, mask.shape), 0)
     return solution.astype(pruned.dtype)
 
 
 def _compute_input_norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
     """Returns norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
-    xp = host.namespace([grams := statistic.require_real_grams()])
-    norms = xp.sqrt(xp.diagonal(grams, axis1=-2, axis2=-1))
-    return norms, xp.where(norms > 0, 1 / xp.where(norms > 0, norms, 1), 0)
+    norms = jnp.sqrt(jnp.diagonal(statistic.require_real_grams(), axis1=-2, axis2=-1))
+    return norms, jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
