@@ -6,6 +6,7 @@ the run is finished, and a journal with a line for each finished block.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -149,9 +150,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 def _locate(entry: _Entry, index: Index) -> tuple[int, tuple[int, ...], Index]:
     """Returns the first byte of the layers that leading entries choose, their shape, the rest."""
-    shape, offset, entries = entry.shape, 0, [*index]
+    shape, offset = entry.shape, 0
+    entries: list[PyTree] = [*index]
     while entries and shape and isinstance(entries[0], int | np.integer):
-        offset = offset * shape[0] + range(shape[0])[entries.pop(0)]
+        offset = offset * shape[0] + range(shape[0])[int(entries.pop(0))]
         shape = shape[1:]
     start = entry.start + offset * math.prod(shape) * entry.dtype.itemsize
     if entries and shape and isinstance(entries[0], slice) and entries[0].step in (None, 1):
@@ -169,7 +171,7 @@ def _read_slice(path: Path, entry: _Entry, index: Index) -> np.ndarray:
     first = -memory.ctypes.data % 64  # jax takes an aligned array without a copy
     with path.open("rb") as file:
         file.seek(start)
-        if file.readinto(memoryview(memory)[first : first + count]) < count:
+        if file.readinto(memory[first : first + count].data) < count:
             raise ValueError(f"{path} ends within an array: it has been cut off. Save it again.")
     array = memory[first : first + count].view(entry.dtype).reshape(shape)
     return array[others] if others else array
@@ -192,9 +194,9 @@ def _open_shards(folder: Path, index: Path) -> dict[str, LazyArray]:
 
 
 def _open_npz(path: Path) -> dict[str, LazyArray]:
-    def load(name: str) -> np.ndarray:
+    def load(name: str, index: Index) -> np.ndarray:
         with reading(path), np.load(path) as archive:
-            return np.asarray(archive[name])
+            return np.asarray(archive[name][index])
 
     with reading(path), np.load(path) as archive:
         arrays = {}
@@ -202,8 +204,10 @@ def _open_npz(path: Path) -> dict[str, LazyArray]:
             with archive.zip.open(f"{name}.npy") as file:
                 version = np.lib.format.read_magic(file)
                 read = np.lib.format.read_array_header_1_0
-                shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
-            arrays[name] = LazyArray(shape, dtype, lambda index, name=name: load(name)[index])
+                shape, _, dtype = (
+                    read if version == (1, 0) else np.lib.format.read_array_header_2_0
+                )(file)
+            arrays[name] = LazyArray(shape, dtype, functools.partial(load, name))
     return arrays
 
 
@@ -357,9 +361,7 @@ class RunFolder:
         self._append({"identity": dict(identity)})
 
 
-def _preallocate(
-    path: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]
-) -> None:
+def _preallocate(path: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
     """Makes a file of safetensors of zeros, which takes no space until it is written."""
     header: dict[str, PyTree] = {"__metadata__": {"format": "pt"}}
     end = 0
