@@ -65,6 +65,7 @@ from sparsity.api import (
 )
 from sparsity.calibration import (
     ADMM,
+    BlockRefit,
     FLAPPruning,
     LeastSquares,
     OSSCARPruning,
@@ -122,6 +123,7 @@ __all__ = [
     "ADMMPruning",
     "BaseUpdater",
     "Block",
+    "BlockRefit",
     "Channel",
     "Coupled",
     "Delta",

@@ -31,6 +31,7 @@ Block.check(batch_axes=0, name='params')
 Block.count_kept(batch_axes=0)
 Block.expand(batch_axes=0)
 Block.pool(batch_axes=0)
+BlockRefit(steps=32, learning_rate=0.001, rows=1, window=1, inputs='pruned', held=0.125)
 Channel(axis=-1)
 Channel.check(batch_axes=0, name='params')
 Channel.count_kept(batch_axes=0)
@@ -93,9 +94,9 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
-Frame KeptArray KeptParameter Lockstep Model
+Frame KeptArray KeptParameter Lane Model
 Program SharedEntry Small StoredParameter Use
-Value Width _CutParameter _Run _SlotMap _Trainer
+Value Walk Width _CutParameter _Run _SlotMap _Trainer
 """
 
 
@@ -153,7 +154,8 @@ def list_dataclasses():
 def test_dataclasses_are_frozen_but_updaters_and_parts_of_programs():
     kinds = [kind for kind in list_dataclasses() if not kind.__dataclass_params__.frozen]
     names = {kind.__name__ for kind in kinds if not issubclass(kind, BaseUpdater)}
-    assert names == {"Axis", "ComparedByFields", "Equation", "Program", "UpdaterHooks", "Value"}
+    expected = {"Axis", "ComparedByFields", "Equation", "Program", "UpdaterHooks", "Value"}
+    assert names == {*expected, "Walk", "_Run"}
 
 
 def test_objects_that_hold_arrays_or_programs_equal_themselves_alone():

@@ -46,7 +46,7 @@ class Span(NamedTuple):
     is_scan: bool = False
 
 
-class Plan:
+class BlockPlan:
     """The blocks of a program, and the places where it stops.
 
     Args:

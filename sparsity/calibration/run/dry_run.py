@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from sparsity.calibration.refits.block import BlockRefit
-from sparsity.calibration.run.blocks import Plan
+from sparsity.calibration.run.blocks import BlockPlan
 from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras
 from sparsity.programs.program import Equation, Program, Value
@@ -86,7 +86,7 @@ class DryRun:
 
     @staticmethod
     def measure(
-        task: PruningTask, plan: Plan, batches: int, refit: BlockRefit | None, copies: int = 2
+        task: PruningTask, plan: BlockPlan, batches: int, refit: BlockRefit | None, copies: int = 2
     ) -> DryRun:
         """Returns the bytes of a run.
 
@@ -105,7 +105,7 @@ class DryRun:
 
 class _Meter:
     def __init__(
-        self, task: PruningTask, plan: Plan, copies: int, refit: BlockRefit | None
+        self, task: PruningTask, plan: BlockPlan, copies: int, refit: BlockRefit | None
     ) -> None:
         self._task, self._plan, self._copies, self._refit = task, plan, copies, refit
         self._is_data = task.graph.tracker.is_data

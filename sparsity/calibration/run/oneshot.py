@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, overload
 
 import chex
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.block import Batch, BlockRefit
-from sparsity.calibration.run.blocks import BlockNameFn, Plan, name_block
+from sparsity.calibration.run.blocks import BlockNameFn, BlockPlan, name_block
 from sparsity.calibration.run.dry_run import DryRun
 from sparsity.calibration.run.frames import Lane
 from sparsity.calibration.run.lanes import list_equations, make_frame, make_lanes
@@ -27,7 +27,7 @@ from sparsity.calibration.run.prune import check_pruner_and_refit
 from sparsity.calibration.run.reached import ReachedWeight, sum_losses, sum_statistic
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
-from sparsity.calibration.run.walk import Block, Walk
+from sparsity.calibration.run.walk import RunBlock, Walk
 from sparsity.calibration.run.weights import (
     LayerIndex,
     ModelWeights,
@@ -47,7 +47,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
 
@@ -57,10 +57,50 @@ ModelFn: TypeAlias = Callable[[PyTree, PyTree], PyTree]  # from params and a bat
 AnyRefit: TypeAlias = Refit | BiasRefit | BlockRefit
 
 
+@overload
 def oneshot(
     pruner: BaseUpdater,
     fn: ModelFn,
-    params: Any,
+    params: Tree,
+    batches: Iterable[PyTree],
+    refit: AnyRefit | Sequence[AnyRefit] | None = ...,
+    sequential: bool = ...,
+    out: str | os.PathLike[str] | None = ...,
+    *,
+    row_weights: RowWeights | None = ...,
+    blocks: BlockNameFn | None = ...,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    donate: bool = ...,
+    progress: bool = ...,
+    dry_run: Literal[False] = ...,
+) -> tuple[Tree, Masks, Report]: ...
+
+
+@overload
+def oneshot(
+    pruner: BaseUpdater,
+    fn: ModelFn,
+    params: Tree,
+    batches: Iterable[PyTree],
+    refit: AnyRefit | Sequence[AnyRefit] | None = ...,
+    sequential: bool = ...,
+    out: str | os.PathLike[str] | None = ...,
+    *,
+    row_weights: RowWeights | None = ...,
+    blocks: BlockNameFn | None = ...,
+    held: Iterable[PyTree] | None = ...,
+    metric: Callable[[PyTree], chex.Numeric] | None = ...,
+    donate: bool = ...,
+    progress: bool = ...,
+    dry_run: Literal[True],
+) -> DryRun: ...
+
+
+def oneshot(
+    pruner: BaseUpdater,
+    fn: ModelFn,
+    params: Tree,
     batches: Iterable[PyTree],
     refit: AnyRefit | Sequence[AnyRefit] | None = None,
     sequential: bool = True,
@@ -73,80 +113,95 @@ def oneshot(
     donate: bool = False,
     progress: bool = False,
     dry_run: bool = False,
-) -> Any:
+) -> tuple[Tree, Masks, Report] | DryRun:
     """Prunes a trained model by calibration data, block by block.
 
     Args:
-      pruner: any updater that prunes at once: magnitude, Wanda, RIA, SparseGPT, ...
+      pruner: any updater that prunes at once.
       fn: the model, `fn(params, batch)`.
-      params: its parameters, which stay unchanged: a tree of arrays, a tree of lazily read ones
-        (objects with `shape`, `dtype` and `[index]`), or the path of a checkpoint that
-        `open_checkpoint` reads. Of what is read lazily the run holds one block.
-      batches: second arguments of `fn`, which may differ in shape. A generator is read once.
-      refit: `ADMM()`, `LeastSquares()`, `Means()`, another `Refit` or `BiasRefit`, `BlockRefit()`,
-        a sequence of one of these and a `BlockRefit`, or `None`.
-      sequential: each layer sees outputs of pruned layers; otherwise those of the dense model, all
-        of whose statistics are held at once.
-      out: a folder, to which each block is written when it is done. The same call continues after
-        an interruption, with the same bits. Needs safetensors to be read.
-      row_weights: weights of the rows of a batch, as a function of the batch or an array of leading
-        axes of the batch, such as a mask of tokens: rows of weight 0, such as padding, count in no
-        statistic, error or refit.
-      blocks: `blocks(path)` returns the name of the block of a parameter; by default its path up to
-        the first number. A step of a scan over layers is always a block.
+      params: a tree of arrays, of objects with `shape`, `dtype` and `[index]` that are read block
+        by block, or the path of a checkpoint for `open_checkpoint`.
+      batches: second arguments of `fn`, which may differ in shape; a generator is read once.
+      refit: `ADMM()`, another `Refit` or `BiasRefit`, `BlockRefit()`, or a pair with the latter.
+      sequential: each layer sees outputs of pruned layers; otherwise those of the dense model.
+      out: folder to which each finished block is written; the same call continues from there.
+      row_weights: function of the batch, or array of its leading axes: rows of 0 count nowhere.
+      blocks: `blocks(path)` names the block of a parameter; a step of a scan is always one.
       held: batches for `report.outputs`; by default `batches`, with `()` none.
       metric: `metric(params) -> number`, for `report.outputs` before and after.
-      donate: delete arrays of `params` as they are replaced, which saves the memory of a copy.
-      progress: show a bar of the blocks with the time left. Needs tqdm.
+      donate: delete arrays of `params` as they are replaced.
+      progress: show a bar of the blocks. Needs tqdm.
       dry_run: only return the bytes of each block; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      (pruned params, masks, report): `report[path]` has sparsity and errors of a parameter,
-      `report.blocks` those of refitted blocks, `report.outputs` those of the model,
-      `report.table()` all; or a `DryRun`. With `out`, arrays are read lazily from the folder.
+      (pruned params, masks, report) with the errors of parameters, blocks and the model; with `out`
+      arrays are read lazily from the folder. Or a `DryRun`.
 
     Raises:
-      ValueError: there are no batches, arrays are traced, activations are not finite, no product
-        reads a parameter that has a sparsity, a pattern or the folder does not fit. What can be
-        refused is refused before the first layer is pruned.
+      ValueError: an argument does not fit, no product reads a parameter that has a sparsity, or
+        activations are not finite.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
-      >>> params = {"kernel": jnp.array([[4.0], [1.0]])}
       >>> pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
-      >>> batch = jnp.array([[1.0, 1.0], [1.0, 0.0]])
-      >>> pruned, masks, report = oneshot(pruner, lambda p, x: x @ p["kernel"], params, [batch])
-      >>> pruned["kernel"].T, round(report[("kernel",)].error, 3)
-      (Array([[4., 0.]], dtype=float32), 0.024)
+      >>> params, x = jnp.array([[4.0], [1.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0]])
+      >>> oneshot(pruner, lambda params, x: x @ params, params, [x])[0].T
+      Array([[4., 0.]], dtype=float32)
     """
-    matrix_refit, block_refit = _split_refits(refit)
-    _check_pruner(pruner, matrix_refit)
     flags = {"sequential": sequential, "donate": donate, "progress": progress, "dry_run": dry_run}
-    for name, flag in flags.items():
-        check_bool(name, flag)
-    _check_data(batches, held, metric, out)
-    check_function("blocks", blocks, "path", optional=True)
-    if not sequential and (dry_run or block_refit):
-        raise ValueError("dry_run and BlockRefit need sequential = True, got sequential = False.")
-    source = params
-    if isinstance(params, str | os.PathLike):
-        params = open_checkpoint(params)
-    batches = _read_batches(batches, params, may_be_shapes=dry_run)
-    like, leaves = _read_leaves(params)
-    task = make_task(pruner, matrix_refit, fn, like, batches[0])
-    find_name = blocks or name_block
-    if dry_run:
-        return DryRun.measure(
-            task, Plan(task.make_calibration(), find_name), len(batches), block_refit
+    _check_arguments(pruner, batches, held, metric, out, blocks, flags)
+    options = _Options(fn, out, row_weights, blocks or name_block, held, metric, **flags)
+    return _start(pruner, params, [*batches], refit, options)
+
+
+class _Options(NamedTuple):
+    """Arguments of `oneshot`, by the names that they have there."""
+
+    fn: ModelFn
+    out: str | os.PathLike[str] | None
+    row_weights: RowWeights | None
+    blocks: BlockNameFn
+    held: Iterable[PyTree] | None
+    metric: Callable[[PyTree], chex.Numeric] | None
+    sequential: bool
+    donate: bool
+    progress: bool
+    dry_run: bool
+
+
+def _start(
+    pruner: BaseUpdater,
+    params: PyTree,
+    batches: list[PyTree],
+    refit: AnyRefit | Sequence[AnyRefit] | None,
+    options: _Options,
+) -> tuple[PyTree, Masks, Report] | DryRun:
+    """Checks what needs no data, traces the model, and runs."""
+    matrix_refit, block_refit = _split_refits(refit)
+    check_pruner_and_refit(pruner, matrix_refit)
+    if not options.sequential and (options.dry_run or block_refit or options.donate):
+        raise ValueError(
+            "dry_run, donate and BlockRefit need sequential = True, got sequential = False."
         )
-    run = _Run(task, block_refit, like, batches, row_weights, find_name, metric)
-    return run.run(source, leaves, sequential, out, held, donate, progress)
+    tree = open_checkpoint(params) if isinstance(params, str | os.PathLike) else params
+    if not batches:
+        raise ValueError("batches has no batch: give at least one.")
+    if not options.dry_run:
+        remedy = "Call oneshot outside of jit; shapes are enough for dry_run=True."
+        check_values("params", tree, remedy)
+        check_values("batches", batches, remedy)
+    like, leaves = _read_leaves(tree)
+    task = make_task(pruner, matrix_refit, options.fn, like, batches[0])
+    if options.dry_run:
+        plan = BlockPlan(task.make_calibration(), options.blocks)
+        return DryRun.measure(task, plan, len(batches), block_refit)
+    return _Run(task, block_refit, like, batches, options).run(params, leaves)
 
 
 class _Bar:
     """A bar of the blocks, with the time that the others will take."""
 
-    def __init__(self, plan: Plan, refit: BlockRefit | None) -> None:
+    def __init__(self, plan: BlockPlan, refit: BlockRefit | None) -> None:
         program = plan.calibration.graph.model.program
         total = plan.count_blocks(program, refit.window if refit else 1)
         self._bar = extras.load("tqdm.auto", "progress").tqdm(
@@ -176,9 +231,16 @@ def _split_refits(
     return next(iter(others), None), next(iter(block_refits), None)
 
 
-def _check_pruner(pruner: BaseUpdater, refit: Refit | BiasRefit | None) -> None:
+def _check_arguments(
+    pruner: BaseUpdater,
+    batches: object,
+    held: object,
+    metric: object,
+    out: object,
+    blocks: object,
+    flags: Mapping[str, bool],
+) -> None:
     """Raises a ValueError for other types, and if parameters compete with each other."""
-    check_pruner_and_refit(pruner, refit)
     if not has_statement(pruner.scope, "per_slice"):
         raise ValueError(
             "oneshot prunes one parameter after the other and needs scope = Layerwise(), got "
@@ -186,26 +248,14 @@ def _check_pruner(pruner: BaseUpdater, refit: Refit | BiasRefit | None) -> None:
             "statistics=statistics). A scope of your own that does not compare parameters says "
             "`per_slice = True`."
         )
-
-
-def _check_data(batches: object, held: object, metric: object, out: object) -> None:
-    """Raises a ValueError for arguments of other types."""
+    for name, flag in flags.items():
+        check_bool(name, flag)
     check_iterable("batches", batches)
     if held is not None:
         check_iterable("held", held)
     check_function("metric", metric, "params", optional=True)
+    check_function("blocks", blocks, "path", optional=True)
     check_kind("out", out, str | os.PathLike | None, "a path or None")
-
-
-def _read_batches(batches: Iterable[PyTree], params: Params, may_be_shapes: bool) -> list[PyTree]:
-    """Returns the batches; raises a ValueError without any, and for arrays without values."""
-    if not (batch_list := list(batches)):
-        raise ValueError("batches has no batch: give at least one.")
-    if not may_be_shapes:
-        remedy = "Call oneshot outside of jit; shapes are enough for dry_run=True."
-        check_values("params", params, remedy)
-        check_values("batches", batch_list, remedy)
-    return batch_list
 
 
 def _read_leaves(params: Params) -> tuple[Params, dict[Path, PyTree]]:
@@ -231,9 +281,7 @@ class _Run:
       block_refit: trains blocks, or `None`.
       like: the tree of parameters, with shapes in place of lazily read arrays.
       batches: the batches.
-      row_weights: weights of their rows.
-      name_block: returns the name of the block of a parameter.
-      metric: the user's metric, or `None`.
+      options: the arguments of `oneshot`.
       reports: reports of the layers that are done, by place.
       blocks: held-out errors of refitted blocks, by name.
     """
@@ -242,9 +290,7 @@ class _Run:
     block_refit: BlockRefit | None
     like: Params
     batches: Sequence[PyTree]
-    row_weights: RowWeights | None
-    name_block: BlockNameFn
-    metric: Callable[[PyTree], chex.Numeric] | None
+    options: _Options
     reports: dict[Place, LayerReport] = dataclasses.field(default_factory=dict)
     blocks: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     lanes: Sequence[Lane] = ()
@@ -252,40 +298,31 @@ class _Run:
     bar: _Bar | None = None
     weights: ModelWeights = dataclasses.field(init=False)
 
-    def run(
-        self,
-        source: PyTree,
-        leaves: Mapping[Path, PyTree],
-        sequential: bool,
-        out: str | os.PathLike[str] | None,
-        held: Iterable[PyTree] | None,
-        donate: bool,
-        progress: bool,
-    ) -> tuple[PyTree, Masks, Report]:
+    def run(self, source: PyTree, leaves: Mapping[Path, PyTree]) -> tuple[PyTree, Masks, Report]:
         """Prunes all parameters, and returns the results of `oneshot`."""
-        task = self.task
-        lanes = make_lanes(task, self.like, self.batches, self.row_weights)
+        task, options, held = self.task, self.options, self.options.held
+        lanes = make_lanes(task, self.like, self.batches, self.options.row_weights)
         if held is not None and (held := list(held)):
-            lanes += make_lanes(task, self.like, held, self.row_weights, is_counted=False)
+            lanes += make_lanes(task, self.like, held, self.options.row_weights, is_counted=False)
         self.lanes = [lane for lane, _ in lanes]
-        if out is not None:
-            self.folder = self._open_folder(out, source, leaves, sequential)
-        plan = Plan(lanes[0][0].calibration, self.name_block)
-        donated = plan.list_read_once() if donate else ()
+        if options.out is not None:
+            self.folder = self._open_folder(options.out, source, leaves)
+        plan = BlockPlan(lanes[0][0].calibration, self.options.blocks)
+        donated = plan.list_read_once() if options.donate else ()
         self.weights = weights = ModelWeights(leaves, self.folder, donated)
-        self.bar = _Bar(plan, self.block_refit) if progress else None
+        self.bar = _Bar(plan, self.block_refit) if options.progress else None
         compares = held is None or bool(held)
         has_dense = compares or self.block_refit is not None
         frames = [make_frame(lane, data, weights.read) for lane, data in lanes]
         dense = [make_frame(lane, data, weights.read_dense) for lane, data in lanes]
         window = self.block_refit.window if self.block_refit else 1
         walk = Walk(plan, self, frames, dense if has_dense else [], window, bool(self.block_refit))
-        dense_metric = (
-            None if self.metric is None else read_metric(self.metric, weights.load(self.like))
-        )
-        if not sequential:
+        dense_metric = None
+        if options.metric is not None:
+            dense_metric = read_metric(options.metric, weights.load(self.like))
+        if not options.sequential:
             self._prune_at_once()
-        if sequential or compares:
+        if options.sequential or compares:
             walk.run()
         self._check_all_done()
         sums = OutputSums()
@@ -300,7 +337,6 @@ class _Run:
         out: str | os.PathLike[str],
         source: PyTree,
         leaves: Mapping[Path, PyTree],
-        sequential: bool,
     ) -> RunFolder:
         """Returns the folder of the run."""
         task, named = self.task, {trees.join_names(path): x for path, x in leaves.items()}
@@ -316,9 +352,9 @@ class _Run:
             "sparsities": digest((sites, [np.asarray(task.targets[path]) for path in task.sites])),
             "params": digest(named),
             "batches": digest([trees.split_arrays(batch)[0] for batch in self.batches]),
-            "row_weights": digest(self.row_weights),
+            "row_weights": digest(self.options.row_weights),
             "model": digest(list_equations(task.graph.model.program)),
-            "sequential": str(sequential),
+            "sequential": str(self.options.sequential),
             "version": f"{_VERSION}, jax {jax.__version__}",
         }
         folder = RunFolder(out, identity, named, [*map(trees.join_names, task.sites)])
@@ -370,7 +406,7 @@ class _Run:
             self.weights.parts[bias] = Part(shifted)
         self.weights.parts[path, index] = Part(weights, mask)
 
-    def on_block(self, block: Block) -> bool:
+    def on_block(self, block: RunBlock) -> bool:
         """Refits a block, writes its parts, and returns whether the refit changed them."""
         parts, errors = self.weights.parts, None
         if self.folder and block.name in self.folder.done:
@@ -391,11 +427,11 @@ class _Run:
         self._advance(block)
         return errors is not None and errors[1] < errors[0]
 
-    def _advance(self, block: Block) -> None:
+    def _advance(self, block: RunBlock) -> None:
         if self.bar is not None:
             self.bar.advance(f"{block.name}, {len(self.batches)} batches")
 
-    def _refit_block(self, block: Block, refit: BlockRefit) -> tuple[float, float]:
+    def _refit_block(self, block: RunBlock, refit: BlockRefit) -> tuple[float, float]:
         """Trains the weights of a block, and returns its held-out errors before and after."""
         parts, weights = self.weights.parts, self.weights
         counted = [i for i, lane in enumerate(self.lanes) if lane.is_counted]
@@ -442,14 +478,16 @@ class _Run:
             self.batches,
             kind,
             lambda path, _: path in task.sites,
-            row_weights=self.row_weights,
+            row_weights=self.options.row_weights,
         )
         layers = {}
         for path in task.sites:
             layers[path] = task.prune_layer(weights.read_dense(path), path, (), statistics[path])
         if not task.needs.has_grams:
             matrices = {path: layer.list_weights_and_losses() for path, layer in layers.items()}
-            losses = sum_model_losses(task.fn, params, self.batches, matrices, self.row_weights)
+            losses = sum_model_losses(
+                task.fn, params, self.batches, matrices, self.options.row_weights
+            )
             layers = {n: x._replace(output_squares=losses[n]) for n, x in layers.items()}
         for path, layer in layers.items():
             self._take_layer(path, (), layer, started)
@@ -475,14 +513,14 @@ class _Run:
             self.folder.finish()
         masks = self.weights.make_masks(self.like, self.task.pruner.use_packed_masks)
         tree, metric = self.weights.make_tree(self.like), None
-        if self.metric is not None:
-            metric = read_metric(self.metric, self.weights.load(self.like))
+        if self.options.metric is not None:
+            metric = read_metric(self.options.metric, self.weights.load(self.like))
         report.outputs = sums.make_report(dense_metric, metric)
         return tree, masks, report
 
 
 def _call_block(
-    block: Block, lane: int, trained: Mapping[Place, jax.Array], others: PyTree, inputs: PyTree
+    block: RunBlock, lane: int, trained: Mapping[Place, jax.Array], others: PyTree, inputs: PyTree
 ) -> list[jax.Array]:
     """Returns the outputs of a block with trained weights in their places."""
     parts = {place: Part(array) for place, array in trained.items()}

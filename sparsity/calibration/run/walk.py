@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 import jax
 
-from sparsity.calibration.run.blocks import Plan, Span
+from sparsity.calibration.run.blocks import BlockPlan, Span
 from sparsity.calibration.run.frames import Frame, Loop, ScanLayers, list_layers
 from sparsity.calibration.run.reached import ReachedWeight, find_equal_uses
 from sparsity.calibration.run.weights import LayerIndex, ReadFn
@@ -25,7 +25,7 @@ from sparsity.programs.program import Equation, Value
 Arrays: TypeAlias = list[jax.Array]
 
 
-class Block(Protocol):
+class RunBlock(Protocol):
     """A part of a program that is pruned and refitted at once."""
 
     name: str
@@ -61,7 +61,7 @@ class Hooks(Protocol):
     def on_start(self, name: str) -> None:
         """Is called before each block."""
 
-    def on_block(self, block: Block) -> bool:
+    def on_block(self, block: RunBlock) -> bool:
         """Finishes a block; returns whether its weights have changed since its run."""
 
 
@@ -78,7 +78,7 @@ class Walk:
       saves: whether blocks keep the values before them, for a refit.
     """
 
-    plan: Plan
+    plan: BlockPlan
     hooks: Hooks
     frames: list[Frame]
     dense: list[Frame]
@@ -158,7 +158,7 @@ class Walk:
         for loop in (*loops[0], *loops[1]):
             loop.finish()
 
-    def _run_block(self, block: Block) -> None:
+    def _run_block(self, block: RunBlock) -> None:
         self.hooks.on_start(block.name)
         block.run(self)
         if self.hooks.on_block(block):

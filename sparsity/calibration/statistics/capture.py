@@ -229,26 +229,9 @@ def _collect_sums(
     graph: Graph | None = None
     first_batch: PyTree = None
     total: Sums = {}
-
-    @functools.cache
-    def compile_sums(
-        graph: Graph, shape: tuple[int, ...]
-    ) -> tuple[Calibration, Callable[..., PyTree]]:
-        calibration = Calibration(graph, kind, filter_fn)
-        row_axes = find_row_axes(graph, shape) if shape else None
-
-        def run(
-            leaves: PyTree, inputs: PyTree, matrices: PyTree, weights: PyTree
-        ) -> tuple[Sums, PyTree]:
-            spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
-            sum_up = functools.partial(_sum_up, calibration, matrices, spread)
-            interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
-            interpreter.run(graph.model.program, [*leaves, *inputs])
-            sums = interpreter.sums
-            return sums, {n: _are_finite(x) for n, x in sums.items()}
-
-        return calibration, compile_at_call(jax.jit(run))
-
+    compile_sums = functools.cache(
+        functools.partial(_compile_sums, kind=kind, filter_fn=filter_fn, stacks=matrices is None)
+    )
     for index, batch in enumerate(batches):
         if graph is None:
             graph, first_batch = trace(fn, params, batch), batch
@@ -267,6 +250,39 @@ def _collect_sums(
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return calibration, total
+
+
+def _compile_sums(
+    graph: Graph,
+    shape: tuple[int, ...],
+    *,
+    kind: StatisticsKind,
+    filter_fn: Callable[[Path, Parameter], bool] | None,
+    stacks: bool,
+) -> tuple[Calibration, Callable[..., PyTree]]:
+    """Returns the sums of a graph, and the program that computes these for a batch.
+
+    Args:
+      graph: the graph.
+      shape: the shape of the row weights; `()` without weights.
+      kind: the kind of sums of inputs.
+      filter_fn: selects parameters.
+      stacks: keep the sums of the layers of a stacked weight apart.
+    """
+    calibration = Calibration(graph, kind, filter_fn)
+    row_axes = find_row_axes(graph, shape) if shape else None
+
+    def run(
+        leaves: PyTree, inputs: PyTree, matrices: PyTree, weights: PyTree
+    ) -> tuple[Sums, PyTree]:
+        spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
+        sum_up = functools.partial(_sum_up, calibration, matrices, spread)
+        interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=stacks)
+        interpreter.run(graph.model.program, [*leaves, *inputs])
+        sums = interpreter.sums
+        return sums, {n: _are_finite(x) for n, x in sums.items()}
+
+    return calibration, compile_at_call(jax.jit(run))
 
 
 def _sum_up(

@@ -18,8 +18,8 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import check_values
 from sparsity.core.trees import PyTree
-from sparsity.graph import Graph
-from sparsity.graph.uses import Factor, View, follow_layout
+from sparsity.graph import Graph, View
+from sparsity.graph.uses import Factor, follow_layout
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS, Place
 from sparsity.programs.products import PRODUCTS, read_product
