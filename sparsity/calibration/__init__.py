@@ -33,3 +33,4 @@ from sparsity.calibration.statistics.errors import (
     relative_error as relative_error,
 )
 from sparsity.calibration.statistics.statistic import Statistic as Statistic
+from sparsity.calibration.store import open_checkpoint as open_checkpoint
