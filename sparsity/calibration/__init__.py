@@ -18,16 +18,15 @@ from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning as SparseGPT
 from sparsity.calibration.rates import Rates as Rates, owl as owl
 from sparsity.calibration.refits.admm import ADMM as ADMM
 from sparsity.calibration.refits.base import BiasRefit as BiasRefit, Refit as Refit
+from sparsity.calibration.refits.block import BlockRefit as BlockRefit
 from sparsity.calibration.refits.least_squares import LeastSquares as LeastSquares
 from sparsity.calibration.refits.means import Means as Means
-from sparsity.calibration.refits.block import BlockRefit as BlockRefit
 from sparsity.calibration.run.dry_run import DryRun as DryRun
 from sparsity.calibration.run.oneshot import oneshot as oneshot
 from sparsity.calibration.run.prune import prune as prune
 from sparsity.calibration.run.report import LayerReport as LayerReport, Report as Report
 from sparsity.calibration.run.sensitivity import Sensitivity as Sensitivity
 from sparsity.calibration.statistics.capture import calibrate as calibrate
-from sparsity.calibration.statistics.counts import Count as Count
 from sparsity.calibration.statistics.errors import (
     output_error as output_error,
     relative_error as relative_error,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import Count, Rates, Sensitivity, output_error, relative_error
+from sparsity.calibration import Rates, Sensitivity, output_error, relative_error
 from tests import helpers
 
 PARAMS = {"w": jnp.ones((4, 3))}
@@ -78,12 +78,6 @@ def test_parameters_that_do_not_fit_a_statistic_have_no_error():
         output_error(seen(), "w")
     with pytest.raises(ValueError, match=r"pruned must have the shape \(4, 3\), got \(3,\)"):
         relative_error(seen(), PARAMS["w"], PARAMS["w"][0])
-
-
-@pytest.mark.parametrize("number", [-1, 1.5, None, "3", 2**63, 2**70, True])
-def test_a_count_that_is_no_number_of_rows_is_refused(number):
-    with pytest.raises(ValueError, match=r"A count must be an integer in \[0, 2\*\*63\), got"):
-        Count.from_number(number)
 
 
 def test_the_sensitivity_of_missing_parameters_has_no_distribution():

@@ -44,7 +44,10 @@ def test_a_run_has_gram_matrices_if_its_pruner_or_its_refit_needs_them(pruner, r
 
 def test_a_class_that_states_nothing_has_the_defaults():
     assert read_needs(MAGNITUDE).statistics_kind == "squares"
-    assert read_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask)) == ("gram", None)
+    assert read_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask)) == (
+        "gram",
+        None,
+    )
     assert read_needs(Own()).damping == 0.5
 
 

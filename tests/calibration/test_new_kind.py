@@ -20,8 +20,8 @@ class WithQuartics(sparsity.Statistic):
     quartics: jax.Array | None = None  # sums of x^4
 
 
-def _sum_quartics(alignment, kind, x):
-    statistic = sum_inputs(alignment, kind, x)
+def _sum_quartics(alignment, kind, x, row_weights=None):
+    statistic = sum_inputs(alignment, kind, x, row_weights)
     if "quartics" not in FIELDS_BY_KIND[kind]:
         return statistic
     quartics = sum_inputs(alignment, "squares", jnp.square(x)).squares

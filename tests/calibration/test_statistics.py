@@ -1,8 +1,6 @@
 """Layouts of leaves: every one gives what its matrices give; and what is wrong with statistics."""
 
 import dataclasses
-import os
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,8 @@ import pytest
 
 import sparsity
 from sparsity.calibration import output_error, prune
-from sparsity.calibration.statistics import memory
-from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics import capture
+from sparsity.calibration.statistics.row_sums import sum_inputs
 from tests import helpers
 from tests.calibration import oracles
 
@@ -266,22 +264,6 @@ def test_weights_of_ragged_products_are_named_and_others_are_calibrated():
     np.testing.assert_array_equal(pruned["experts"], params["experts"])
 
 
-def test_gram_matrices_that_fit_nowhere_are_refused_with_their_bytes():
-    small = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    check_memory({"small": small})
-    large = jax.ShapeDtypeStruct((1000, 1_000_000, 1_000_000), jnp.float32)
-    message = r"4,000,000,000,016,384 bytes.*'large'.*4,000,000,000,000,000.*'squares'"
-    with pytest.raises(ValueError, match=message):
-        check_memory({"small": small, "large": large})
-
-
-def test_calibration_says_that_grams_do_not_fit_before_it_runs():
-    params = {"wide": jax.ShapeDtypeStruct((2**20, 4), jnp.float32)}
-    batch = jax.ShapeDtypeStruct((3, 2**20), jnp.float32)
-    with pytest.raises(ValueError, match=r"'wide', shape \(1048576, 1048576\)"):
-        sparsity.calibrate(lambda p, x: x @ p["wide"], params, [batch], "gram")
-
-
 @pytest.mark.parametrize("field", ["squares", "gram"])
 def test_inputs_that_were_always_zero_are_a_warning_that_names_the_leaf(field):
     sums = jnp.zeros(4) if field == "squares" else jnp.zeros((4, 4))
@@ -314,35 +296,6 @@ def test_oneshot_warns_of_a_weight_that_meets_only_zeros_though_magnitudes_need_
     assert report["dead",].error == 0
 
 
-def test_memory_is_that_which_is_free_and_counts_every_copy(monkeypatch):
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory.free_memory(jax.devices()[0]) <= machine
-    monkeypatch.setattr(memory, "free_memory", lambda device: 5 * 64**2 * 4)
-    gram = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    check_memory(gram, copies=5)
-    with pytest.raises(
-        ValueError, match=r"98,304 bytes \(6 of each at once\).*81,920 free; .*'kernel'"
-    ):
-        check_memory(gram, copies=6)
-
-
-def test_an_accelerator_counts_what_it_has_left():
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 1000, "bytes_in_use": 400}
-
-    assert memory.free_memory(Device()) == 600
-
-
-class UserPruning(sparsity.MagnitudePruning):
-    """A pruner of the user's that takes statistics, and states that it needs Gram matrices."""
-
-    statistics_kind = "gram"
-
-    def calculate_scores(self, params, sparse_state=None, grads=None, statistics=None):
-        return {path: jnp.abs(leaf) for path, leaf in params.items()}
-
-
 class Forwarding(sparsity.MagnitudePruning):
     """A pruner of the user's that passes all arguments on, and states no kind."""
 
@@ -352,11 +305,12 @@ class Forwarding(sparsity.MagnitudePruning):
 
 @pytest.mark.parametrize("sequential", [True, False])
 def test_gram_matrices_are_made_only_for_what_needs_them(monkeypatch, sequential):
-    def refuse(grams, copies):
-        raise ValueError(f"{copies} copies of {[x.shape for x in grams.values()]}")
+    def record(alignment, kind, x, row_weights=None):
+        kinds.add(kind)
+        return sum_inputs(alignment, kind, x, row_weights)
 
-    for module in ("statistics.capture", "run.oneshot"):
-        monkeypatch.setattr(sys.modules[f"sparsity.calibration.{module}"], "check_memory", refuse)
+    kinds = set()
+    monkeypatch.setattr(capture, "sum_inputs", record)
     params = {
         "a": jax.random.normal(jax.random.key(0), (6, 8)),
         "b": jnp.arange(16.0).reshape(8, 2),
@@ -367,64 +321,9 @@ def test_gram_matrices_are_made_only_for_what_needs_them(monkeypatch, sequential
     scored = (sparsity.MagnitudePruning, sparsity.WandaPruning, sparsity.RIAPruning, Forwarding)
     for pruner in scored:
         report = sparsity.oneshot(pruner(**options), model, params, batches, None, sequential)[2]
-        assert [*report] == [("a",), ("b",)]
-        with pytest.raises(ValueError, match="copies of"):
-            sparsity.oneshot(pruner(**options), model, params, batches, sparsity.ADMM(), sequential)
-    for pruner in (sparsity.SparseGPTPruning, UserPruning):
-        with pytest.raises(ValueError, match="copies of"):
-            sparsity.oneshot(pruner(**options), model, params, batches, None, sequential)
-
-
-@pytest.mark.parametrize("sequential", [True, False])
-def test_errors_without_gram_matrices_are_shares_of_the_outputs(sequential):
-    rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in (
-        ("conv", (3, 2, 4)), ("stack", (2, 4, 4)), ("last", (4, 3)),
-    )}  # fmt: skip
-    batches = [rng.normal(size=(3, 7, 2)).astype(np.float32) for _ in range(2)]
-
-    def parts(params, x):
-        h = jax.lax.conv_general_dilated(
-            x, params["conv"], [1], "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-        )
-        inputs = [jnp.tanh(h)]
-        outputs = [h]
-        for w in params["stack"]:
-            outputs.append(inputs[-1] @ w)
-            inputs.append(jnp.tanh(outputs[-1]))
-        return inputs, outputs, inputs[-1] @ params["last"]
-
-    def model(params, x):
-        h = jax.lax.conv_general_dilated(
-            x, params["conv"], [1], "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-        )
-        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), jnp.tanh(h), params["stack"])[0]
-        return h @ params["last"]
-
-    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
-    pruned, _, report = sparsity.oneshot(pruner, model, params, batches, None, sequential)
-    now = pruned if sequential else params
-    x = jnp.concatenate(batches)
-    inputs, _, _ = parts(now, x)
-
-    def share(outputs, w, new):
-        return float(jnp.sum(outputs(w - new) ** 2) / jnp.sum(outputs(w) ** 2))
-
-    expected = {
-        "conv": share(
-            lambda w: parts({**params, "conv": w}, x)[1][0], params["conv"], pruned["conv"]
-        ),
-        "stack": np.mean([
-            share(lambda w, i=i: inputs[i] @ w, params["stack"][i], pruned["stack"][i])
-            for i in range(2)
-        ]),
-        "last": share(lambda w: inputs[2] @ w, params["last"], pruned["last"]),
-    }  # fmt: skip
-    for name, error in expected.items():
-        if name == "stack" and not sequential:  # one leaf, whose losses are added up
-            lost, total = (
-                sum(float(jnp.sum((inputs[i] @ w[i]) ** 2)) for i in range(2))
-                for w in (params["stack"] - pruned["stack"], params["stack"])
-            )
-            error = lost / total
-        np.testing.assert_allclose(report[name,].error, error, rtol=1e-4)
+        assert {*report} == {("a",), ("b",)}
+        assert "gram" not in kinds
+    for pruner, refit in [(scored[0], sparsity.ADMM()), (sparsity.SparseGPTPruning, None)]:
+        kinds.clear()
+        sparsity.oneshot(pruner(**options), model, params, batches, refit, sequential)
+        assert kinds == {"gram"}

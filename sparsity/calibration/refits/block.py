@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -45,7 +44,6 @@ class Trained(NamedTuple):
     weights: dict[PyTree, jax.Array]
     before: float
     after: float
-
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.core import trees
 from sparsity.core.trees import Path
-from sparsity.programs.program import Equation, Program
+from sparsity.programs.program import Equation, Program, Value
 
 BlockNameFn: TypeAlias = Callable[[Path], str]
 _NUMBERED = re.compile(r"(?:^|.*?[/._])\d+(?=[/._]|$)")  # up to the first number of a path
@@ -73,8 +72,9 @@ class Plan:
     def name_scan(self, equation: Equation) -> str:
         """Returns the name of a scan that runs layer by layer: what its weights have in common."""
         products = self.calibration.graph.tracker.products
-        names = [trees.join_names(use.path) for use in products if equation in use.view.scans]
-        return os.path.commonprefix([f"{name}/" for name in names]).rpartition("/")[0] or names[0]
+        names = [use.path for use in products if equation in use.view.scans]
+        shared = [x for x, *others in zip(*names, strict=False) if {*others} <= {x}]
+        return trees.join_names(shared or names[0])
 
     def split(self, program: Program) -> list[Span]:
         """Returns the spans of a program in order; those of a step of a scan are one block."""
@@ -113,7 +113,7 @@ class Plan:
 
     def _split(self, program: Program) -> list[Span]:
         equations = [*program.flat_equations()]
-        live = _measure_cuts(program, equations)
+        live = _measure_cuts(program, equations, self.calibration.graph.tracker.is_data)
         spans, start, name, last_stop = list[Span](), 0, "", -1
         for index, equation in enumerate(equations):
             if self.is_layered(equation):
@@ -130,18 +130,23 @@ class Plan:
             else:
                 continue
             last_stop = index
-        return [*spans, Span(start, len(equations), name)]
+        end = len(equations)
+        if name:  # what follows the block, such as logits, belongs to none
+            end = min(range(last_stop + 1, end + 1), key=lambda i: (live[i], i))
+        tail = Span(end, len(equations))
+        return [*spans, Span(start, end, name), *([tail] if end < tail.stop else [])]
 
 
-def _measure_cuts(program: Program, equations: Sequence[Equation]) -> list[int]:
-    """Returns the bytes that are live before each equation, and after the last."""
+def _measure_cuts(
+    program: Program, equations: Sequence[Equation], is_data: Callable[[Value], bool]
+) -> list[int]:
+    """Returns the entries of data that are live before each equation, and after the last."""
     last = {value: i for i, equation in enumerate(equations) for value in equation.inputs}
     last |= dict.fromkeys(program.outputs, len(equations))
+    made = dict.fromkeys(program.inputs, 0)
+    made |= {x: i + 1 for i, equation in enumerate(equations) for x in equation.outputs}
     live = [0] * (len(equations) + 1)
-    for index, equation in enumerate(equations):
-        for value in equation.outputs:
-            for i in range(index + 1, last.get(value, index) + 1):
-                live[i] += value.size
+    for value, start in made.items():
+        for i in range(start, last.get(value, -1) + 1 if is_data(value) else 0):
+            live[i] += value.size
     return live
-
-

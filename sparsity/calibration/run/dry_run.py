@@ -149,9 +149,7 @@ class _Meter:
         if self._refit:
             work = max(work, self._refit.window * trained * _TRAINING_COPIES)
         size = self._copies * sum(map(_count_bytes, values))
-        self.blocks.append(
-            BlockBytes(name, sum(map(_count_bytes, params)), size, statistics, work)
-        )
+        self.blocks.append(BlockBytes(name, sum(map(_count_bytes, params)), size, statistics, work))
 
     def _list_params(self, program: Program, equation: Equation) -> set[Value]:
         """Returns the inputs of a program of parameters alone that an equation needs."""

@@ -17,7 +17,7 @@ from sparsity.calibration.run.weights import ReadFn
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.row_axes import RowAxes
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import Path
+from sparsity.core.trees import Path, PyTree
 from sparsity.programs.program import Body, Equation, Program, Value
 
 ScanLayers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
@@ -103,7 +103,7 @@ class Frame:
         if value in self.paths:
             return self.read(self.paths[value], *layers)
         if self.parent is not None and value in self.outer:
-            scan = next(reversed(self.layers))
+            scan = [*self.layers][-1]
             index = (self.layers[scan],) if value in _list_stacks(scan) else ()
             return self.parent.read_from_params(self.outer[value], *index, *layers)
         values = self._from_params
@@ -180,9 +180,11 @@ class Loop:
         self.body: Body = scan.list_bodies()[0]
         self._constants, carried, self._stacks = self.body.split(self.body.inputs)
         batches = range(len(frame.data))
-        self.carry = [*carry] if carry is not None else [
-            [frame.read_value(b, x) for x in carried] for b in batches
-        ]
+        self.carry = (
+            [*carry]
+            if carry is not None
+            else [[frame.read_value(b, x) for x in carried] for b in batches]
+        )
         self.stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
 
     def enter(self, layer: int) -> Frame:
@@ -263,7 +265,7 @@ def _is_literal(value: Value) -> bool:
     return value.constant is not None and np.ndim(value.constant) == 0
 
 
-def _put_on_host(array: jax.Array) -> jax.Array:
+def _put_on_host(array: PyTree) -> PyTree:
     """Returns an array in the memory of the host, unless several devices hold it."""
     is_plain = isinstance(array, jax.Array) and not is_traced(array) and len(array.devices()) == 1
     if not is_plain or jnp.issubdtype(array.dtype, jax.dtypes.extended):

@@ -20,11 +20,11 @@ from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.block import Batch, BlockRefit
 from sparsity.calibration.run.blocks import BlockNameFn, Plan, name_block
 from sparsity.calibration.run.dry_run import DryRun
-from sparsity.calibration.run.frames import Frame, Lane
+from sparsity.calibration.run.frames import Lane
 from sparsity.calibration.run.lanes import list_equations, make_frame, make_lanes
+from sparsity.calibration.run.outputs import OutputSums, read_metric
 from sparsity.calibration.run.prune import check_pruner_and_refit
 from sparsity.calibration.run.reached import ReachedWeight, sum_losses, sum_statistic
-from sparsity.calibration.run.outputs import OutputSums, read_metric
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
 from sparsity.calibration.run.walk import Block, Walk
@@ -134,10 +134,12 @@ def oneshot(
     batches = _read_batches(batches, params, may_be_shapes=dry_run)
     like, leaves = _read_leaves(params)
     task = make_task(pruner, matrix_refit, fn, like, batches[0])
-    name = blocks or name_block
+    find_name = blocks or name_block
     if dry_run:
-        return DryRun.measure(task, Plan(task.make_calibration(), name), len(batches), block_refit)
-    run = _Run(task, block_refit, like, batches, row_weights, name, metric)
+        return DryRun.measure(
+            task, Plan(task.make_calibration(), find_name), len(batches), block_refit
+        )
+    run = _Run(task, block_refit, like, batches, row_weights, find_name, metric)
     return run.run(source, leaves, sequential, out, held, donate, progress)
 
 
@@ -162,7 +164,8 @@ def _split_refits(
     refit: AnyRefit | Sequence[AnyRefit] | None,
 ) -> tuple[Refit | BiasRefit | None, BlockRefit | None]:
     """Returns the refit of matrices and that of blocks; raises a ValueError for other sequences."""
-    refits = [*refit] if isinstance(refit, list | tuple) else [] if refit is None else [refit]
+    refits: list[PyTree] = [*refit] if isinstance(refit, list | tuple) else [refit]
+    refits = [x for x in refits if x is not None]
     block_refits = [x for x in refits if isinstance(x, BlockRefit)]
     others = [x for x in refits if not isinstance(x, BlockRefit)]
     if len(block_refits) > 1 or len(others) > 1 or refits[:1] == block_refits != refits:
@@ -170,7 +173,7 @@ def _split_refits(
             "refit takes one refit of matrices, one BlockRefit(), or both in this order, got "
             f"{refit!r}."
         )
-    return (others or [None])[0], (block_refits or [None])[0]
+    return next(iter(others), None), next(iter(block_refits), None)
 
 
 def _check_pruner(pruner: BaseUpdater, refit: Refit | BiasRefit | None) -> None:
@@ -277,7 +280,9 @@ class _Run:
         dense = [make_frame(lane, data, weights.read_dense) for lane, data in lanes]
         window = self.block_refit.window if self.block_refit else 1
         walk = Walk(plan, self, frames, dense if has_dense else [], window, bool(self.block_refit))
-        dense_metric = None if self.metric is None else read_metric(self.metric, weights.load(self.like))
+        dense_metric = (
+            None if self.metric is None else read_metric(self.metric, weights.load(self.like))
+        )
         if not sequential:
             self._prune_at_once()
         if sequential or compares:
@@ -431,9 +436,13 @@ class _Run:
         """Prunes all parameters by their inputs in the dense model."""
         task, weights, started = self.task, self.weights, time.perf_counter()
         params, kind = weights.make_tree(self.like), task.needs.statistics_kind
-        chosen: Callable[..., bool] = lambda path, _: path in task.sites
         statistics = calibrate(
-            task.fn, params, self.batches, kind, chosen, row_weights=self.row_weights
+            task.fn,
+            params,
+            self.batches,
+            kind,
+            lambda path, _: path in task.sites,
+            row_weights=self.row_weights,
         )
         layers = {}
         for path in task.sites:
@@ -455,13 +464,11 @@ class _Run:
                     "keep it dense with filter_fn."
                 )
 
-    def _finish(
-        self, sums: OutputSums, dense_metric: float | None
-    ) -> tuple[PyTree, Masks, Report]:
+    def _finish(self, sums: OutputSums, dense_metric: float | None) -> tuple[PyTree, Masks, Report]:
         """Returns the results, and closes the folder."""
         by_path: dict[Path, list[LayerReport]] = {}
-        for (path, _), report in self.reports.items():
-            by_path.setdefault(path, []).append(report)
+        for (path, _), layer in self.reports.items():
+            by_path.setdefault(path, []).append(layer)
         report = Report({path: LayerReport.combine(x) for path, x in by_path.items()})
         report.blocks = self.blocks
         if self.folder:

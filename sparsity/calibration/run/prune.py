@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import chex
 import jax
+import jax.numpy as jnp
 
-from sparsity.calibration import host
 from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import BiasRefit, Refit, Select
 from sparsity.calibration.run.needs import method_name, read_needs
@@ -167,7 +167,7 @@ def _refit_layer(
     return sharding.place_like(dense, weights), sharding.place_like(dense, mask)
 
 
-@host.jit_or_numpy
+@jax.jit
 def _choose_better(
     dense: jax.Array,
     solution: tuple[jax.Array, jax.Array],
@@ -179,17 +179,19 @@ def _choose_better(
     Refitted weights get the dtype of the parameter and become 0 outside their mask. Weights that
     are not finite change outputs more.
     """
-    xp = host.namespace([dense])
-    solution = xp.where(solution[1] != 0, solution[0], 0).astype(dense.dtype), are_kept(solution[1])
+    solution = (
+        jnp.where(solution[1] != 0, solution[0], 0).astype(dense.dtype),
+        are_kept(solution[1]),
+    )
 
     def measure_error(weights: jax.Array) -> jax.Array:
         if statistic.gram is None:
-            return xp.sum(~xp.isfinite(weights))
+            return jnp.sum(~jnp.isfinite(weights))
         return output_error(statistic, dense - weights).sum()
 
     is_better = measure_error(solution[0]) <= measure_error(pruned_layer[0])
     pairs = zip(solution, pruned_layer, strict=True)
-    weights, mask = (xp.where(is_better, new, before) for new, before in pairs)
+    weights, mask = (jnp.where(is_better, new, before) for new, before in pairs)
     return weights, mask
 
 

@@ -13,9 +13,15 @@ import jax.numpy as jnp
 from sparsity.calibration.run.frames import Frame, ScanLayers
 from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.run.weights import LayerIndex
-from sparsity.calibration.statistics.capture import have_equal_axes
+from sparsity.calibration.statistics.capture import have_equal_axes, merge_counts
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Uses, add
+from sparsity.calibration.statistics.summing import (
+    Steps,
+    SummingInterpreter,
+    Uses,
+    add,
+    add_batch,
+)
 from sparsity.calibration.statistics.validation import is_finite, make_not_finite_error
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
@@ -84,9 +90,9 @@ def sum_statistic(places: Sequence[ReachedWeight], name: str) -> Statistic:
         for batch, sums in place.sum_batches(place.frame.lane.calibration.sum_inputs):
             if not all(map(is_finite, jax.tree.leaves(sums))):
                 raise make_not_finite_error(name, batch)
-            total = sums if total is None else add(total, sums)
+            total = add_batch(total, sums)
     assert total is not None
-    return total
+    return merge_counts(total)
 
 
 def sum_losses(places: Sequence[ReachedWeight], *matrices: jax.Array) -> jax.Array:
@@ -118,5 +124,6 @@ def find_equal_uses(
         if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
             layers[use_index] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
     axes = calibration.alignments[min(layers)].axes
-    return {n: x for n, x in layers.items() if have_equal_axes(calibration.alignments[n].axes, axes)}
-
+    return {
+        n: x for n, x in layers.items() if have_equal_axes(calibration.alignments[n].axes, axes)
+    }

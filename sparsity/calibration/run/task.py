@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration import host
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.means import holds_outputs
@@ -73,8 +72,8 @@ class PrunedLayer(NamedTuple):
         A loss is the dense weights less the kept ones; without a refit there is one loss.
         """
         unrefitted = () if self.pruned is self.refitted else (self.pruned,)
-        dense, *pruned = host.read((self.dense, self.refitted, *unrefitted))
-        return [self.statistic.to_matrices(x) for x in (dense, *(dense - x for x in pruned))]
+        losses = (self.dense - x for x in (self.refitted, *unrefitted))
+        return [self.statistic.to_matrices(x) for x in (self.dense, *losses)]
 
 
 class _Reader(Mapping[Path, jax.Array]):
@@ -283,7 +282,7 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     )
 
 
-@host.jit_or_numpy
+@jax.jit
 def _compute_lost_shares(layer: PrunedLayer) -> dict[str, jax.Array]:
     """Returns the lost shares of the outputs of a parameter, by field of `LayerReport`."""
     statistic, dense = layer.statistic, layer.dense
@@ -298,7 +297,7 @@ def _compute_lost_shares(layer: PrunedLayer) -> dict[str, jax.Array]:
     centred_lost, centred_total = (lost - lost_mean).clip(0), total - total_mean
     # A variance within some eps of the total is rounding.
     exceeds_rounding = centred_total > 16 * jnp.finfo(total.dtype).eps * total
-    uncorrected = host.namespace([total]).where(layer.keeps_means, centred_lost, lost)
+    uncorrected = jnp.where(layer.keeps_means, centred_lost, lost)
     return {
         "error": ratio(uncorrected, total),
         "unrefitted": ratio(unrefitted, total),

@@ -9,7 +9,7 @@ the dense ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ from sparsity.calibration.run.blocks import Plan, Span
 from sparsity.calibration.run.frames import Frame, Loop, ScanLayers, list_layers
 from sparsity.calibration.run.reached import ReachedWeight, find_equal_uses
 from sparsity.calibration.run.weights import LayerIndex, ReadFn
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Path
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Value
 
@@ -109,14 +109,14 @@ class Walk:
     def _run_program(self, frames: list[Frame], dense: list[Frame], prefix: str) -> None:
         """Runs a program that has several blocks."""
         self._stack.append(frames)
+        self._tail = self._tail if prefix else len(frames[0].equations)
         spans = self._join_windows(self.plan.split(frames[0].program))
         for span in spans:
             name = _join(prefix, span.name)
             if span.is_scan:
                 self._run_scan(frames, dense, span, name)
             elif span.name:
-                is_last = not prefix and span is spans[-1] and not self.saves
-                self._run_block(_Rows(frames, dense, span, name, is_last))
+                self._run_block(_Rows(frames, dense, span, name, self.saves))
             elif span is spans[-1] and not prefix:
                 self._tail = span.start
             else:
@@ -147,7 +147,7 @@ class Walk:
         if self.plan.is_nested(loops[0][0].body.program):
             for layer in layers:
                 steps = [[loop.enter(layer) for loop in each] for each in loops]
-                self._run_program(*steps, f"{name}[{layer}]")
+                self._run_program(steps[0], steps[1], f"{name}[{layer}]")
                 for loop, step in zip((*loops[0], *loops[1]), (*steps[0], *steps[1]), strict=True):
                     loop.leave(step)
         else:
@@ -171,14 +171,8 @@ class Walk:
         for frame in (*self.dense, *(frame for frames in self._stack for frame in frames)):
             frame.forget_params()
 
-    def run_rows(self, frames: list[Frame], span: Span, is_last: bool) -> None:
-        """Runs equations of the pruned lanes, and prunes each weight before its product.
-
-        Args:
-          frames: the lanes.
-          span: the equations.
-          is_last: leave equations after the last weight to `iterate_outputs`.
-        """
+    def run_rows(self, frames: list[Frame], span: Span) -> None:
+        """Runs equations of the pruned lanes, and prunes each weight before its product."""
         start = span.start
         for index in range(span.start, span.stop):
             if uses := self.plan.list_uses(frames[0].equations[index]):
@@ -186,9 +180,6 @@ class Walk:
                     frame.run(frame.equations[start:index])
                 start = index
                 self._prune_at(frames, index, uses)
-        if is_last:
-            self._tail = start
-            return
         for frame in frames:
             frame.run(frame.equations[start : span.stop])
 
@@ -196,15 +187,10 @@ class Walk:
         """Runs a step of a scan on the pruned lanes."""
         steps = [loop.enter(layer) for loop in loops]
         self._stack.append(steps)
-        self.run_rows(steps, Span(0, len(steps[0].equations)), False)
+        self.run_rows(steps, Span(0, len(steps[0].equations)))
         self._stack.pop()
         for loop, step in zip(loops, steps, strict=True):
             loop.leave(step)
-
-    @property
-    def tail(self) -> int:
-        """The first equation that no block needs."""
-        return self._tail
 
     def _prune_at(self, frames: list[Frame], index: int, use_indices: Sequence[int]) -> None:
         """Prunes the weights that an equation reads, unless they are done."""
@@ -258,19 +244,21 @@ class _Rows:
     """A block of equations in a row."""
 
     def __init__(
-        self, frames: list[Frame], dense: list[Frame], span: Span, name: str, is_last: bool
+        self, frames: list[Frame], dense: list[Frame], span: Span, name: str, saves: bool
     ) -> None:
-        self.name, self._span, self._is_last = name, span, is_last
+        self.name, self._span = name, span
         self._lanes = frames, dense
-        self._before = [[[{**values} for values in f.data] for f in each] for each in self._lanes]
+        self._before = [
+            [[{**values} for values in f.data] for f in each] if saves else []
+            for each in self._lanes
+        ]
 
     def run(self, walk: Walk) -> None:
         frames, dense = self._lanes
         is_rerun = self._is_run
-        walk.run_rows(frames, self._span, self._is_last)
+        walk.run_rows(frames, self._span)
         for frame in () if is_rerun else dense:
-            stop = walk.tail if self._is_last else self._span.stop
-            frame.run(frame.equations[self._span.start : stop])
+            frame.run(frame.equations[self._span.start : self._span.stop])
         self._is_run = True
 
     _is_run = False

@@ -19,7 +19,9 @@ from sparsity.masks import pack_masks
 # (axis, index) of each axis that scans take apart.
 LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
 Place: TypeAlias = tuple[Path, LayerIndex]  # a parameter, or one of its layers
-ReadFn: TypeAlias = Callable[..., jax.Array]  # `read(path, *layers)`, the first layers of leading axes
+ReadFn: TypeAlias = Callable[
+    ..., jax.Array
+]  # `read(path, *layers)`, the first layers of leading axes
 
 
 class Part(NamedTuple):
@@ -68,7 +70,9 @@ class ModelWeights:
         """Returns a current parameter or one of its first layers, unaffected by later changes."""
         if self._folder is not None:
             placed = {place for place in self._committed if place[0] == path}
-            stored = {place: self._read_stored(place) for place in placed if _overlaps(place, layers)}
+            stored = {
+                place: self._read_stored(place) for place in placed if _overlaps(place, layers)
+            }
             return put_parts(self.read_dense, stored | self.parts, path, layers)
         if self._current[path] is self._dense[path] and path not in self._copied:
             return put_parts(self.read_dense, self.parts, path, layers)
@@ -122,12 +126,14 @@ class ModelWeights:
         """Puts a layer into a parameter, in time that does not grow with a stack."""
         dense, mask = self._dense[path], self.masks.get(path)
         if index and path not in self._copied:
-            is_donated = path in self._donated
-            self._current[path] = dense if is_donated else jnp.array(self._current[path], copy=True)
+            is_donated = path in self._donated and isinstance(dense, jax.Array)
+            loaded = self.read_dense(path)
+            self._current[path] = loaded if is_donated else jnp.array(loaded, copy=True)
             self._copied.add(path)
         if part.mask is not None:
             if index and mask is None:
-                mask = sharding.place_like(self._current[path], sharding.ones_like(dense))
+                current = self._current[path]
+                mask = sharding.place_like(current, sharding.ones_like(current))
             self.masks[path] = _put_layer(mask, part.mask, index)
         self._current[path] = _put_layer(self._current[path], part.weights, index)
         if path in self._donated:
@@ -147,11 +153,10 @@ class ModelWeights:
 
     def make_masks(self, params: Params, pack: bool) -> Masks:
         """Returns the tree of masks, `None` for parameters that stay dense."""
+        masks: dict[Path, PyTree] = {**self.masks}
         if self._folder is not None:
             stored = self._folder.open("masks")
             masks = {path: stored.get(trees.join_names(path)) for path in self._dense}
-        else:
-            masks = {**self.masks}
         tree = trees.map_matched(lambda path, _: masks.get(trees.path_names(path)), params)
         return pack_masks(tree, params) if pack else tree
 
@@ -204,9 +209,7 @@ def _put_layer(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> j
     return _put_in_place(array, part, *zip(*sorted(index), strict=True))
 
 
-def _put(
-    array: jax.Array, part: jax.Array, index: LayerIndex
-) -> jax.Array:
+def _put(array: jax.Array, part: jax.Array, index: LayerIndex) -> jax.Array:
     """Returns a copy of an array with a layer replaced."""
     axes, layers = zip(*sorted(index), strict=True)
     starts = [0] * array.ndim

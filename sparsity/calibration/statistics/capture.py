@@ -12,8 +12,6 @@ import numpy as np
 
 from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.statistics.alignment import Alignment, align
-from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.row_axes import (
     RowAxes,
     RowWeights,
@@ -33,11 +31,10 @@ from sparsity.calibration.statistics.summing import (
     Sums,
     Uses,
     add,
-    add_in_place,
+    add_batch,
 )
 from sparsity.calibration.statistics.validation import make_not_finite_error
 from sparsity.core import extras, sharding, trees
-from sparsity.core.arrays import promote
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
@@ -79,8 +76,8 @@ def calibrate(
       number have no entry; a pruner that needs one names the weight.
 
     Raises:
-      ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
-        fit into memory; the error names parameter and batch.
+      ValueError: there are no batches, the sums of one are not finite, or rows have no weights of
+        their own; the error names parameter and batch.
 
     Example:
       >>> params = {"kernel": jnp.ones((2, 3))}
@@ -137,19 +134,6 @@ class Calibration:
         }
         self.uses: Uses = Uses({use_index: x.use for use_index, x in self.alignments.items()})
 
-    def list_gram_shapes(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
-        grams = {}
-        for alignment in self.alignments.values():
-            use = alignment.use
-            shape = self.graph.parameters.find_shape(use.path)
-            stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
-            inputs = alignment.axes.count_inputs(alignment.shape)
-            dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
-            lead = (*stacked, *alignment.axes.read_batch_shape(alignment.shape))
-            grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
-        return grams
-
     def sum_inputs(
         self, use_index: int, x: jax.Array, row_weights: jax.Array | None = None
     ) -> Statistic:
@@ -158,11 +142,17 @@ class Calibration:
         return sharding.call_replicated(sum_rows, x, row_weights)
 
     def sum_outputs(
-        self, use_index: int, x: jax.Array, *matrices: jax.Array, row_weights: jax.Array | None = None
+        self,
+        use_index: int,
+        x: jax.Array,
+        *matrices: jax.Array,
+        row_weights: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y that each matrix gives in place of a use."""
 
-        def sum_rows(x: jax.Array, row_weights: jax.Array | None, *matrices: jax.Array) -> jax.Array:
+        def sum_rows(
+            x: jax.Array, row_weights: jax.Array | None, *matrices: jax.Array
+        ) -> jax.Array:
             return sum_outputs(self.alignments[use_index], x, *matrices, row_weights=row_weights)
 
         return sharding.call_replicated(sum_rows, x, row_weights, *matrices)
@@ -207,7 +197,7 @@ class Calibration:
                 )
             statistics[use.path] = statistic if sums_before is None else add(sums_before, statistic)
         return {
-            path: _merge_counts(statistic, self.graph.parameters.find_shape(path))
+            path: merge_counts(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
 
@@ -246,16 +236,11 @@ def _collect_sums(
     ) -> tuple[Calibration, Callable[..., PyTree]]:
         calibration = Calibration(graph, kind, filter_fn)
         row_axes = find_row_axes(graph, shape) if shape else None
-        if kind == "gram":
-            # The sums so far, the sums of a batch, and the latter in the order of the operand.
-            check_memory(calibration.list_gram_shapes(), copies=3)
 
         def run(
             leaves: PyTree, inputs: PyTree, matrices: PyTree, weights: PyTree
         ) -> tuple[Sums, PyTree]:
-            spread = functools.partial(
-                calibration.spread, row_axes=row_axes, weights=weights
-            )
+            spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
             sum_up = functools.partial(_sum_up, calibration, matrices, spread)
             interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
             interpreter.run(graph.model.program, [*leaves, *inputs])
@@ -278,7 +263,7 @@ def _collect_sums(
             if not finite_sums:
                 name = trees.join_names(calibration.uses[use_index].path)
                 raise make_not_finite_error(name, index)
-        total = add_in_place(total, sums) if total else sums
+        total = add_batch(total or None, sums)
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return calibration, total
@@ -347,24 +332,18 @@ def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in axes)
 
 
-def _merge_counts(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
+def merge_counts(statistic: Statistic, shape: tuple[int, ...] | None = None) -> Statistic:
     """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
-    if rows.dtype.kind == "f":  # of row weights
-        return dataclasses.replace(statistic, count=_read_sum_of_weights(rows))
-    if (rows == rows.flat[0]).all():
-        return dataclasses.replace(statistic, count=Count.from_number(int(rows.flat[0])))
-    lead = statistic.read_batch_shape(shape)
-    wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
-    return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
-
-
-def _read_sum_of_weights(rows: np.ndarray) -> float:
-    """Returns the weights of all rows, which all slices share; raises a ValueError if all are 0."""
-    total = float(rows.flat[0])
-    if not total:
+    if rows.dtype.kind == "f" and not rows.any():
         raise ValueError("row_weights are 0 for all rows of all batches: give rows that count.")
-    return total
+    if (rows == rows.flat[0]).all():
+        number = rows.flat[0].item()
+        # jax takes integers of 32 bits.
+        return dataclasses.replace(statistic, count=number if number < 2**31 else float(number))
+    lead = rows.shape if shape is None else statistic.read_batch_shape(shape)
+    wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
+    return dataclasses.replace(statistic, count=np.broadcast_to(wide, lead))
 
 
 def _are_finite(sums: PyTree) -> jax.Array:

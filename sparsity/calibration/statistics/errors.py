@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration import host
-from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import sharding
 from sparsity.core.arrays import promote
@@ -68,11 +66,10 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
     Returns:
       [*batch, outputs].
     """
-    xp = host.namespace([param])
-    sums, rows = xp.asarray(statistic.sums), statistic.to_matrices(param)
+    sums, rows = jnp.asarray(statistic.sums), statistic.to_matrices(param)
     rows = rows.astype(promote(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
-    return xp.square(xp.abs(totals)) / broadcast_num_rows(statistic, sums.ndim)
+    return jnp.square(jnp.abs(totals)) / broadcast_num_rows(statistic, sums.ndim)
 
 
 def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
@@ -90,19 +87,17 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
 
 def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
     """Returns part / total, 0 where the total is 0."""
-    xp = host.namespace([total])
-    return xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
+    return jnp.where(total > 0, part / jnp.where(total > 0, total, 1), 0)
 
 
 def broadcast_num_rows(statistic: Statistic, ndim: int) -> jax.Array:
-    """Returns the numbers of rows, at least 1, with axes that broadcast to [*batch, ...]."""
-    rows = statistic.count
-    xp = host.namespace(jax.tree.leaves(rows))
-    count = rows.as_float() if isinstance(rows, Count) else xp.asarray(rows, np.float32)
-    return xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
+    """Returns the numbers of rows, above 0, with axes that broadcast to [*batch, ...]."""
+    count = jnp.asarray(statistic.count, jnp.float32)
+    return jnp.maximum(
+        count.reshape(*count.shape, *[1] * (ndim - count.ndim)), jnp.finfo(jnp.float32).tiny
+    )
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the product of matrices in their own precision."""
-    xp, options = host.namespace([a, b]), {"precision": lax.Precision.HIGHEST}
-    return xp.matmul(a, b, **({} if xp is np else options))
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

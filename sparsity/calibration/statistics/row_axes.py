@@ -74,7 +74,8 @@ class RowAxes(Flow[Axes]):
         if not starts:
             shapes = ", ".join(trees.shape_text(x.shape) for x in inputs)
             raise ValueError(
-                f"row_weights have shape {shape}, with which no array of the batch begins: {shapes}."
+                f"row_weights have shape {shape}, with which no array of the batch begins: "
+                f"{shapes}."
             )
         for value in starts:
             self.facts[value] = rows + _make_plain(value.shape[len(shape) :])
@@ -96,18 +97,11 @@ class RowAxes(Flow[Axes]):
         target = [factor for factors in axes for factor in factors if factor.axis is not None]
         array = jnp.asarray(weights).reshape([factor.size for factor in source])
         array = array.transpose([source.index(factor) for factor in target])
-        sizes = [
-            1 if factor.axis is None and not any(f.axis is not None for f in factors) else factor
-            for factors in axes
-            for factor in factors
-        ]
-        array = array.reshape([1 if x == 1 or x.axis is None else x.size for x in sizes])
-        array = jnp.broadcast_to(array, [1 if x == 1 else x.size for x in sizes])
+        sizes = [(f.size, f.axis is not None, _has_rows(x)) for x in axes for f in x]
+        array = array.reshape([size if is_row else 1 for size, is_row, _ in sizes])
+        array = jnp.broadcast_to(array, [size if has_rows else 1 for size, _, has_rows in sizes])
         return array.reshape(
-            [
-                math.prod(f.size for f in factors) if any(f.axis is not None for f in factors) else 1
-                for factors in axes
-            ]
+            [math.prod(f.size for f in factors) if _has_rows(factors) else 1 for factors in axes]
         )
 
     # Hooks of the walk.
@@ -141,7 +135,9 @@ class RowAxes(Flow[Axes]):
     def _derive(self, equation: Equation, facts: list[Axes], index: int) -> Axes | None:
         name, output = equation.name, equation.outputs[index]
         if name in ENTRYWISE or name in _CUMULATIVE:
-            same = [f for f, x in zip(facts, equation.inputs, strict=True) if x.shape == output.shape]
+            same = [
+                f for f, x in zip(facts, equation.inputs, strict=True) if x.shape == output.shape
+            ]
             return _merge(same, output.shape)
         if name in _REMOVING:
             return tuple(x for i, x in enumerate(facts[0]) if i not in equation.params["axes"])

@@ -9,12 +9,13 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparsity.calibration.statistics.alignment import Alignment
-from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core.arrays import promote
+from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 
@@ -54,8 +55,8 @@ def sum_inputs(
       The statistic in the order of the parameter, of one layer where scans run over several.
     """
     use, x = alignment.use, _scale_inputs(alignment.use, x)
-    is_dot, roots = use.kind == "dot", 1.0
-    count: Count | jax.Array = Count.from_number(_count_rows(use, x) * alignment.repeats)
+    is_dot, roots = use.kind == "dot", jnp.ones((), x.real.dtype)
+    count: PyTree = np.int32(_count_rows(use, x) * alignment.repeats)
     if row_weights is not None:
         share = jnp.mean(row_weights.astype(jnp.float32))
         count = share * (_count_rows(use, x) * alignment.repeats)

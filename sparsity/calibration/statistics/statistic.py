@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration import host
-from sparsity.calibration.statistics.counts import Count
 from sparsity.core import sharding
 from sparsity.core.arrays import promote
 from sparsity.core.checks import check_int, check_kind
@@ -42,7 +40,7 @@ class Statistic:
       squares: [*batch, inputs], sums of |x|^2, real; or `None`.
       sums: [*batch, inputs], sums of x; or `None`.
       gram: [*batch, inputs, inputs], X^T X, or X^H X for complex inputs; or `None`.
-      count: number of rows, an integer or integers [*batch], or an exact `Count` of any size.
+      count: number of rows, or numbers [*batch]; sums of row weights where rows have weights.
       contracting: axes of the parameter that the product sums over, in the parameter's own order.
       output: axes of the parameter that the product keeps.
       batch: axes of the parameter that index separate matrices.
@@ -65,7 +63,7 @@ class Statistic:
     squares: jax.Array | None = None
     sums: jax.Array | None = None
     gram: jax.Array | None = None
-    count: Count | jax.Array | int
+    count: jax.Array | np.ndarray | float
     contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     output: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     batch: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
@@ -90,7 +88,7 @@ class Statistic:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
-        return _take_diagonals(self.require_grams())
+        return jnp.real(jnp.diagonal(self.require_grams(), axis1=-2, axis2=-1))
 
     def require_grams(self) -> jax.Array:
         """Returns the Gram matrices, or raises a ValueError if there are none."""
@@ -164,17 +162,16 @@ class Statistic:
             )
         sizes = [shape[axis] for axis in new_axes]
 
-        def repeat(x: chex.Array, lead: int = 0) -> jax.Array:
-            """Repeats x[*lead, *batch, ...] for each of the new slices."""
-            end = lead + len(self.batch)
+        def repeat(x: chex.Array) -> jax.Array:
+            """Repeats x[*batch, ...] for each of the new slices."""
+            end = len(self.batch)
             wide = jnp.expand_dims(x, range(end, end + len(new_axes)))
             return jnp.broadcast_to(wide, (*x.shape[:end], *sizes, *x.shape[end:]))
 
-        lead = int(isinstance(self.count, Count))  # of the digits
         return dataclasses.replace(
             self,
             **jax.tree.map(repeat, self.list_sums()),
-            count=jax.tree.map(lambda x: repeat(x, lead) if np.ndim(x) > lead else x, self.count),
+            count=repeat(jnp.asarray(self.count)) if np.ndim(self.count) else self.count,
             output=tuple(axis for axis in self.output if axis not in new_axes),
             batch=(*self.batch, *new_axes),
         )
@@ -196,11 +193,6 @@ class Statistic:
             squares = squares[..., permutation]
         arrays: PyTree = {**dict.fromkeys(self.list_sums()), "squares": squares}
         return dataclasses.replace(self, **arrays, contracting=order), permutation
-
-
-@host.instead(lambda grams: np.real(np.diagonal(grams, axis1=-2, axis2=-1)))
-def _take_diagonals(grams: jax.Array) -> jax.Array:
-    return jnp.real(jnp.diagonal(grams, axis1=-2, axis2=-1))
 
 
 Statistics: TypeAlias = Mapping[Path, Statistic]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -10,29 +11,59 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program
 from sparsity.programs.walk import Interpreter, scan_like, switch
 
 Steps: TypeAlias = Mapping[Equation, jax.Array]  # the step of each scan around a product
-Sums: TypeAlias = dict[int, PyTree]  # by index of the use: arrays and counts that add up
+Sums: TypeAlias = dict[int, PyTree]  # by index of the use: arrays that add up
 SumFn: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
 
 
 def add(one: PyTree, other: PyTree) -> PyTree:
-    """Adds trees of arrays and counts."""
-    return jax.tree.map(operator.add, one, other, is_leaf=is_count)
+    """Adds trees of arrays."""
+    return jax.tree.map(operator.add, one, other)
 
 
-def is_count(x: object) -> bool:
-    """Returns whether a value is a `Count`."""
-    return isinstance(x, Count)
+_add_in_place: Callable[[PyTree, PyTree], PyTree] = jax.jit(add, donate_argnums=0)
 
 
-add_in_place: Callable[[PyTree, PyTree], PyTree] = jax.jit(add, donate_argnums=0)
+def add_batch(total: PyTree | None, sums: PyTree) -> PyTree:
+    """Adds the sums of a batch to those before, in place; counts add up on the host.
+
+    There integers have 64 bits, and so never become negative.
+    """
+    counts, arrays = _split_counts(sums)
+    if total is not None:
+        counts_before, arrays_before = _split_counts(total)
+        counts = [one + other for one, other in zip(counts_before, counts, strict=True)]
+        arrays = _add_in_place(arrays_before, arrays)
+    rows = iter(counts)
+    return jax.tree.map(
+        lambda x: dataclasses.replace(x, count=next(rows)) if isinstance(x, Statistic) else x,
+        arrays,
+        is_leaf=_is_statistic,
+    )
+
+
+def _split_counts(sums: PyTree) -> tuple[list[np.ndarray], PyTree]:
+    """Returns the counts of statistics on the host, and the statistics without counts."""
+    leaves = jax.tree.leaves(sums, is_leaf=_is_statistic)
+    counts = [np.asarray(x.count) for x in leaves if isinstance(x, Statistic)]
+    wide = [x.astype(np.float64 if x.dtype.kind == "f" else np.int64) for x in counts]
+    return wide, jax.tree.map(
+        lambda x: dataclasses.replace(x, count=0) if isinstance(x, Statistic) else x,
+        sums,
+        is_leaf=_is_statistic,
+    )
+
+
+def _is_statistic(x: object) -> bool:
+    return isinstance(x, Statistic)
 
 
 class Uses(dict[int, Use]):
@@ -67,7 +98,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
 
     Args:
       uses: the uses by index.
-      sum_up: `sum_up(use_index, x, steps)` returns the sums of a use, a tree of arrays and counts.
+      sum_up: `sum_up(use_index, x, steps)` returns the sums of a use, a tree of arrays.
       stacks: keep the sums of each layer of a stacked weight apart, in leading axes.
 
     Attributes:
@@ -122,7 +153,7 @@ class SummingInterpreter(Interpreter[jax.Array]):
         layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
         total = _make_zeros(jax.eval_shape(run, carry, layer)[2])
         (carry, total), (outputs, stacked) = scan_like(equation, step, (carry, total), layers)
-        self.sums |= total | jax.tree.map(_move_digits_first, stacked, is_leaf=is_count)
+        self.sums |= total | stacked
         return [*carry, *outputs]
 
     def cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
@@ -143,11 +174,6 @@ class SummingInterpreter(Interpreter[jax.Array]):
         outputs, sums = switch(index, branches, operands)
         self.sums |= sums
         return outputs
-
-
-def _move_digits_first(x: Count | jax.Array) -> Count | jax.Array:
-    """Returns stacked sums; a stack of counts has the axis of layers behind their digits."""
-    return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
 
 def _make_zeros(shapes: PyTree) -> PyTree:

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration import host
-from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.row_sums import (
     FIELDS_BY_KIND,
     StatisticsKind,
@@ -122,15 +120,14 @@ def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> 
             )
 
 
-def _check_count(count: Count | jax.Array | int, name: str) -> None:
+def _check_count(count: jax.Array | np.ndarray | float, name: str) -> None:
     """Raises a ValueError that names the parameter unless a count, if concrete, counts rows."""
-    if any(map(is_traced, jax.tree.leaves(count))):
+    if is_traced(count):
         return
     rows = np.asarray(count)
     if rows.dtype.kind not in "iuf" or not (rows >= 0).all():
         raise ValueError(
-            f"The statistic of {name!r} must count rows by numbers >= 0, got count = {count!r}. "
-            "Sums of int32 beyond 2**31 become negative: add up sparsity.calibration.Count."
+            f"The statistic of {name!r} must count rows by numbers >= 0, got count = {count!r}."
         )
 
 
@@ -146,7 +143,7 @@ def is_finite(value: jax.Array) -> bool:
     """Returns whether all entries are finite; traced ones and integers pass."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return True
-    return _holds_for_all(lambda x: host.namespace([x]).isfinite(x), value)
+    return _holds_for_all(jnp.isfinite, value)
 
 
 def _holds_for_all(condition: Callable[[jax.Array], jax.Array], value: jax.Array) -> bool:
@@ -154,7 +151,7 @@ def _holds_for_all(condition: Callable[[jax.Array], jax.Array], value: jax.Array
     if is_traced(value):
         return True
     with sharding.evaluate_now():  # a constant within a function that is traced
-        return bool(condition(host.read(value)).all())
+        return bool(condition(value).all())
 
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
@@ -163,7 +160,7 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
     if is_traced(sums) or not sums.size:
         return
     with sharding.evaluate_now():
-        is_zero = np.asarray((host.read(statistic.sums_of_squares()) == 0).all(axis=-1))
+        is_zero = np.asarray(statistic.sums_of_squares() == 0).all(axis=-1)
     if is_zero.any():
         subject = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
         warn(
@@ -193,7 +190,7 @@ def check_solvable(
             "dense, or prune it with WandaPruning and no refit."
         )
     inputs = statistic.count_inputs(param.shape)
-    if any(map(is_traced, jax.tree.leaves(statistic.count))):
+    if is_traced(statistic.count):
         return
     rows = int(np.min(np.asarray(statistic.count)))
     if rows < inputs:
