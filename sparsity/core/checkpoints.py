@@ -83,7 +83,7 @@ class LazyArray:
         return f"LazyArray({trees.shape_text(self.shape)}, {self.dtype})"
 
 
-class Place(NamedTuple):
+class ArrayPlace(NamedTuple):
     """Place of an array in a file."""
 
     path: Path
@@ -157,17 +157,17 @@ def narrow(shape: tuple[int, ...], index: Index) -> tuple[Index, Index]:
     return tuple(box), index[len(box) :]
 
 
-def _locate(place: Place, box: Index) -> Place:
+def _locate(place: ArrayPlace, box: Index) -> ArrayPlace:
     """Returns the place of the values that `narrow` chooses."""
     path, shape, dtype, start = place
     for entry in box:
         first = entry.start if isinstance(entry, slice) else entry
         start += first * math.prod(shape[1:]) * dtype.itemsize
         shape = (*([entry.stop - first] if isinstance(entry, slice) else []), *shape[1:])
-    return Place(path, shape, dtype, start)
+    return ArrayPlace(path, shape, dtype, start)
 
 
-def read_part(place: Place, index: Index) -> np.ndarray:
+def read_part(place: ArrayPlace, index: Index) -> np.ndarray:
     """Returns the values of an array of a file at an index; raises a ValueError if they lack."""
     box, others = narrow(place.shape, index)
     path, shape, dtype, start = _locate(place, box)
@@ -182,7 +182,7 @@ def read_part(place: Place, index: Index) -> np.ndarray:
     return array[others] if others else array
 
 
-def write_part(place: Place, index: Index, array: np.ndarray) -> None:
+def write_part(place: ArrayPlace, index: Index, array: np.ndarray) -> None:
     """Writes values into an array of a file, in place.
 
     Raises:
@@ -215,7 +215,7 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
         data, start = data[count:], start + count
 
 
-def read_header(path: Path) -> dict[str, Place]:
+def read_header(path: Path) -> dict[str, ArrayPlace]:
     """Returns the places of the arrays of a file of safetensors, each byte of one array."""
     with reading(path), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -236,7 +236,7 @@ def read_header(path: Path) -> dict[str, Place]:
             start, end = end, end + math.prod(shape) * dtype.itemsize
             if entry["data_offsets"] != [start, end]:
                 raise ValueError(f"{name!r} is not at bytes {start} to {end} of its data")
-            places[name] = Place(path, shape, dtype, 8 + length + start)
+            places[name] = ArrayPlace(path, shape, dtype, 8 + length + start)
         if end != size:
             raise ValueError(f"it has {size} bytes of data, not {end}")
     return {name: places[name] for name in header}
@@ -317,7 +317,9 @@ def _open_member(
         shape, is_fortran, dtype = read_form(file)
         raw.seek(member.header_offset + 26)
         lengths = struct.unpack("<HH", raw.read(4))  # of the name and of an extra field
-        place = Place(path, shape, dtype, member.header_offset + 30 + sum(lengths) + file.tell())
+        place = ArrayPlace(
+            path, shape, dtype, member.header_offset + 30 + sum(lengths) + file.tell()
+        )
         count = math.prod(shape) * dtype.itemsize
         is_direct = not (
             is_fortran or member.compress_type or file.tell() + count != member.file_size
@@ -374,9 +376,9 @@ def _open_orbax(path: Path) -> PyTree:
 
 
 def restore_orbax(
-    path: Path, is_left_out: Callable[[PyTree], bool] = lambda leaf: False
+    path: Path, is_skipped: Callable[[PyTree], bool] = lambda leaf: False
 ) -> tuple[PyTree, PyTree]:
-    """Returns the metadata of a folder of Orbax, and its tree, `...` for what is left out."""
+    """Returns the metadata of a folder of Orbax, and its tree, `...` for what is skipped."""
     orbax = extras.load("orbax.checkpoint", "cli")
     here = orbax.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     with orbax.PyTreeCheckpointer() as checkpointer, jax.enable_x64(True):
@@ -386,7 +388,7 @@ def restore_orbax(
             metadata.tree,
         )
         item = jax.tree.map(
-            lambda leaf: orbax.PLACEHOLDER if is_left_out(leaf) else leaf, metadata.tree
+            lambda leaf: orbax.PLACEHOLDER if is_skipped(leaf) else leaf, metadata.tree
         )
         return metadata, checkpointer.restore(path.absolute(), item=item, restore_args=restore_args)
 

@@ -167,18 +167,18 @@ def test_a_name_that_safetensors_cannot_hold_is_refused_before_anything_is_writt
 
 OTHER = """
 import sys
-from pathlib import Path
-from tests.calibration.test_store import open_folder
+import numpy as np
+from sparsity.calibration.store import RunFolder
 try:
-    open_folder(Path(sys.argv[1]))
+    RunFolder(sys.argv[1], {}, {"w": np.ones(2)}, [])
 except ValueError as error:
     print(error)
 """
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path):
-    folder = open_folder(tmp_path)
-    command = [sys.executable, "-c", OTHER, str(tmp_path)]
+    folder = RunFolder(tmp_path / "run", {}, {"w": np.ones(2)}, [])
+    command = [sys.executable, "-c", OTHER, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "is used by another process" in done.stdout
     folder.finish()
