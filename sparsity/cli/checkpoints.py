@@ -1,14 +1,10 @@
-"""Checkpoints by path: each format is read and written by the package that it is from.
-
-A tree of a checkpoint has a function that loads the array in the place of each array. Arrays of
-safetensors and npz are read one at a time; flax and Orbax read complete checkpoints.
-"""
+"""Checkpoints of the commands: arrays by name, and copies with other values in the same format."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import os
+import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,42 +14,37 @@ import jax
 import numpy as np
 
 from sparsity.core import extras, trees
+from sparsity.core.checkpoints import (
+    LazyArray,
+    find_format,
+    open_checkpoint,
+    read_header,
+    restore_orbax,
+    write_part,
+)
 from sparsity.core.checks import unique_keys
 from sparsity.core.extras import reading, temporary_folder, writing
 from sparsity.core.names import explain_syntax, matches
 from sparsity.core.trees import PyTree
 
 T = TypeVar("T")
-Load: TypeAlias = Callable[[], np.ndarray]
-Format: TypeAlias = tuple[Callable[..., PyTree], Callable[..., None]]  # see `_find_format`
-# Dtypes of safetensors that the package does not return to numpy.
-FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+Arrays: TypeAlias = Mapping[str, np.ndarray]  # by name
 
 
 def read(path: Path) -> PyTree:
-    """Returns the tree of a checkpoint: a function that loads each array, and no other values.
+    """Returns `open_checkpoint` with `None` for leaves that are no arrays of numbers."""
 
-    Raises:
-      ValueError: the path does not exist, or its checkpoint is damaged or of an unknown format; a
-        function: the array is damaged, or holds no numbers.
-    """
-    restore, _ = _find_format(path)
-    with reading(path):
-        tree, _ = restore(path)
+    def keep(_: trees.KeyPath, leaf: PyTree) -> PyTree:
+        return leaf if isinstance(leaf, LazyArray) or trees.is_numeric(leaf) else None
 
-    def defer(key_path: trees.KeyPath, leaf: PyTree) -> Load | None:
-        if not callable(leaf) and not trees.is_numeric(leaf):
-            return None
-        return functools.partial(_load, path, trees.path_string(key_path), leaf)
-
-    return trees.map_matched(defer, tree)
+    return trees.map_matched(keep, open_checkpoint(path))
 
 
-def read_by_name(path: Path, key: str | None = None) -> dict[str, Load]:
+def read_by_name(path: Path, key: str | None = None) -> dict[str, PyTree]:
     """Returns the arrays of `read` by their paths, joined by '/'; those that a filter names."""
     leaves = trees.leaves_by_path(read(path)).items()
     with reading(path):
-        named = unique_keys((trees.path_string(key_path), load) for key_path, load in leaves)
+        named = unique_keys((trees.path_string(key_path), leaf) for key_path, leaf in leaves)
     return filter_names(named, key)
 
 
@@ -74,7 +65,7 @@ def filter_names(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
     """Raises a ValueError if a copy of a checkpoint cannot be written to a path."""
-    _find_format(source)
+    _find_copy(source)
     ending = source.suffix if source.is_file() else ""
     if os.path.lexists(target):
         if not overwrite:
@@ -85,8 +76,62 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise ValueError(f"{target} must have the format of {source}: the ending {ending!r}.")
 
 
-def write(source: Path, target: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write(source: Path, target: Path, arrays: Arrays) -> None:
     """Writes a copy of a checkpoint with other values for some arrays, completely or not at all."""
+    copy = _find_copy(source)
+    with writing(target), temporary_folder(target) as folder:
+        copy(source, folder / "new", arrays)
+        os.replace(folder / "new", target)
+
+
+def _find_copy(path: Path) -> Callable[[Path, Path, Arrays], None]:
+    """Returns the function of `FORMATS` for a path."""
+    name = find_format(path)
+    name = "Orbax" if name == "_METADATA" else name
+    if name not in FORMATS:
+        raise ValueError(f"{path} is not copied as a folder. Give one of its files.")
+    return FORMATS[name]
+
+
+def _copy_safetensors(source: Path, target: Path, arrays: Arrays) -> None:
+    shutil.copyfile(source, target)
+    places = read_header(target)
+    for name, array in arrays.items():
+        write_part(places[name], (), array)
+
+
+def _copy_npz(source: Path, target: Path, arrays: Arrays) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for member in old.infolist():
+            copied = zipfile.ZipInfo(member.filename)
+            copied.compress_type = member.compress_type
+            array = arrays.get(member.filename.removesuffix(".npy"))
+            with new.open(copied, "w", force_zip64=True) as file, old.open(member) as old_file:
+                if array is None:
+                    shutil.copyfileobj(old_file, file)
+                else:
+                    np.lib.format.write_array(file, array, allow_pickle=False)
+
+
+def _copy_msgpack(source: Path, target: Path, arrays: Arrays) -> None:
+    serialization = extras.load("flax.serialization", "cli")
+    tree = _replace(serialization.msgpack_restore(source.read_bytes()), arrays)
+    target.write_bytes(serialization.msgpack_serialize(tree))
+
+
+def _copy_orbax(source: Path, target: Path, arrays: Arrays) -> None:
+    orbax = extras.load("orbax.checkpoint", "cli")
+    metadata, tree = restore_orbax(source)
+    handler = orbax.PyTreeCheckpointHandler(use_zarr3=metadata.use_zarr3)
+    with orbax.Checkpointer(handler) as checkpointer, jax.enable_x64(True):
+        saved = orbax.args.PyTreeSave(
+            _replace(tree, arrays), custom_metadata=metadata.custom_metadata
+        )
+        checkpointer.save(target.absolute(), args=saved)
+
+
+def _replace(tree: PyTree, arrays: Arrays) -> PyTree:
+    """Returns a tree with other arrays at some paths, of the types of the arrays there."""
 
     def replace(key_path: trees.KeyPath, old: PyTree) -> PyTree:
         new = arrays.get(trees.path_string(key_path))
@@ -96,113 +141,14 @@ def write(source: Path, target: Path, arrays: Mapping[str, np.ndarray]) -> None:
             return jax.device_put(new, old.sharding)
         return new[()] if isinstance(old, np.generic) else new
 
-    restore, save = _find_format(source)
-    with writing(target), temporary_folder(target) as folder, jax.enable_x64(True):
-        tree, metadata = restore(source)
-        save(folder / "new", trees.map_matched(replace, tree), metadata)
-        os.replace(folder / "new", target)
+    with jax.enable_x64(True):
+        return trees.map_matched(replace, tree)
 
 
-def _find_format(path: Path) -> Format:
-    """Returns functions of the format of a path.
-
-    Returns:
-      restore: returns a tree, in which a function may stand for an array, and other contents.
-      save: writes a path from such a tree, with arrays in place of some functions, and contents.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist. Give the path of a checkpoint.")
-    name = "Orbax" if path.is_dir() else path.suffix
-    if name not in FORMATS or not (path.is_dir() or path.is_file()):
-        raise ValueError(f"{path} has no known format. Known are {FORMATS_TEXT}.")
-    return FORMATS[name]
-
-
-def _load(path: Path, name: str, leaf: PyTree) -> np.ndarray:
-    """Returns an array of numbers; raises a ValueError for a damaged one and for others."""
-    with reading(path):
-        array = np.asarray(leaf() if callable(leaf) else leaf)
-        if not trees.is_numeric(array):
-            remedy = "npz cannot say bfloat16 or float8, safetensors can"
-            raise ValueError(f"{name!r}: dtype {array.dtype} holds no numbers ({remedy})")
-    return array
-
-
-def _restore_safetensors(path: Path) -> tuple[PyTree, PyTree]:
-    safetensors = extras.load("safetensors", "cli")
-    file = safetensors.safe_open(path, framework="np")
-    read_all = functools.cache(lambda: dict(safetensors.deserialize(path.read_bytes())))
-
-    def load(name: str) -> np.ndarray:
-        code = file.get_slice(name).get_dtype()
-        if code not in FLOAT8:
-            return file.get_tensor(name)
-        entry = read_all()[name]
-        return np.frombuffer(entry["data"], FLOAT8[code]).reshape(entry["shape"])
-
-    return {name: functools.partial(load, name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-
-
-def _save_safetensors(path: Path, tree: PyTree, metadata: PyTree) -> None:
-    arrays = {name: leaf() if callable(leaf) else leaf for name, leaf in tree.items()}
-    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    extras.load("safetensors.numpy", "cli").save_file(arrays, path, metadata=metadata)
-
-
-def _restore_npz(path: Path) -> tuple[PyTree, PyTree]:
-    def load(name: str) -> PyTree:
-        with path.open("rb") as file, np.load(file) as archive:
-            return archive[name]
-
-    with path.open("rb") as file, np.load(file) as archive:
-        compression = max((member.compress_type for member in archive.zip.infolist()), default=0)
-        return {name: functools.partial(load, name) for name in archive.files}, compression
-
-
-def _save_npz(path: Path, tree: PyTree, compression: int) -> None:
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, leaf in tree.items():
-            array = leaf() if callable(leaf) else leaf
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
-
-
-def _restore_msgpack(path: Path) -> tuple[PyTree, PyTree]:
-    serialization = extras.load("flax.serialization", "cli")
-    return serialization.msgpack_restore(path.read_bytes()), None
-
-
-def _save_msgpack(path: Path, tree: PyTree, _: PyTree) -> None:
-    path.write_bytes(extras.load("flax.serialization", "cli").msgpack_serialize(tree))
-
-
-def _restore_orbax(path: Path) -> tuple[PyTree, PyTree]:
-    orbax = extras.load("orbax.checkpoint", "cli")
-    if not (path / "_METADATA").is_file():
-        raise ValueError("it has no _METADATA; name the folder of an item, such as STEP/default")
-    here = orbax.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    with orbax.PyTreeCheckpointer() as checkpointer, jax.enable_x64(True):
-        metadata = checkpointer.metadata(path.absolute()).item_metadata
-        restore_args = jax.tree.map(
-            lambda leaf: here if getattr(leaf, "sharding", None) else orbax.RestoreArgs(),
-            metadata.tree,
-        )
-        return checkpointer.restore(path.absolute(), restore_args=restore_args), metadata
-
-
-def _save_orbax(path: Path, tree: PyTree, metadata: PyTree) -> None:
-    orbax = extras.load("orbax.checkpoint", "cli")
-    handler = orbax.PyTreeCheckpointHandler(use_zarr3=metadata.use_zarr3)
-    with orbax.Checkpointer(handler) as checkpointer:
-        saved = orbax.args.PyTreeSave(tree, custom_metadata=metadata.custom_metadata)
-        checkpointer.save(path.absolute(), args=saved)
-
-
-# By the ending of a file, or by the name of a folder's format.
-FORMATS: dict[str, Format] = {
-    ".safetensors": (_restore_safetensors, _save_safetensors),
-    ".npz": (_restore_npz, _save_npz),
-    ".msgpack": (_restore_msgpack, _save_msgpack),
-    "Orbax": (_restore_orbax, _save_orbax),
+# Functions that copy a checkpoint with other arrays, by the ending of a file.
+FORMATS: dict[str, Callable[[Path, Path, Arrays], None]] = {
+    ".safetensors": _copy_safetensors,
+    ".npz": _copy_npz,
+    ".msgpack": _copy_msgpack,
+    "Orbax": _copy_orbax,
 }
-FORMATS_TEXT = "files that end in .safetensors, .npz, .msgpack, and folders of Orbax"

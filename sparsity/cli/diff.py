@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from sparsity.cli import checkpoints
 from sparsity.cli.inspect import JsonObject, format_bytes
 from sparsity.core import extras, trees
@@ -23,7 +25,8 @@ def apply(arguments: argparse.Namespace) -> int:
     checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
     delta = Delta.load(arguments.delta)
     delta = dataclasses.replace(delta, base=checkpoints.filter_names(delta.base, arguments.filter))
-    params = {name: load() for name, load in checkpoints.read_by_name(arguments.source).items()}
+    arrays = checkpoints.read_by_name(arguments.source)
+    params = {name: np.asarray(array) for name, array in arrays.items()}
     applied = delta.apply(params)
     names = {name for term in delta.terms for name in term.entries if name in delta.base}
     checkpoints.write(arguments.source, arguments.target, {name: applied[name] for name in names})
@@ -40,7 +43,7 @@ def diff(arguments: argparse.Namespace) -> int:
     pair = [checkpoints.read_by_name(path) for path in (arguments.old, arguments.new)]
     selected = checkpoints.filter_names(pair[0] | pair[1], arguments.filter)
     if arguments.save:
-        models = [{name: x[name]() for name in selected if name in x} for x in pair]
+        models = [{name: np.asarray(x[name]) for name in selected if name in x} for x in pair]
         Delta.between(*models).save(arguments.save)
         sizes = [format_bytes(_count_bytes(path)) for path in (arguments.save, arguments.new)]
         print(f"sparsity: delta of {sizes[0]}, checkpoint of {sizes[1]}", file=sys.stderr)
@@ -71,8 +74,8 @@ def diff(arguments: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-def compare(*loads: checkpoints.Load | None) -> JsonObject:
-    """Compares two arrays, given by functions that load them, `None` for a missing one.
+def compare(*arrays: trees.PyTree) -> JsonObject:
+    """Compares two arrays, `None` for a missing one.
 
     Returns:
       `old` and `new`: the `shape` and `dtype` of each array, `None` for a missing one. For equal
@@ -80,7 +83,7 @@ def compare(*loads: checkpoints.Load | None) -> JsonObject:
       only, `grown` in the new one only; `changed` are kept with another value. NaN equals NaN.
       `bits` are equal in value, but not in bits, as 0.0 and -0.0.
     """
-    old, new = (None if load is None else load() for load in loads)
+    old, new = (None if array is None else np.asarray(array) for array in arrays)
     report: JsonObject = {
         role: x if x is None else {"shape": list(x.shape), "dtype": str(x.dtype)}
         for role, x in (("old", old), ("new", new))

@@ -27,7 +27,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         zstd = extras.load("zstandard", "cli")
     except ImportError as error:
         print(f"sparsity: sizes under zstd are left out. {error}", file=sys.stderr)
-    reports = {name: describe_array(load(), zstd) for name, load in leaves.items()}
+    reports = {name: describe_array(np.asarray(array), zstd) for name, array in leaves.items()}
     size, nonzeros = (sum(x[key] for x in reports.values()) for key in ("size", "nonzeros"))
     sizes = {form: [x["bytes"][form] for x in reports.values()] for form in BYTES}
     total = {

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sparsity.cli import checkpoints, diff, inspect, prune
+from sparsity.cli import diff, inspect, prune
+from sparsity.core.checkpoints import FORMATS_TEXT
 from sparsity.core.extras import escape_controls
 from sparsity.version import __version__
 
@@ -22,7 +23,7 @@ COMMANDS = {
     "apply": (diff.apply, "base.safetensors delta.safetensors tuned.safetensors"),
 }
 NOTES = f"""
-formats: {checkpoints.FORMATS_TEXT}
+formats: {FORMATS_TEXT}
 exit codes: 0 = done (diff: no difference), 1 = diff found differences, 2 = an error
 """
 

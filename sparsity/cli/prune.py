@@ -29,7 +29,9 @@ def prune(arguments: argparse.Namespace) -> int:
     tree = checkpoints.read(arguments.source)
     leaves = {trees.path_string(path): path for path in trees.leaves_by_path(tree)}
     selected = checkpoints.filter_names(leaves, arguments.filter).values()
-    params = trees.map_matched(lambda path, load: load() if path in selected else None, tree)
+    params = trees.map_matched(
+        lambda path, array: np.asarray(array) if path in selected else None, tree
+    )
     pruned, reasons = _prune(updater, params)
     checkpoints.write(arguments.source, arguments.target, pruned)
     for reason in reasons:

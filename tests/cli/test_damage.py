@@ -114,7 +114,7 @@ def test_pickles_are_never_read(tmp_path, capsys):
     np.savez(path, w=np.array([Bomb(str(trace))], object))
     code, error = code_and_error(capsys, path)
     assert code == 2
-    assert "Object arrays cannot be loaded" in error
+    assert "dtype object holds no numbers" in error
     with zipfile.ZipFile(path, "w") as archive:  # as torch saves
         archive.writestr("archive/data.pkl", b"\x80\x02.")
     assert "holds no numbers" in code_and_error(capsys, path)[1]
@@ -139,7 +139,7 @@ def test_an_unknown_dtype_of_safetensors_is_named(tmp_path, capsys):
     path = tmp_path / "a.safetensors"
     safetensors.numpy.save_file({"w": np.ones(2, np.float32)}, path)
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F31"'))
-    assert "unknown variant `F31`" in code_and_error(capsys, path)[1]
+    assert "'w' has the unknown dtype 'F31'" in code_and_error(capsys, path)[1]
 
 
 ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
@@ -207,7 +207,7 @@ MEMBERS = {
     "terabytes": ([("w.npy", member((1 << 40,)))], "Unable to allocate"),
     "another version": ([("w.npy", member((4, 4), version=(9, 9)))], "not (9, 9)"),
     "no header": ([("w.npy", b"\x93NUMPY\x01\x00")], "EOF"),
-    "a folder": ([("d/", b""), ("w.npy", member((4, 4)))], "'d/': dtype |S1 holds no numbers"),
+    "a folder": ([("d/", b""), ("w.npy", member((4, 4)))], "'d/' holds no numbers"),
 }
 
 

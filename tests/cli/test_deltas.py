@@ -15,7 +15,7 @@ from tests.helpers import bits
 
 def arrays(path):
     """Returns the arrays of a checkpoint by name."""
-    return {name: load() for name, load in checkpoints.read_by_name(path).items()}
+    return {name: np.asarray(x) for name, x in checkpoints.read_by_name(path).items()}
 
 
 def tuned_weights():
