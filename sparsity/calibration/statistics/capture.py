@@ -236,17 +236,7 @@ def _collect_sums(
     ) -> tuple[Calibration, Callable[..., PyTree]]:
         calibration = Calibration(graph, kind, filter_fn)
         row_axes = find_row_axes(graph, shape) if shape else None
-
-        def run(
-            leaves: PyTree, inputs: PyTree, matrices: PyTree, weights: PyTree
-        ) -> tuple[Sums, PyTree]:
-            spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
-            sum_up = functools.partial(_sum_up, calibration, matrices, spread)
-            interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
-            interpreter.run(graph.model.program, [*leaves, *inputs])
-            sums = interpreter.sums
-            return sums, {n: _are_finite(x) for n, x in sums.items()}
-
+        run = functools.partial(_run, calibration, row_axes)
         return calibration, compile_at_call(jax.jit(run))
 
     for index, batch in enumerate(batches):
@@ -267,6 +257,23 @@ def _collect_sums(
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return calibration, total
+
+
+def _run(
+    calibration: Calibration,
+    row_axes: RowAxes | None,
+    leaves: PyTree,
+    inputs: PyTree,
+    matrices: PyTree,
+    weights: PyTree,
+) -> tuple[Sums, PyTree]:
+    """Runs a model on a batch: the sums by index of the use, and whether they are finite."""
+    spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
+    sum_up = functools.partial(_sum_up, calibration, matrices, spread)
+    interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
+    interpreter.run(calibration.graph.model.program, [*leaves, *inputs])
+    sums = interpreter.sums
+    return sums, {n: _are_finite(x) for n, x in sums.items()}
 
 
 def _sum_up(
