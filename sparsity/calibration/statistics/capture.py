@@ -15,6 +15,7 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.row_axes import (
     RowAxes,
     RowWeights,
+    check_any_counts,
     find_row_axes,
     read_row_weights,
 )
@@ -229,6 +230,7 @@ def _collect_sums(
     graph: Graph | None = None
     first_batch: PyTree = None
     total: Sums = {}
+    all_weights: list[PyTree] = []
 
     @functools.cache
     def compile_sums(
@@ -244,6 +246,7 @@ def _collect_sums(
             graph, first_batch = trace(fn, params, batch), batch
         check_structure(batch, first_batch, index)
         weights = read_row_weights(row_weights, batch, index)
+        all_weights.append(weights)
         calibration, run = compile_sums(graph.retrace(params, batch), np.shape(weights))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{index}]", batch, "Calibrate outside of jit.")
@@ -256,6 +259,7 @@ def _collect_sums(
         total = add_batch(total or None, sums)
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
+    check_any_counts(all_weights)
     return calibration, total
 
 
@@ -342,12 +346,11 @@ def have_equal_axes(one: Statistic, other: Statistic) -> bool:
 def merge_counts(statistic: Statistic, shape: tuple[int, ...] | None = None) -> Statistic:
     """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
-    if rows.dtype.kind == "f" and not rows.any():
-        raise ValueError("row_weights are 0 for all rows of all batches: give rows that count.")
     if (rows == rows.flat[0]).all():
         number = rows.flat[0].item()
         # jax takes integers of 32 bits.
-        return dataclasses.replace(statistic, count=number if number < 2**31 else float(number))
+        is_short = number < 2**31 and float(number).is_integer()
+        return dataclasses.replace(statistic, count=int(number) if is_short else float(number))
     lead = rows.shape if shape is None else statistic.read_batch_shape(shape)
     wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
     return dataclasses.replace(statistic, count=np.broadcast_to(wide, lead))
