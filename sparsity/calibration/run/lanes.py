@@ -11,7 +11,12 @@ from sparsity.calibration.run.frames import Frame, Lane, Values
 from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.run.weights import ReadFn
 from sparsity.calibration.statistics.capture import check_structure
-from sparsity.calibration.statistics.row_axes import RowWeights, find_row_axes, read_row_weights
+from sparsity.calibration.statistics.row_axes import (
+    RowWeights,
+    check_any_counts,
+    find_row_axes,
+    read_row_weights,
+)
 from sparsity.core import trees
 from sparsity.core.trees import Params, PyTree
 from sparsity.programs.program import Program
@@ -50,6 +55,8 @@ def make_lanes(
         inputs = graph.model.program.inputs[len(graph.parameters) :]
         arrays = [trees.split_arrays(batches[i])[0] for i in indices]
         lanes.append((lane, [dict(zip(inputs, x, strict=True)) for x in arrays]))
+    if lanes:
+        check_any_counts(weights for lane, _ in lanes for weights in lane.row_weights)
     return lanes
 
 

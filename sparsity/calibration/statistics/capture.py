@@ -15,6 +15,7 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.row_axes import (
     RowAxes,
     RowWeights,
+    check_any_counts,
     find_row_axes,
     read_row_weights,
 )
@@ -229,14 +230,23 @@ def _collect_sums(
     graph: Graph | None = None
     first_batch: PyTree = None
     total: Sums = {}
-    compile_sums = functools.cache(
-        functools.partial(_compile_sums, kind=kind, filter_fn=filter_fn, stacks=matrices is None)
-    )
+    all_weights: list[PyTree] = []
+
+    @functools.cache
+    def compile_sums(
+        graph: Graph, shape: tuple[int, ...]
+    ) -> tuple[Calibration, Callable[..., PyTree]]:
+        calibration = Calibration(graph, kind, filter_fn)
+        row_axes = find_row_axes(graph, shape) if shape else None
+        run = functools.partial(_run, calibration, row_axes)
+        return calibration, compile_at_call(jax.jit(run))
+
     for index, batch in enumerate(batches):
         if graph is None:
             graph, first_batch = trace(fn, params, batch), batch
         check_structure(batch, first_batch, index)
         weights = read_row_weights(row_weights, batch, index)
+        all_weights.append(weights)
         calibration, run = compile_sums(graph.retrace(params, batch), np.shape(weights))
         check_values("params", params, "Calibrate outside of jit.")
         check_values(f"batches[{index}]", batch, "Calibrate outside of jit.")
@@ -249,40 +259,25 @@ def _collect_sums(
         total = add_batch(total or None, sums)
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
+    check_any_counts(all_weights)
     return calibration, total
 
 
-def _compile_sums(
-    graph: Graph,
-    shape: tuple[int, ...],
-    *,
-    kind: StatisticsKind,
-    filter_fn: Callable[[Path, Parameter], bool] | None,
-    stacks: bool,
-) -> tuple[Calibration, Callable[..., PyTree]]:
-    """Returns the sums of a graph, and the program that computes these for a batch.
-
-    Args:
-      graph: the graph.
-      shape: the shape of the row weights; `()` without weights.
-      kind: the kind of sums of inputs.
-      filter_fn: selects parameters.
-      stacks: keep the sums of the layers of a stacked weight apart.
-    """
-    calibration = Calibration(graph, kind, filter_fn)
-    row_axes = find_row_axes(graph, shape) if shape else None
-
-    def run(
-        leaves: PyTree, inputs: PyTree, matrices: PyTree, weights: PyTree
-    ) -> tuple[Sums, PyTree]:
-        spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
-        sum_up = functools.partial(_sum_up, calibration, matrices, spread)
-        interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=stacks)
-        interpreter.run(graph.model.program, [*leaves, *inputs])
-        sums = interpreter.sums
-        return sums, {n: _are_finite(x) for n, x in sums.items()}
-
-    return calibration, compile_at_call(jax.jit(run))
+def _run(
+    calibration: Calibration,
+    row_axes: RowAxes | None,
+    leaves: PyTree,
+    inputs: PyTree,
+    matrices: PyTree,
+    weights: PyTree,
+) -> tuple[Sums, PyTree]:
+    """Runs a model on a batch: the sums by index of the use, and whether they are finite."""
+    spread = functools.partial(calibration.spread, row_axes=row_axes, weights=weights)
+    sum_up = functools.partial(_sum_up, calibration, matrices, spread)
+    interpreter = SummingInterpreter(calibration.uses, sum_up, stacks=matrices is None)
+    interpreter.run(calibration.graph.model.program, [*leaves, *inputs])
+    sums = interpreter.sums
+    return sums, {n: _are_finite(x) for n, x in sums.items()}
 
 
 def _sum_up(
@@ -351,12 +346,11 @@ def have_equal_axes(one: Statistic, other: Statistic) -> bool:
 def merge_counts(statistic: Statistic, shape: tuple[int, ...] | None = None) -> Statistic:
     """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
-    if rows.dtype.kind == "f" and not rows.any():
-        raise ValueError("row_weights are 0 for all rows of all batches: give rows that count.")
     if (rows == rows.flat[0]).all():
         number = rows.flat[0].item()
         # jax takes integers of 32 bits.
-        return dataclasses.replace(statistic, count=number if number < 2**31 else float(number))
+        is_short = number < 2**31 and float(number).is_integer()
+        return dataclasses.replace(statistic, count=int(number) if is_short else float(number))
     lead = rows.shape if shape is None else statistic.read_batch_shape(shape)
     wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
     return dataclasses.replace(statistic, count=np.broadcast_to(wide, lead))

@@ -14,6 +14,7 @@ from jax import lax
 
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.core import trees
 from sparsity.core.arrays import promote
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
@@ -56,11 +57,19 @@ def sum_inputs(
     """
     use, x = alignment.use, _scale_inputs(alignment.use, x)
     is_dot, roots = use.kind == "dot", jnp.ones((), x.real.dtype)
-    count: PyTree = np.int32(_count_rows(use, x) * alignment.repeats)
+    num_rows = _count_rows(use, x) * alignment.repeats
+    if num_rows * (use.trips or 1) >= 2**31:
+        raise ValueError(
+            f"A batch has {num_rows:,} rows, {use.trips} times, at the {use.primitive} at "
+            f"{use.source}, which reads {trees.join_names(use.path)!r}: 2**31 or more. Give "
+            "smaller batches."
+        )
+    count: PyTree = np.int32(num_rows)
     if row_weights is not None:
-        share = jnp.mean(row_weights.astype(jnp.float32))
-        count = share * (_count_rows(use, x) * alignment.repeats)
+        # Sums of integers are exact below 2**24.
+        count = jnp.sum(row_weights.astype(jnp.float32)) * (num_rows // max(row_weights.size, 1))
         roots = jnp.sqrt(row_weights).astype(x.real.dtype)
+        x = jnp.where(row_weights > 0, x, 0)  # NaN of rows that count nothing
     statistic = dataclasses.replace(alignment.axes, count=count)
     order = alignment.to_parameter_order
     list_rows = functools.partial(_list_dot_rows if is_dot else _extract_patches, use)
@@ -94,7 +103,7 @@ def sum_outputs(
     """
     use, x = alignment.use, _scale_inputs(alignment.use, x)
     if row_weights is not None:
-        x = x * jnp.sqrt(row_weights).astype(x.real.dtype)
+        x = jnp.where(row_weights > 0, x, 0) * jnp.sqrt(row_weights).astype(x.real.dtype)
 
     def sum_squares(matrices: jax.Array) -> jax.Array:
         weights = alignment.to_operand_order(matrices.astype(promote(matrices.dtype, x.dtype)))
