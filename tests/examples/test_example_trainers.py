@@ -9,7 +9,7 @@ from tests import helpers
 
 EXAMPLES = helpers.ROOT / "examples"
 NAMES = sorted(file.parent.name for file in EXAMPLES.glob("*/requirements.txt"))
-UNTRAINED = ["oneshot", "pretrained"]
+UNTRAINED = ["language_model", "oneshot", "pretrained"]
 
 
 def read(name, file):
