@@ -135,3 +135,13 @@ def test_other_orders_and_modes_are_refused():
             sparsity.oneshot(make_pruner(), model, PARAMS, X, refit)
     with pytest.raises(ValueError, match="BlockRefit need sequential = True"):
         sparsity.oneshot(make_pruner(), model, PARAMS, X, BlockRefit(), False)
+
+
+def test_a_block_whose_outputs_are_not_finite_is_named():
+    def overflow(params, x):
+        return jnp.exp(1e4 * jnp.abs(x @ params["a"])) @ params["b"]
+
+    params = {"a": draw(16, 16), "b": draw(16, 4)}
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    with pytest.raises(ValueError, match=r"'a' are not finite|inputs of 'b' are not all finite"):
+        sparsity.oneshot(pruner, overflow, params, X, BlockRefit(steps=1))

@@ -21,7 +21,7 @@ from sparsity import selection
 from sparsity.patterns import NByM, SparsityType
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
-_SIZES = (128,)
+_SIZES = (8, 32, 128)
 
 
 class Swept(NamedTuple):

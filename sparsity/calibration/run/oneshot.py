@@ -460,8 +460,20 @@ class _Run:
             pairs = zip(inputs, block.list_outputs(lane, True), frame.row_weights, strict=True)
             for arrays, targets, row_weights in pairs:
                 spread = [frame.spread(value, row_weights) for value in values]
+                if row_weights is not None and any(x is None for x in spread):
+                    raise ValueError(
+                        f"row_weights: the rows of the outputs of the block {block.name!r} cannot "
+                        "be told apart. Give weights of the axes that all its outputs have, or no "
+                        "BlockRefit."
+                    )
                 batches.append(Batch(call, arrays, targets, spread))
         result = refit.train(trained, masks, others, batches)
+        if not np.isfinite(result.before):
+            raise ValueError(
+                f"The outputs of the block {block.name!r} are not finite on the held-out batches: "
+                "an activation is NaN or infinite. Compute in a wider dtype, or leave these "
+                "batches out."
+            )
         if result.after < result.before:
             for place, array in result.weights.items():
                 mask = parts[place].mask if place in parts else None

@@ -58,7 +58,11 @@ class OutputSums:
     def add(
         self, frame: Frame, batch: int, expected: list[jax.Array], returned: list[jax.Array]
     ) -> None:
-        """Adds the outputs of a batch; rows count by their weights."""
+        """Adds the outputs of a batch.
+
+        Rows count by their weights; outputs without the axes of the weights, as of a model that
+        pools its rows, count as they are.
+        """
         outputs, weights = frame.program.outputs, frame.lane.row_weights[batch]
         kept = [i for i, y in enumerate(expected) if jnp.issubdtype(y.dtype, jnp.inexact)]
         spread = [frame.lane.spread(outputs[i], weights) for i in kept]
