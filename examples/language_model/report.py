@@ -71,6 +71,9 @@ def draw(rows: Rows) -> Figure:
         right.semilogy(range(1, len(errors) + 1), errors, marker=marker, markersize=4)
     left.set(title="Perplexity of the handbook", xlabel="sparsity of the layers")
     left.xaxis.set_major_formatter(PercentFormatter(1))
+    for axis, form in ((left.yaxis, "{x:g}"), (right.yaxis, "{x:.0%}")):
+        axis.set_major_formatter(form)
+        axis.set_minor_formatter(form)
     right.set(title="Relative error after each layer at 50 %", xlabel="layer")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
