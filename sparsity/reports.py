@@ -360,7 +360,7 @@ def layer_summary(
                 path=name,
                 shape=leaf.shape,
                 type=pattern,
-                target=None if target is None else float(target),
+                target=None if target is None else float(np.mean(target)),  # of the slices
                 achieved=achieved[name],
                 mask_bytes=0 if mask is None else mask.nbytes,
             )

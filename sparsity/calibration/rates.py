@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from sparsity.core import trees
 from sparsity.core.arrays import promote
 from sparsity.core.checks import (
     check_fraction,
+    check_fractions,
     check_function,
     check_kind,
     check_number,
@@ -30,13 +32,13 @@ class Rates:
     """Distribution that gives each named parameter its sparsity; others stay dense.
 
     Attributes:
-      sparsities: by path, in [0, 1].
+      sparsities: by path, in [0, 1]: one number, or an array of one for each slice of a stack.
 
     Raises:
       ValueError: a path is no tuple, or a sparsity is out of range; the error names the path.
     """
 
-    sparsities: Mapping[Path, float]
+    sparsities: Mapping[Path, chex.Numeric]
 
     def __post_init__(self) -> None:
         check_kind("sparsities", self.sparsities, Mapping, "a dict {path: sparsity}")
@@ -46,7 +48,7 @@ class Rates:
                     "Give each path of Rates as a tuple of names, such as ('layer', 'kernel'), got "
                     f"{path!r}."
                 )
-            check_fraction(f"the sparsity of {trees.join_names(path)!r}", sparsity)
+            check_fractions(f"the sparsity of {trees.join_names(path)!r}", sparsity)
 
     def __call__(self, params: Params) -> Sparsities:
         """Returns a tree like `params` of sparsities, `None` for parameters that stay dense.
@@ -82,7 +84,7 @@ def owl(
     mean score. The sparsity of a layer falls with its share of outliers: the smallest and the
     largest share are 2 x `spread` apart, and the mean over all weights is `sparsity`. The paper
     counts outliers by blocks of a transformer, and centres without sizes; here each parameter is a
-    layer. The slices of a stack have one sparsity, that of their mean share.
+    layer, and each slice of a stack, whose sparsities are an array.
 
     Args:
       statistics: `{path: Statistic}`; parameters without one stay dense.
@@ -115,17 +117,19 @@ def owl(
     shares = jax.device_get(
         [_measure_outliers(param, statistics[path], threshold) for path, param in leaves.items()]
     )
-    low, high = float(min(shares)), float(max(shares))
-    scaled_shares = [(float(x) - low) / (high - low) if high > low else 0.0 for x in shares]
-    mean = float(np.average(scaled_shares, weights=[param.size for param in leaves.values()]))
+    low, high = float(min(x.min() for x in shares)), float(max(x.max() for x in shares))
+    scaled_shares = [(x - low) / (high - low) if high > low else 0.0 * x for x in shares]
+    sizes = [param.size for param in leaves.values()]
+    mean = float(np.average([x.mean() for x in scaled_shares], weights=sizes))
     rates = {}
     for path, share in zip(leaves, scaled_shares, strict=True):
-        rate = rates[path] = float(sparsity - 2 * spread * (share - mean))
-        if not 0 <= rate <= 1:
+        rate = np.asarray(sparsity - 2 * spread * (share - mean))
+        if not np.all((rate >= 0) & (rate <= 1)):
             raise ValueError(
-                f"owl gives {trees.join_names(path)!r} the sparsity {rate:.4f}, outside [0, 1], at "
+                f"owl gives {trees.join_names(path)!r} the sparsity {rate}, outside [0, 1], at "
                 f"sparsity = {sparsity}, spread = {spread}. Lower the spread."
             )
+        rates[path] = rate if rate.ndim else float(rate)
     return Rates(rates)
 
 
@@ -157,9 +161,10 @@ def _select_leaves(
 
 @jax.jit
 def _measure_outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
-    """Returns D, the share of the scores above `threshold` times the mean of their matrix."""
+    """Returns D of each slice: the share of scores above `threshold` times their mean."""
     squares, weights = statistic.sums_of_squares(), jnp.abs(statistic.to_matrices(param))
     weights = weights.astype(promote(weights.dtype, squares.dtype))
     scores = weights * jnp.sqrt(squares)[..., None, :]  # A
     mean = jnp.mean(scores, axis=(-2, -1), keepdims=True)
-    return jnp.mean(scores > threshold * mean, dtype=jnp.float32)  # A_ij > M mean(A)
+    # A_ij > M mean(A)
+    return jnp.mean(scores > threshold * mean, axis=(-2, -1), dtype=jnp.float32)

@@ -158,6 +158,14 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
 
 
+def check_fractions(name: str, value: PyTree) -> None:
+    """Raises a ValueError as `check_fraction`, which also takes one number for each slice."""
+    if not isinstance(value, np.ndarray | jax.Array) or not value.ndim or not is_real(value.dtype):
+        check_fraction(name, value)
+    elif not is_traced(value) and not np.all((value >= 0) & (value <= 1)):
+        raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
+
+
 def check_density(name: str, value: object) -> None:
     """Raises a ValueError that names the argument unless it is a number in (0, 1], or traced."""
     if not _is_traced_scalar(value) and not 0 < as_float(value) <= 1:

@@ -115,7 +115,7 @@ class Uniform:
         checks.check_kind("custom_sparsity_map", overrides, kind, "a dict {path: sparsity}")
         for key, value in (overrides or {}).items():
             if value is not None:
-                checks.check_fraction(f"custom_sparsity_map[{key!r}]", value)
+                checks.check_fractions(f"custom_sparsity_map[{key!r}]", value)
 
     def __call__(
         self,
@@ -413,7 +413,7 @@ def compute_targets(
         if target is None or not trees.is_prunable(param):
             return None
         name = trees.path_string(key_path)
-        checks.check_fraction(f"the sparsity of {name!r}", target)
+        checks.check_fractions(f"the sparsity of {name!r}", target)
         if sites.stays_dense(key_path):
             return None
         site = sites[key_path]
@@ -422,7 +422,12 @@ def compute_targets(
                 scope.check(site.pattern, site.batch_axes, None)
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
-        if checks.is_traced(target):
+        if np.ndim(target) and np.shape(target) != param.shape[: np.ndim(target)]:
+            raise ValueError(
+                f"The sparsities of {name!r}, of shape {np.shape(target)}, must be one number, or "
+                f"one for each slice along the first axes of {param.shape}."
+            )
+        if checks.is_traced(target) or np.ndim(target):
             return target
         final = read_final_sparsity(site.pattern, float(target), name)
         if final is not None and not math.isclose(target, final, abs_tol=ROUNDING):
@@ -434,7 +439,7 @@ def compute_targets(
     role = "sparsities that sparsity_distribution_fn returns"
     targets = trees.map_matched(check, params, sparsities, others_role=role)
     all_sparsities = jax.tree.leaves(sparsities)
-    is_pruning = any(checks.is_traced(x) or x > 0 for x in all_sparsities)
+    is_pruning = any(checks.is_traced(x) or np.any(x > 0) for x in all_sparsities)
     if is_pruning and not jax.tree.leaves(targets):
         raise ValueError(
             "sparsity_distribution_fn gives sparsities to parameters that stay dense alone, which "

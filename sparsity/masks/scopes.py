@@ -219,7 +219,14 @@ class AdaptedScope(TreeScope):
 
         def collect(key_path: KeyPath, score: PyTree, sparsity: PyTree, target: PyTree) -> None:
             if sparsity is not None:
-                checks.check_fraction(f"the sparsity of {trees.path_string(key_path)!r}", sparsity)
+                name, site = trees.path_string(key_path), self.sites[key_path]
+                checks.check_fractions(f"the sparsity of {name!r}", sparsity)
+                if np.ndim(sparsity) not in (0, site.batch_axes):
+                    raise ValueError(
+                        f"{name!r} has sparsities of shape {np.shape(sparsity)}, one for each "
+                        f"slice, and needs batch_axes = {np.ndim(sparsity)}, got "
+                        f"batch_axes = {site.batch_axes}."
+                    )
                 target = sparsity if target is None else target
                 scored_sites.append(ScoredSite(self.sites[key_path], score, sparsity, target))
 
@@ -282,6 +289,11 @@ class Layerwise(checks.DataclassBase):
 
         def select_alone(scored: ScoredSite) -> jax.Array:
             site, scores, sparsity, target = scored
+            if np.ndim(sparsity):  # one for each slice
+                inner = site._replace(batch_axes=site.batch_axes - 1)
+                rates, targets = jnp.asarray(sparsity), jnp.broadcast_to(target, np.shape(sparsity))
+                slices = zip(scores, rates, targets, strict=True)
+                return jnp.stack([select_alone(ScoredSite(inner, *x)) for x in slices])
             options: PyTree = {"target": target, "batch_axes": site.batch_axes, "topk_fn": topk_fn}
             return site.pattern.select(scores, sparsity, **options)
 
@@ -336,12 +348,25 @@ def _select_units(scored_sites: Sequence[ScoredSite]) -> list[jax.Array]:
 
     def select(scores: Arrays, sparsities: Sequence[chex.Numeric]) -> list[jax.Array]:
         units = [_pool_scores(*x) for x in zip(sites, scores, strict=True)]
-        k = count_units([candidates.slice_size for candidates in units], sparsities)
-        leaf_index = np.repeat(np.arange(len(units)), [x.num_slices for x in units])  # of slices
-        masks = topk_masks(units, k[leaf_index])
+        masks = topk_masks(units, _count_by_slice(units, sparsities))
         return [_expand_mask(*x) for x in zip(sites, masks, scores, strict=True)]
 
     return sharding.shard_like(list(scores), select, scores, sparsities)
+
+
+def _count_by_slice(
+    units: Sequence[Candidates], sparsities: Sequence[chex.Numeric]
+) -> jax.Array | np.ndarray:
+    """Counts the units that stay of each slice, of all parameters in a row."""
+    if not any(map(np.ndim, sparsities)):
+        k = count_units([candidates.slice_size for candidates in units], sparsities)
+        return k[np.repeat(np.arange(len(units)), [x.num_slices for x in units])]
+    shares = [
+        jnp.repeat(jnp.ravel(jnp.float32(sparsity)), x.num_slices // max(np.size(sparsity), 1))
+        for x, sparsity in zip(units, sparsities, strict=True)
+    ]
+    sizes = np.repeat([x.slice_size for x in units], [x.num_slices for x in units])
+    return jnp.asarray(num_kept(sizes, jnp.concatenate(shares)))
 
 
 def _move_units(drop_fraction: chex.Numeric, moving_sites: Sequence[MovingSite]) -> list[jax.Array]:

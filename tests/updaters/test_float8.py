@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import host
 from sparsity.core.arrays import promote
 from tests import helpers
 
@@ -49,11 +48,8 @@ def test_masks_of_float8_are_those_of_the_same_numbers_in_float32(pruner, under_
     assert pruned["w"].dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("refit", [None, sparsity.LeastSquares(), sparsity.ADMM()])
-def test_a_model_of_float8_is_pruned_and_refitted_in_one_shot(refit, on_host, monkeypatch):
-    if not on_host:  # as on a GPU
-        monkeypatch.setattr(host, "find_host_device", lambda *_: None)
+def test_a_model_of_float8_is_pruned_and_refitted_in_one_shot(refit):
     params, _, _ = params_and_statistics()
     model = lambda params, x: x @ params["w"].astype(jnp.float32)  # noqa: E731
     pruner = sparsity.SparseGPTPruning(**SPREAD)

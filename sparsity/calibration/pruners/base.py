@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity.calibration.statistics.row_sums import StatisticsKind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
@@ -133,6 +134,12 @@ class StatisticsPruning(BaseUpdater):
                 raise ValueError(
                     f"{type(self).__name__}.calibrated_paths names {site.name!r}, which has no "
                     "sparsity, so that solve cannot prune it. Override solve_tree, too."
+                )
+            if np.ndim(target):
+                raise ValueError(
+                    f"{type(self).__name__} solves all slices of {site.name!r} at one sparsity, "
+                    f"got {np.shape(target)} of them. Give one, or prune with sparsity.oneshot, "
+                    "which takes the layers of a scan one by one."
                 )
             if not param.size:
                 weights[key_path], masks[key_path] = param, jnp.ones(param.shape, jnp.uint8)

@@ -241,6 +241,7 @@ def _check_arguments(
     flags: Mapping[str, bool],
 ) -> None:
     """Raises a ValueError for other types, and if parameters compete with each other."""
+    check_pruner_and_refit(pruner)
     if not has_statement(pruner.scope, "per_slice"):
         raise ValueError(
             "oneshot prunes one parameter after the other and needs scope = Layerwise(), got "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -233,10 +233,35 @@ def make_task(
         like=params,
     )
     summed = {use.path for use in task.make_calibration().uses.values()}
+    if unread := _list_unread_in_stacks(pruner, graph, {*sites} - summed):
+        names = [site.name for path, site in sites.items() if path in unread]
+        warn(
+            f"oneshot leaves {trees.listed(names)} dense: no product reads these parameters of "
+            "scanned layers. Choose parameters with filter_fn=graph.is_weight."
+        )
+        sites = {path: site for path, site in sites.items() if path not in unread}
+        task = dataclasses.replace(
+            task, sites=sites, targets={path: task.targets[path] for path in sites}
+        )
     for path, site in sites.items():
         if path not in summed:
             raise ValueError(_explain_unread(graph, path, site.name))
     return task
+
+
+def _list_unread_in_stacks(pruner: BaseUpdater, graph: Graph, paths: Collection[Path]) -> set[Path]:
+    """Returns the norms and biases of scanned layers that a default filter took for matrices."""
+    distribution: PyTree = pruner.sparsity_distribution_fn
+    if getattr(distribution, "filter_fn", graph) is not None:
+        return set()
+    scanned, chosen = graph.tracker.find_scanned_axes(), distribution.custom_sparsity_map or {}
+    names = {key if isinstance(key, str) else trees.join_names(key) for key in chosen}
+    return {
+        path
+        for path in paths
+        if path in scanned and not graph.tracker.find_products(path)
+        if trees.join_names(path) not in names
+    }
 
 
 def _find_biases(refit: BiasRefit, graph: Graph, sites: Mapping[Path, Site]) -> dict[Path, Bias]:
