@@ -117,11 +117,10 @@ def owl(
     shares = jax.device_get(
         [_measure_outliers(param, statistics[path], threshold) for path, param in leaves.items()]
     )
-    low, high = float(min(x.min() for x in shares)), float(max(x.max() for x in shares))
-    scaled_shares = [(x - low) / (high - low) if high > low else 0.0 * x for x in shares]
-    sizes = [param.size for param in leaves.values()]
-    mean = float(np.average([x.mean() for x in scaled_shares], weights=sizes))
-    rates = {}
+    low, high = (float(f([f(x) for x in shares])) for f in (np.min, np.max))
+    scaled_shares = [(x - low) / ((high - low) or 1.0) for x in shares]
+    mean = np.average([x.mean() for x in scaled_shares], weights=[x.size for x in leaves.values()])
+    rates: dict[Path, chex.Numeric] = {}
     for path, share in zip(leaves, scaled_shares, strict=True):
         rate = np.asarray(sparsity - 2 * spread * (share - mean))
         if not np.all((rate >= 0) & (rate <= 1)):
