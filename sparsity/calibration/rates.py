@@ -82,9 +82,8 @@ def owl(
 
     The outliers of a layer are its scores |weight| x norm of the input above `threshold` times the
     mean score. The sparsity of a layer falls with its share of outliers: the smallest and the
-    largest share are 2 x `spread` apart, and the mean over all weights is `sparsity`. The paper
-    counts outliers by blocks of a transformer, and centres without sizes; here each parameter is a
-    layer, and each slice of a stack, whose sparsities are an array.
+    largest share are 2 x `spread` apart, and the mean over all weights is `sparsity`. In the paper
+    a layer is a block of a transformer; here it is a parameter, or a slice of a stack.
 
     Args:
       statistics: `{path: Statistic}`; parameters without one stay dense.
