@@ -139,7 +139,7 @@ LAYER_BY_MODULE = {name: layer for layer, names in enumerate(LAYERS) for name in
 GRAPH_LAYERS = [
     ["traced_model"],
     ["uses", "coupling", "groups"],
-    ["readers", "removal"],
+    ["affine", "readers", "removal"],
     ["graph"],
     ["coupled"],
     ["budgets"],

@@ -160,7 +160,8 @@ def _select_leaves(
 @jax.jit
 def _measure_outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
     """Returns D of each slice: the share of scores above `threshold` times their mean."""
-    squares, weights = statistic.sums_of_squares(), jnp.abs(statistic.to_matrices(param))
+    squares, param = statistic.sums_of_squares(), statistic.scale_weights(param)
+    weights = jnp.abs(statistic.to_matrices(param))
     weights = weights.astype(promote(weights.dtype, squares.dtype))
     scores = weights * jnp.sqrt(squares)[..., None, :]  # A
     mean = jnp.mean(scores, axis=(-2, -1), keepdims=True)

@@ -7,6 +7,7 @@ imports only from these:
 - `graph.py`: how many multiply-adds and bytes does the model need, with masks or without channels?
 - `removal.py`: why may a channel be removed?
 - `coupling.py`, `groups.py`: which entries are removed together with a channel?
+- `affine.py`: by which numbers is a parameter multiplied before a product reads it?
 - `readers.py`: what do products add to the outputs of a parameter, which patterns fit its inputs?
 - `uses.py`: which products read a parameter, along which of its axes?
 

@@ -15,6 +15,7 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_values
 from sparsity.core.extras import draw_bars, pick_axes
 from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.graph.affine import AffineFunctions
 from sparsity.graph.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.groups import ChannelGroup, Refusal
 from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
@@ -229,6 +230,11 @@ class Graph:
         self.costs: Costs = Costs(model, self.tracker, self.removal)
         self.parameters: Parameters = Parameters(model.parameters, self.removal.list_members)
         self._retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
+
+    @functools.cached_property
+    def affine(self) -> AffineFunctions:
+        """The entrywise affine functions of parameters that products read."""
+        return AffineFunctions(self.model, self.tracker)
 
     @functools.cached_property
     def biases(self) -> dict[Path, Bias]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.row_sums import StatisticsKind
+from sparsity.calibration.statistics.scaled import scale_params
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
     check_finite,
@@ -184,6 +185,7 @@ class StatisticsPruning(BaseUpdater):
         self.check_fields()
         sites = self.sites(params)
         targets = self.compute_targets(params, sites)
+        params, statistics, restore = scale_params(params, statistics)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
         problems = {}
         name = type(self).__name__
@@ -206,7 +208,7 @@ class StatisticsPruning(BaseUpdater):
         weights, masks = read_pruned(solved, label, params, required, self.use_packed_masks)
         # `solve` changes the parameters of problems alone; others, such as embeddings, are large.
         check_finite(weights, label, params, leaves if solves_tree else problems)
-        pruned = apply_masks(weights, masks)
+        pruned = restore(apply_masks(weights, masks), masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
     def check_scope(self) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.pruners.base import Problems, StatisticsPruning
 from sparsity.core import trees
 from sparsity.core.checks import is_traced, warn
 from sparsity.core.trees import KeyPath, Masks, Params, Path, ScoreTree, Sparsities
@@ -98,6 +98,17 @@ class ChannelPruning(StatisticsPruning):
         scored = {key_path for group in groups for key_path, _, _ in group.scored}
         # The order of a set differs by process.
         return [key_path for key_path in trees.leaves_by_path(params) if key_path in scored]
+
+
+def check_offsets(pruner: ChannelPruning, problems: Problems) -> None:
+    """Raises a ValueError for a parameter that products read with an offset."""
+    for problem in problems.values():
+        if problem.statistic.offset is not None:
+            raise ValueError(
+                f"{type(pruner).__name__}: products read {problem.site.name!r} plus an array, "
+                "which still reads channels that are removed. Add the array to the parameter, or "
+                "leave its channels out with filter_fn."
+            )
 
 
 def _standardize(importance: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.pruners.base import Problems
-from sparsity.calibration.pruners.channels import ChannelPruning
+from sparsity.calibration.pruners.channels import ChannelPruning, check_offsets
 from sparsity.calibration.refits.means import Means, holds_outputs
 from sparsity.calibration.statistics.errors import broadcast_num_rows
 from sparsity.calibration.statistics.row_sums import StatisticsKind
@@ -85,7 +85,8 @@ class FLAPPruning(ChannelPruning):
             statistic = (statistics or {}).get(trees.path_names(key_path))
             if statistic is None or statistic.sums is None:  # it reads no channels
                 return sharding.zeros_like(param, np.dtype(np.float32))
-            scores = sharding.shard_like(param, _score_fluctuations, param, statistic)
+            weights = statistic.scale_weights(param)
+            scores = sharding.shard_like(param, _score_fluctuations, weights, statistic)
             return sharding.place_like(param, scores)
 
         return trees.map_matched(score, params)
@@ -118,6 +119,7 @@ class FLAPPruning(ChannelPruning):
           grads: tree of gradients, for overrides that score weights by gradients.
           **extra_args: other arguments of `instant_sparsify`.
         """
+        check_offsets(self, problems)
         if grads is not None:
             check_gradients(grads, params, targets)
         biases = self._find_biases(params, problems) if self.compensate else {}

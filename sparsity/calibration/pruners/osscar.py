@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.pruners.base import Problem, Problems
-from sparsity.calibration.pruners.channels import ChannelPruning
+from sparsity.calibration.pruners.channels import ChannelPruning, check_offsets
 from sparsity.calibration.pruners.exchange import ReaderMatrices, choose_channels
 from sparsity.calibration.refits.least_squares import LeastSquares
 from sparsity.calibration.statistics.statistic import Statistic
@@ -87,6 +87,7 @@ class OSSCARPruning(ChannelPruning):
         grads: Grads | None = None,
         **extra_args: ExtraArg,
     ) -> tuple[Params, Masks]:
+        check_offsets(self, problems)
         for problem in problems.values():
             self._check_reader(problem)
         readers = self.readers.bind(self.sites(params), None)

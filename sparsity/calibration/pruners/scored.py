@@ -78,7 +78,7 @@ class ScoredPruning(BaseUpdater):
                 return None  # stays dense, or create_masks names the missing statistic
             site = sites[key_path]
             statistic = look_up_statistic(statistics, site, param.shape, kind, label)
-            return self._score_leaf(site.name, statistic, param)
+            return self._score_leaf(site.name, statistic, statistic.scale_weights(param))
 
         return trees.map_matched(score, params)
 

@@ -136,9 +136,14 @@ def _prune_by_sweep(
     is_live = squares.sums_of_squares()[..., None, :] > 0
     weights = squares.from_matrices(jnp.where(is_live, squares.to_matrices(param), 0), param.shape)
 
-    def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        swept = sweep(weights.T, factor, pattern, block_size, sparsity)
+    def prune_matrix(
+        weights: jax.Array, *live_and_factor: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        *live, factor = live_and_factor
+        may_differ = live[0].T if live else None
+        swept = sweep(weights.T, factor, pattern, block_size, sparsity, may_differ)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = squares.map_matrices(prune_matrix, weights, square_matrices=factors)
+    live = () if squares.multiplier is None else (squares.multiplier,)
+    pruned, mask = squares.map_matrices(prune_matrix, weights, *live, square_matrices=factors)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
+from sparsity.core.trees import PyTree
 from sparsity.patterns import NByM, SparsityType
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
@@ -44,6 +45,7 @@ def sweep(
     pattern: SparsityType,
     block_size: int,
     sparsity: chex.Numeric,
+    live: jax.Array | None = None,
 ) -> Swept:
     """Prunes a matrix and corrects the kept weights.
 
@@ -57,6 +59,8 @@ def sweep(
       block_size: B_s, consecutive inputs whose weights are chosen when the first of them is
         reached; m of N:M.
       sparsity: scalar; at 0 all stay.
+      live: bool[inputs, outputs], False for entries that stay 0, whose mask is chosen at score 0;
+        `None` if there are none.
     """
     inputs, outputs = weights.shape
     has_groups = pattern.group_axes > 0
@@ -67,8 +71,9 @@ def sweep(
     # Differences of running counts: each block makes up for the rounding of the blocks before.
     counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
 
-    def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
+    def choose(scores: jax.Array, rows: jax.Array, live: jax.Array | None) -> jax.Array:
         """Returns M of the B_s inputs `rows`."""
+        scores = scores if live is None else jnp.where(live, scores, 0)
         if isinstance(pattern, NByM):
             # N:M has one sparsity: any target above 0, which may be traced, prunes to n of m.
             return (selection.nm_mask(scores, pattern.n, pattern.m, axis=0) > 0) | (sparsity <= 0)
@@ -80,52 +85,56 @@ def sweep(
 
     weights = jnp.pad(weights, ((0, padding), (0, 0)))
     rows, mask = jnp.arange(inputs + padding), jnp.zeros(weights.shape, bool)
+    live = None if live is None else jnp.pad(live, ((0, padding), (0, 0)))
     sizes = choose_block_sizes(block_size, inputs)
-    swept = _sweep_blocks(choose, block_size, sizes, weights, factor, rows, mask)
+    swept = _sweep_blocks(choose, block_size, sizes, weights, factor, rows, mask, live)
     return Swept(*(x[:inputs] for x in swept))
 
 
 def _sweep_blocks(
-    choose: Callable[[jax.Array, jax.Array], jax.Array],
+    choose: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array],
     block_size: int,
     sizes: tuple[int, ...],
     weights: jax.Array,
     factor: jax.Array,
     rows: jax.Array,
     mask: jax.Array,
+    live: jax.Array | None,
 ) -> Swept:
     """Sweeps some inputs block by block, each block in smaller blocks, down to single inputs.
 
     Args:
-      choose: from scores and inputs to their mask.
+      choose: from scores, inputs and live entries to their mask.
       block_size: B_s, one of the sizes or larger than all.
       sizes: B of the blocks, and of the blocks within these.
       weights: W of the inputs, corrected for all inputs before them.
       factor: H^-1 of the inputs among themselves, [inputs, inputs].
       rows: the inputs, by their index in the matrix.
       mask: M of the inputs, where they are fewer than B_s.
+      live: the entries that may differ from 0; `None` for all.
     """
     if not sizes:  # one input j
-        lost = jnp.where(mask, 0, weights)  # (1 - M_j) W_j
+        kept = mask if live is None else mask & live
+        lost = jnp.where(kept, 0, weights)  # (1 - M_j) W_j
         return Swept(weights - lost, mask, lost / factor)  # E_j = (1 - M_j) W_j / H^-1_jj
     size, *smaller = sizes
 
-    def sweep_block(
-        weights: jax.Array, inputs_of_block: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, Swept]:
-        start, factor, rows, mask = inputs_of_block  # i, H^-1_i:(i+B),:
+    def sweep_block(weights: jax.Array, inputs_of_block: PyTree) -> tuple[jax.Array, Swept]:
+        start, factor, rows, mask, live = inputs_of_block  # i, H^-1_i:(i+B),:
         block_weights = lax.dynamic_slice_in_dim(weights, start, size)
         square = lax.dynamic_slice_in_dim(factor, start, size, axis=1)  # H^-1_i:(i+B),i:(i+B)
         if size == block_size:  # M <- the weights w_c of the largest w_c^2 / (H^-1_cc)^2
-            mask = choose(jnp.square(block_weights / jnp.diagonal(square)[:, None]), rows)
-        swept = _sweep_blocks(choose, block_size, tuple(smaller), block_weights, square, rows, mask)
+            mask = choose(jnp.square(block_weights / jnp.diagonal(square)[:, None]), rows, live)
+        inner = block_weights, square, rows, mask, live
+        swept = _sweep_blocks(choose, block_size, tuple(smaller), *inner)
         # W_(i+B): <- W_(i+B): - E H^-1_i:(i+B),(i+B):. Inputs before i meet zeros of the factor;
         # those of the block are changed, too, and not read again.
         update = jnp.dot(factor.T, swept.errors, precision=lax.Precision.HIGHEST)
         return weights - update, swept
 
     count = len(rows) // size
-    blocks = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), (factor, rows, mask))
+    arrays = factor, rows, mask, live
+    blocks = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), arrays)
     _, swept = lax.scan(sweep_block, weights, (size * jnp.arange(count), *blocks))
     return Swept(*(x.reshape(-1, weights.shape[1]) for x in swept))
 

@@ -386,6 +386,8 @@ class _Run:
         """Prunes a parameter, or one of its layers, by its inputs at the places that read it."""
         started, task = time.perf_counter(), self.task
         statistic = sum_statistic(places, task.name_layer(path, index))
+        calibration = places[0].frame.lane.calibration
+        statistic = calibration.add_multiplier(statistic, path, self.weights.read, dict(index))
         dense = self.weights.read_place(path, index)
         layer = task.prune_layer(dense, path, index, statistic)
         if not task.needs.has_grams:
@@ -399,7 +401,7 @@ class _Run:
         """Puts a pruned layer in its place, and shifts its bias if the refit does so."""
         self.reports[path, index] = layer.make_report(started)
         dense = self.weights.read_place(path, index)
-        weights, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
+        weights, mask = (sharding.place_like(dense, x) for x in (layer.weights, layer.mask))
         bias = self.task.find_bias(path, index)
         if bias is not None:
             array = read_layer(self.weights.read(bias[0]), bias[1])

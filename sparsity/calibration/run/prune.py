@@ -12,6 +12,7 @@ from sparsity.calibration.pruners.scored import SplitScope
 from sparsity.calibration.refits.base import BiasRefit, Refit, Select
 from sparsity.calibration.run.needs import method_name, read_needs
 from sparsity.calibration.statistics.errors import output_error
+from sparsity.calibration.statistics.scaled import scale_params
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.calibration.statistics.validation import (
     check_solution,
@@ -79,11 +80,13 @@ def prune_and_refit(
       refit: refits all parameters that have a mask; without one the refitted params are the pruned.
       required: paths of the parameters that must have a mask.
     """
+    params, statistics, restore = scale_params(params, statistics)
     result = pruner.instant_sparsify(params, statistics=statistics)
     label = f"{type(pruner).__name__}.instant_sparsify"
     pruned, masks = read_pruned(result, label, params, required, pruner.use_packed_masks)
+    pruned_params = restore(pruned, masks)
     if refit is None:
-        return pruned, pruned, masks
+        return pruned_params, pruned_params, masks
     sites = pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, sites))
     leaves, pruned_leaves = map(trees.leaves_by_path, (params, pruned))
@@ -95,7 +98,8 @@ def prune_and_refit(
             layer = _refit_layer(refit, pruner, site, target, leaves[key_path], layer, statistics)
         refitted[key_path] = layer  # without either, a bias of coupled channels
     weights = trees.map_matched(lambda key_path, x: refitted.get(key_path, (x,))[0], pruned)
-    return pruned, weights, trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
+    masks = trees.map_matched(lambda key_path, _: refitted[key_path][1], masks)
+    return pruned_params, restore(weights, masks), masks
 
 
 def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
@@ -159,12 +163,38 @@ def _refit_layer(
     if needs.has_grams:
         check_solvable(statistic, dense, site.name, needs.damping)
     select = _make_select(pruner, site, statistic, target)
-    solution = refit(dense, *pruned_layer, statistic, select)
+    solution = _call_refit(refit, dense, *pruned_layer, statistic, select)
     check_solution(solution, label, site.name, dense)
     weights, mask = sharding.shard_like(
         (dense, dense), _choose_better, dense, solution, pruned_layer, statistic
     )
     return sharding.place_like(dense, weights), sharding.place_like(dense, mask)
+
+
+def _call_refit(
+    refit: Refit,
+    dense: jax.Array,
+    pruned: jax.Array,
+    mask: jax.Array,
+    statistic: Statistic,
+    select: Select,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the result of a refit, which gets masks without the entries that must stay 0."""
+    live = statistic.multiplier
+    if live is None:
+        return refit(dense, pruned, mask, statistic, select)
+    live_mask = live.astype(jnp.uint8)
+
+    def select_live(scores: jax.Array, share: float) -> jax.Array:
+        nonlocal mask
+        mask = select(jnp.where(live, scores, 0), share)
+        return mask * live_mask
+
+    solution = refit(dense, pruned, mask * live_mask, statistic, select_live)
+    if not isinstance(solution, tuple) or len(solution) != 2:
+        return solution  # `check_solution` says what is wrong
+    # The others are kept as the mask says that was chosen last.
+    return solution[0], jnp.where(live, solution[1], mask)
 
 
 @jax.jit

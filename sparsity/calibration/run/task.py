@@ -18,7 +18,7 @@ from sparsity.calibration.run.needs import Needs, combine_needs, method_name
 from sparsity.calibration.run.prune import prune_and_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex
-from sparsity.calibration.statistics.alignment import meets_data
+from sparsity.calibration.statistics.alignment import describe_function, meets_data
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
@@ -38,9 +38,10 @@ class PrunedLayer(NamedTuple):
 
     Attributes:
       statistic: the statistic of its inputs.
-      dense: the weights before pruning, cut along a mesh.
-      pruned: the weights after the pruner.
-      refitted: the weights after the refit.
+      dense: the weights that the product reads before pruning, cut along a mesh.
+      pruned: those after the pruner.
+      refitted: those after the refit.
+      weights: the parameter after the refit.
       mask: uint8.
       keeps_means: whether a bias restores the means of the outputs, which pruning changes.
       output_squares: float[2 or 3], the sum of the squared outputs of each matrix of
@@ -51,6 +52,7 @@ class PrunedLayer(NamedTuple):
     dense: jax.Array
     pruned: jax.Array
     refitted: jax.Array
+    weights: jax.Array
     mask: jax.Array
     keeps_means: bool = False
     output_squares: jax.Array | None = None
@@ -158,8 +160,11 @@ class PruningTask:
         tree = trees.map_matched(lambda x, _: placed if x == site.key_path else None, self.like)
         refit = None if isinstance(self.refit, BiasRefit) else self.refit
         results = prune_and_refit(pruner, tree, {path: statistic}, refit, [site.key_path])
-        pruned, refitted, mask = (trees.leaves_by_path(x)[site.key_path] for x in results)
-        return PrunedLayer(statistic, placed, pruned, refitted, mask, path in self.biases)
+        pruned, weights, mask = (trees.leaves_by_path(x)[site.key_path] for x in results)
+        dense, read_pruned = statistic.read_weights(placed), statistic.read_weights(pruned)
+        refitted = read_pruned if weights is pruned else statistic.read_weights(weights)
+        statistic, keeps_means = statistic.for_scaled_weights(), path in self.biases
+        return PrunedLayer(statistic, dense, read_pruned, refitted, weights, mask, keeps_means)
 
     def find_bias(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
         """Returns the bias of a parameter, and its layer of the same index."""
@@ -297,7 +302,14 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
         return (
             f"The {others[0].primitive} at {others[0].source} reads {name!r}, which has a "
             "sparsity, behind a function, or without data. Store the array that multiplies the "
-            f"data as the parameter (casts and products with a number may stay), {advice}"
+            "data as the parameter (casts, and sums and products with what does not depend on it, "
+            f"may stay), {advice}"
+        )
+    if len({describe_function(use, graph) for use in uses}) > 1:
+        return (
+            f"Products read {name!r}, which has a sparsity, behind different functions: "
+            f"{trees.listed(sorted({use.source for use in uses}))}. Give each a parameter of its "
+            f"own, {advice}"
         )
     reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
     return (

@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.graph import Graph, Use
+from sparsity.graph.affine import FunctionKey
 from sparsity.graph.uses import Factor
 from sparsity.programs.products import read_product
 
@@ -131,11 +132,15 @@ def align(use: Use, graph: Graph) -> Alignment | None:
     )
 
 
+def describe_function(use: Use, graph: Graph) -> FunctionKey | None:
+    """Returns a key that uses by one affine function share; `None` for other functions."""
+    return ("number",) if use.view.scale is not None else graph.affine.describe(use)
+
+
 def meets_data(use: Use, graph: Graph) -> bool:
-    """Returns whether a product multiplies data with a parameter, or with a number times it."""
-    return use.view.scale is not None and graph.tracker.is_data(
-        use.equation.inputs[1 - use.operand]
-    )
+    """Returns whether a product multiplies data with an affine function of a parameter."""
+    is_data = graph.tracker.is_data(use.equation.inputs[1 - use.operand])
+    return is_data and describe_function(use, graph) is not None
 
 
 def _reads_all_entries(use: Use, shape: tuple[int, ...]) -> bool:

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.run.reuse import compile_at_call
-from sparsity.calibration.statistics.alignment import Alignment, align
+from sparsity.calibration.statistics.alignment import (
+    Alignment,
+    align,
+    describe_function,
+)
 from sparsity.calibration.statistics.row_axes import (
     RowAxes,
     RowWeights,
@@ -39,6 +43,7 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Graph, Parameter, trace
+from sparsity.graph.affine import FunctionKey
 from sparsity.programs.products import read_product
 
 
@@ -71,10 +76,11 @@ def calibrate(
     Returns:
       A dictionary from paths to `Statistic`, which holds sums in promote_types(dtype, float32) over
       all rows of all batches, with leading axes for scanned layers and experts. Sums run over all
-      steps of a loop. The inputs of a product with 0.25 * w count as 0.25 times these inputs.
-      Weights that a product reads in a `while`, by slices, by `ragged_dot`, stacked with others,
-      within `shard_map`, without data, or behind a function other than casts and products with a
-      number have no entry; a pruner that needs one names the weight.
+      steps of a loop. The inputs of a product with 0.25 * w count as 0.25 times these inputs; that
+      with c * w + d, for arrays of other parameters and constants, has c and d as the `multiplier`
+      and `offset` of its statistic. Weights that a product reads in a `while`, by slices, by
+      `ragged_dot`, stacked with others, within `shard_map`, without data, or behind another
+      function have no entry; a pruner that needs one names the weight.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or rows have no weights of
@@ -97,7 +103,7 @@ def calibrate(
     calibration, total = _collect_sums(
         fn, params, batches, kind, filter_fn, row_weights=row_weights
     )
-    return calibration.pop_statistics(total)
+    return calibration.pop_statistics(total, params)
 
 
 class Calibration:
@@ -128,6 +134,11 @@ class Calibration:
             if use.contracting and (filter_fn is None or filter_fn(use.path, leaves[use.path]))
         }
         refused = {graph.uses[use_index].path for use_index, x in alignments.items() if x is None}
+        functions: dict[Path, FunctionKey | None] = {}
+        for use in (graph.uses[use_index] for use_index in alignments):
+            key = describe_function(use, graph)
+            if functions.setdefault(use.path, key) != key:
+                refused.add(use.path)
         self.alignments: dict[int, Alignment] = {
             use_index: x
             for use_index, x in alignments.items()
@@ -182,7 +193,43 @@ class Calibration:
             )
         return spread
 
-    def pop_statistics(self, total: Sums) -> dict[Path, Statistic]:
+    def add_multiplier(
+        self,
+        statistic: Statistic,
+        path: Path,
+        read: Callable[..., jax.Array],
+        index: Mapping[int, int],
+    ) -> Statistic:
+        """Returns a statistic with the multiplier and the offset that products read, if any.
+
+        Args:
+          statistic: of a parameter, or of a layer.
+          path: path of the parameter.
+          read: `read(path, *layers)` returns a parameter, or one of its first layers.
+          index: the layer by axis that scans take apart; without these axes all layers.
+        """
+        use_index = next(n for n, use in self.uses.items() if use.path == path)
+        use, shape = self.uses[use_index], self.alignments[use_index].shape
+        if use.view.scale is not None:
+            return statistic
+        axes = [axis for axis in use.view.stacked if axis not in index]
+        sizes = [self.graph.parameters.find_shape(path)[axis] for axis in axes]
+        arrays = []
+        for layers in np.ndindex(*sizes):
+            by_axis = {**index, **dict(zip(axes, layers, strict=True))}
+            scans = zip(use.view.stacked, use.view.scans, strict=True)
+            by_scan = {scan: by_axis[axis] for axis, scan in scans}
+            arrays.append(self.graph.affine.evaluate(use, read, by_scan, shape))
+        multiplier, offset = (
+            jnp.moveaxis(jnp.stack(x).reshape(*sizes, *shape), range(len(axes)), axes)
+            for x in zip(*arrays, strict=True)
+        )
+        has_offset = bool(offset.any())
+        return dataclasses.replace(
+            statistic, multiplier=multiplier, offset=offset if has_offset else None
+        )
+
+    def pop_statistics(self, total: Sums, params: Params) -> dict[Path, Statistic]:
         """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for use_index in sorted(total):
@@ -197,8 +244,15 @@ class Calibration:
                     "filter_fn."
                 )
             statistics[use.path] = statistic if sums_before is None else add(sums_before, statistic)
+        arrays = trees.leaves_by_names(params)
+
+        def read(path: Path, *layers: int) -> jax.Array:
+            return jnp.asarray(arrays[path])[layers]
+
         return {
-            path: merge_counts(statistic, self.graph.parameters.find_shape(path))
+            path: self.add_multiplier(
+                merge_counts(statistic, self.graph.parameters.find_shape(path)), path, read, {}
+            )
             for path, statistic in statistics.items()
         }
 

@@ -15,6 +15,8 @@ from sparsity.core.arrays import promote
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
     """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the lost share of the outputs.
 
+    Of a product that reads c * parameter + d, these are the weights.
+
     Example:
       >>> kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
       ...                    output=(1,))
@@ -25,7 +27,9 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
         raise ValueError(f"pruned must have the shape {np.shape(dense)}, got {np.shape(pruned)}.")
 
     def sum_errors(statistic: Statistic, *leaves: jax.Array) -> list[jax.Array]:
-        return [jnp.sum(output_error(statistic, leaf)) for leaf in leaves]
+        lost, weights = statistic.scale_weights(leaves[0]), statistic.read_weights(leaves[1])
+        scaled = statistic.for_scaled_weights()
+        return [jnp.sum(output_error(scaled, x)) for x in (lost, weights)]
 
     return ratio(*sharding.call_replicated(sum_errors, statistic, dense - pruned, dense))
 
@@ -37,6 +41,7 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
       statistic: with a Gram matrix.
       difference: the difference of two parameters; or a parameter, for the norm of its outputs.
     """
+    difference, statistic = statistic.scale_weights(difference), statistic.for_scaled_weights()
     grams = statistic.require_grams()
     _check_shape(statistic, difference)
     rows = statistic.to_matrices(difference)

@@ -126,9 +126,8 @@ def _square_magnitudes(x: jax.Array) -> jax.Array:
 def _scale_inputs(use: Use, x: jax.Array) -> jax.Array:
     """Returns the operand in the dtype of the sums, at least float32, times the weight's scale."""
     x, scale = jnp.asarray(x), use.view.scale  # a batch may be of numpy
-    assert scale is not None  # other functions of the weight have no alignment
     wide = x.astype(promote(x.dtype, jnp.float32))
-    return wide if scale == 1 else wide * scale
+    return wide if scale in (1, None) else wide * scale  # else the statistic has a multiplier
 
 
 def _count_rows(use: Use, x: jax.Array) -> int:

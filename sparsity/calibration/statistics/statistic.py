@@ -20,11 +20,12 @@ import numpy as np
 
 from sparsity.core import sharding
 from sparsity.core.arrays import promote
-from sparsity.core.checks import check_int, check_kind
+from sparsity.core.checks import check_int, check_kind, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
 
 T = TypeVar("T")
+_NO_SUMS = ("count", "multiplier", "offset")
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +42,10 @@ class Statistic:
       sums: [*batch, inputs], sums of x; or `None`.
       gram: [*batch, inputs, inputs], X^T X, or X^H X for complex inputs; or `None`.
       count: number of rows, or numbers [*batch]; sums of row weights where rows have weights.
+      multiplier: c of the weights c * parameter + d that the product reads, broadcastable to the
+        parameter; `None` for 1. Where it is bool, the parameter is c * weights already, and weights
+        stay 0 where it is False.
+      offset: d, likewise; `None` for 0.
       contracting: axes of the parameter that the product sums over, in the parameter's own order.
       output: axes of the parameter that the product keeps.
       batch: axes of the parameter that index separate matrices.
@@ -64,6 +69,8 @@ class Statistic:
     sums: jax.Array | None = None
     gram: jax.Array | None = None
     count: jax.Array | np.ndarray | float
+    multiplier: jax.Array | None = None
+    offset: jax.Array | None = None
     contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     output: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     batch: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
@@ -82,13 +89,36 @@ class Statistic:
     def list_sums(self) -> dict[str, jax.Array | None]:
         """Returns the arrays of sums by field: `squares`, `sums` and `gram`, each or `None`."""
         arrays = (field for field in dataclasses.fields(self) if not field.metadata.get("static"))
-        return {field.name: getattr(self, field.name) for field in arrays if field.name != "count"}
+        names = (field.name for field in arrays if field.name not in _NO_SUMS)
+        return {name: getattr(self, name) for name in names}
+
+    def scale_weights(self, param: jax.Array) -> jax.Array:
+        """Returns the multiplier times a parameter or a difference, in float32 at least."""
+        if self.multiplier is None:
+            return param
+        return sharding.shard_like(param, _scale, param, self.multiplier)
+
+    def read_weights(self, param: jax.Array) -> jax.Array:
+        """Returns the weights that the product reads: multiplier * parameter + offset."""
+        scaled = self.scale_weights(param)
+        return scaled if self.offset is None else scaled + self.offset.astype(scaled.dtype)
+
+    def for_scaled_weights(self) -> Statistic:
+        """Returns the statistic of the parameters that `scale_weights` returns.
+
+        Its multiplier says where weights stay 0; `None` if nowhere.
+        """
+        live = None if self.multiplier is None else self.multiplier != 0
+        if live is not None and not is_traced(live) and bool(live.all()):
+            live = None
+        return dataclasses.replace(self, multiplier=live)
 
     def sums_of_squares(self) -> jax.Array:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
-        return jnp.real(jnp.diagonal(self.require_grams(), axis1=-2, axis2=-1))
+        grams = dataclasses.replace(self, multiplier=None).require_grams()
+        return jnp.real(jnp.diagonal(grams, axis1=-2, axis2=-1))
 
     def require_grams(self) -> jax.Array:
         """Returns the Gram matrices, or raises a ValueError if there are none."""
@@ -96,6 +126,12 @@ class Statistic:
             raise ValueError(
                 "The statistic has no Gram matrix. Calibrate with kind='gram'; oneshot does so for "
                 "a pruner whose class has statistics_kind = 'gram'."
+            )
+        if self.multiplier is not None and self.multiplier.dtype != jnp.bool_:
+            raise ValueError(
+                "The product reads multiplier * parameter, and its Gram matrix fits no other "
+                "weights: pass statistic.scale_weights(parameter) with "
+                "statistic.for_scaled_weights()."
             )
         return self.gram
 
@@ -193,6 +229,11 @@ class Statistic:
             squares = squares[..., permutation]
         arrays: PyTree = {**dict.fromkeys(self.list_sums()), "squares": squares}
         return dataclasses.replace(self, **arrays, contracting=order), permutation
+
+
+def _scale(param: jax.Array, multiplier: jax.Array) -> jax.Array:
+    dtype = promote(param.dtype, multiplier.dtype, jnp.float32)
+    return param.astype(dtype) * multiplier.astype(dtype)
 
 
 Statistics: TypeAlias = Mapping[Path, Statistic]

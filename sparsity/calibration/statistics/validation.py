@@ -100,6 +100,13 @@ def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> 
     if values.keys().isdisjoint({"squares", "gram"}):
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     _check_count(statistic.count, name)
+    for field in ("multiplier", "offset"):
+        value = getattr(statistic, field)
+        if value is not None and not _broadcasts_to(value, shape):
+            raise ValueError(
+                f"The {field} of {name!r}, shape {shape}, must broadcast to this shape, got "
+                f"{getattr(value, 'shape', value)}."
+            )
     for field, value in values.items():
         if not trees.is_array(value) or value.shape != shapes[field]:
             raise ValueError(
@@ -118,6 +125,14 @@ def check_statistic(statistic: Statistic, shape: tuple[int, ...], name: str) -> 
                 f"The squares of the inputs of {name!r} must be real and >= 0, sums of |x|^2, got "
                 f"squares = {value!r}. Take the real part of sums of x conj(x)."
             )
+
+
+def _broadcasts_to(array: PyTree, shape: tuple[int, ...]) -> bool:
+    """Returns whether an array broadcasts to a shape."""
+    sizes = np.shape(array) if trees.is_array(array) else None
+    if sizes is None or len(sizes) > len(shape):
+        return False
+    return all(n in (1, size) for n, size in zip(sizes[::-1], shape[::-1], strict=False))
 
 
 def _check_count(count: jax.Array | np.ndarray | float, name: str) -> None:
@@ -156,8 +171,8 @@ def _holds_for_all(condition: Callable[[jax.Array], jax.Array], value: jax.Array
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
     """Warns of inputs that were 0 in all rows, which say nothing about the weights."""
-    sums = statistic.require_grams() if statistic.squares is None else statistic.squares
-    if is_traced(sums) or not sums.size:
+    sums = statistic.gram if statistic.squares is None else statistic.squares
+    if sums is None or is_traced(sums) or not sums.size:
         return
     with sharding.evaluate_now():
         is_zero = np.asarray(statistic.sums_of_squares() == 0).all(axis=-1)
