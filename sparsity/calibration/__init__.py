@@ -7,27 +7,31 @@
 """
 
 from sparsity.calibration.pruners.base import StatisticsPruning as StatisticsPruning
-from sparsity.calibration.pruners.flap import FLAPPruning as FLAPPruning
-from sparsity.calibration.pruners.osscar import OSSCARPruning as OSSCARPruning
+from sparsity.calibration.pruners.channels import (
+    FLAPPruning as FLAPPruning,
+    OSSCARPruning as OSSCARPruning,
+)
 from sparsity.calibration.pruners.scored import (
     RIAPruning as RIAPruning,
     ScoredPruning as ScoredPruning,
     WandaPruning as WandaPruning,
 )
 from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning as SparseGPTPruning
-from sparsity.calibration.rates import Rates as Rates, owl as owl
-from sparsity.calibration.refits.admm import ADMM as ADMM
-from sparsity.calibration.refits.base import BiasRefit as BiasRefit, Refit as Refit
+from sparsity.calibration.rates import Rates as Rates, Sensitivity as Sensitivity, owl as owl
 from sparsity.calibration.refits.block import BlockRefit as BlockRefit
-from sparsity.calibration.refits.least_squares import LeastSquares as LeastSquares
-from sparsity.calibration.refits.means import Means as Means
+from sparsity.calibration.refits.layers import (
+    ADMM as ADMM,
+    BiasRefit as BiasRefit,
+    LeastSquares as LeastSquares,
+    Means as Means,
+    Refit as Refit,
+)
 from sparsity.calibration.run.dry_run import DryRun as DryRun
 from sparsity.calibration.run.oneshot import oneshot as oneshot
 from sparsity.calibration.run.prune import prune as prune
 from sparsity.calibration.run.report import LayerReport as LayerReport, Report as Report
-from sparsity.calibration.run.sensitivity import Sensitivity as Sensitivity
 from sparsity.calibration.statistics.capture import calibrate as calibrate
-from sparsity.calibration.statistics.errors import (
+from sparsity.calibration.statistics.grams import (
     output_error as output_error,
     relative_error as relative_error,
 )

@@ -6,7 +6,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Means, prune
-from sparsity.calibration.run.needs import combine_needs, read_needs
+from sparsity.calibration.run.prune import combine_needs, read_needs
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 MAGNITUDE, GPT = sparsity.MagnitudePruning(**HALF), sparsity.SparseGPTPruning(**HALF)

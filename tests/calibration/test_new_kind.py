@@ -10,7 +10,7 @@ import pytest
 import sparsity
 from sparsity.calibration import ScoredPruning, StatisticsPruning
 from sparsity.calibration.statistics import alignment, capture
-from sparsity.calibration.statistics.row_sums import FIELDS_BY_KIND, sum_inputs
+from sparsity.calibration.statistics.sums import FIELDS_BY_KIND, sum_inputs
 from tests import helpers
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration.statistics.capture import merge_counts
-from sparsity.calibration.statistics.summing import add_batch
+from sparsity.calibration.statistics.sums import add_batch
 
 RNG = np.random.default_rng(0)
 B, T, D = 3, 5, 4

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration.inverses import factor_damped_inverse
-from sparsity.calibration.pruners.sweep import choose_block_sizes, sweep
+from sparsity.calibration.pruners.sparsegpt import choose_block_sizes, sweep
+from sparsity.calibration.statistics.grams import factor_damped_inverse
 from tests import helpers
 from tests.calibration import oracles
 

@@ -10,7 +10,7 @@ import pytest
 import sparsity
 from sparsity.calibration import output_error, prune
 from sparsity.calibration.statistics import capture
-from sparsity.calibration.statistics.row_sums import sum_inputs
+from sparsity.calibration.statistics.sums import sum_inputs
 from tests import helpers
 from tests.calibration import oracles
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.calibration.run import reuse
+from sparsity.calibration import reuse
 from sparsity.programs.products import read_product
 from sparsity.programs.program import read_jaxpr
 from sparsity.programs.walk import Interpreter

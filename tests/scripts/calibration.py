@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from sparsity.calibration import prune, relative_error
-from sparsity.calibration.inverses import factor_damped_inverse
+from sparsity.calibration.statistics.grams import factor_damped_inverse
 from tests.calibration import oracles
 from tests.scripts.devices import same
 

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import cho_solve
 
-from sparsity.calibration.inverses import compute_damping_shifts
-from sparsity.calibration.statistics.errors import dot
+from sparsity.calibration.statistics.grams import compute_damping_shifts, dot
 
 
 class ReaderMatrices(NamedTuple):

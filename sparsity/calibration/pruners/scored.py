@@ -14,9 +14,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.reuse import compile_or_reuse
-from sparsity.calibration.statistics.row_sums import StatisticsKind
+from sparsity.calibration.reuse import compile_or_reuse
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.sums import StatisticsKind
 from sparsity.calibration.statistics.validation import look_up_statistic
 from sparsity.core import sharding, trees
 from sparsity.core.arrays import promote

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.calibration.run.reuse import compile_at_call
+from sparsity.calibration.reuse import compile_at_call
 from sparsity.core.arrays import promote
 from sparsity.core.checks import check_function, check_int, check_kind, check_number
 from sparsity.core.trees import Path, PyTree

@@ -16,16 +16,14 @@ import chex
 import jax
 import numpy as np
 
-from sparsity.calibration.refits.base import BiasRefit, Refit
 from sparsity.calibration.refits.block import Batch, BlockRefit
+from sparsity.calibration.refits.layers import BiasRefit, Refit
 from sparsity.calibration.run.blocks import BlockNameFn, BlockPlan, name_block
 from sparsity.calibration.run.dry_run import DryRun
-from sparsity.calibration.run.frames import Lane
-from sparsity.calibration.run.lanes import list_equations, make_frame, make_lanes
-from sparsity.calibration.run.outputs import OutputSums, read_metric
+from sparsity.calibration.run.frames import Lane, list_equations, make_frame, make_lanes
 from sparsity.calibration.run.prune import check_pruner_and_refit
 from sparsity.calibration.run.reached import ReachedWeight, sum_losses, sum_statistic
-from sparsity.calibration.run.report import LayerReport, Report
+from sparsity.calibration.run.report import LayerReport, OutputSums, Report, read_metric
 from sparsity.calibration.run.task import PrunedLayer, PruningTask, make_task
 from sparsity.calibration.run.walk import RunBlock, Walk
 from sparsity.calibration.run.weights import (
@@ -330,7 +328,9 @@ class _Run:
         if compares:
             is_counted = held is None
             for frame, batch, expected, returned in walk.iterate_outputs(is_counted):
-                sums.add(frame, batch, expected, returned)
+                row_weights = frame.lane.row_weights[batch]
+                spread = [frame.lane.spread(x, row_weights) for x in frame.program.outputs]
+                sums.add(expected, returned, spread)
         return self._finish(sums, dense_metric)
 
     def _open_folder(

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from sparsity.calibration.reuse import compile_at_call
 from sparsity.calibration.run.frames import Frame, ScanLayers
-from sparsity.calibration.run.reuse import compile_at_call
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import have_equal_axes, merge_counts
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.summing import (
+from sparsity.calibration.statistics.sums import (
     Steps,
     SummingInterpreter,
     Uses,

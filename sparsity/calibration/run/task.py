@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.rates import Rates
-from sparsity.calibration.refits.base import BiasRefit, Refit
-from sparsity.calibration.refits.means import holds_outputs
-from sparsity.calibration.run.needs import Needs, combine_needs, method_name
-from sparsity.calibration.run.prune import prune_and_refit
+from sparsity.calibration.refits.layers import BiasRefit, Refit, holds_outputs
+from sparsity.calibration.run.prune import Needs, combine_needs, method_name, prune_and_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.alignment import describe_function, meets_data
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.errors import output_error, ratio, squared_means
+from sparsity.calibration.statistics.grams import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.validation import warn_of_zeros
 from sparsity.core import sharding, trees

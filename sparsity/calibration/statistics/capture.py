@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.run.reuse import compile_at_call
+from sparsity.calibration.reuse import compile_at_call
 from sparsity.calibration.statistics.alignment import (
     Alignment,
     align,
@@ -23,20 +23,18 @@ from sparsity.calibration.statistics.row_axes import (
     find_row_axes,
     read_row_weights,
 )
-from sparsity.calibration.statistics.row_sums import (
+from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.sums import (
     FIELDS_BY_KIND,
     StatisticsKind,
-    sum_inputs,
-    sum_outputs,
-)
-from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.summing import (
     Steps,
     SummingInterpreter,
     Sums,
     Uses,
     add,
     add_batch,
+    sum_inputs,
+    sum_outputs,
 )
 from sparsity.calibration.statistics.validation import make_not_finite_error
 from sparsity.core import extras, sharding, trees

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.statistics.row_sums import (
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.calibration.statistics.sums import (
     FIELDS_BY_KIND,
     StatisticsKind,
     check_statistics_kind,
 )
-from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, is_real, is_traced, warn
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, Tree
