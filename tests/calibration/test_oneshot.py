@@ -121,8 +121,6 @@ def test_weights_that_no_product_reads_are_named(model):
 @pytest.mark.slow
 def test_batches_that_cannot_be_used_are_named(model):
     params, (first, second) = model
-    with pytest.raises(ValueError, match=r"Batch 1 has arrays float32\[5, 12\], batch 0 has"):
-        sparsity.oneshot(PRUNER, scanned, params, [first, second[:5]])
     with pytest.raises(ValueError, match=r"'first' are not all finite in batch 1"):
         sparsity.oneshot(PRUNER, scanned, params, [first, second.at[3, 3].set(jnp.nan)])
     with pytest.raises(ValueError, match="No row of the batches reaches 'first'"):

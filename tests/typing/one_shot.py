@@ -23,16 +23,16 @@ mask: jax.Array = masks["up"]
 error: float = report[("up",)].error
 
 
-needed: sparsity.calibration.Estimate = sparsity.oneshot(
-    pruner, model, params, batches, None, True, None, held=(), progress=True, estimate=True
+needed: sparsity.calibration.DryRun = sparsity.oneshot(
+    pruner, model, params, batches, None, True, None, held=(), progress=True, dry_run=True
 )
-nbytes: int = needed.peak
+nbytes: int = needed.resident
 
 
-def count(estimate: bool) -> int:
+def count(dry_run: bool) -> int:
     """Returns the bytes of a run, or the number of its layers."""
-    result = sparsity.oneshot(pruner, model, params, batches, estimate=estimate)
-    return result.peak if isinstance(result, sparsity.calibration.Estimate) else len(result[2])
+    result = sparsity.oneshot(pruner, model, params, batches, dry_run=dry_run)
+    return result.resident if isinstance(result, sparsity.calibration.DryRun) else len(result[2])
 
 
 class Untouched:

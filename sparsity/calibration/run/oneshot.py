@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import chex
 import jax
@@ -55,6 +55,47 @@ ModelFn: TypeAlias = Callable[[PyTree, PyTree], PyTree]  # from params and a bat
 AnyRefit: TypeAlias = Refit | BiasRefit | BlockRefit
 
 
+class _Keywords(TypedDict, total=False):
+    """Keyword arguments of `oneshot` that do not change the type of its results."""
+
+    row_weights: RowWeights | None
+    blocks: BlockNameFn | None
+    held: Iterable[PyTree] | None
+    metric: Callable[[PyTree], chex.Numeric] | None
+    donate: bool
+    progress: bool
+
+
+@overload
+def oneshot(
+    pruner: BaseUpdater,
+    fn: ModelFn,
+    params: PyTree,
+    batches: Iterable[PyTree],
+    refit: AnyRefit | Sequence[AnyRefit] | None = ...,
+    sequential: bool = ...,
+    out: str | os.PathLike[str] | None = ...,
+    *,
+    dry_run: Literal[True],
+    **options: Unpack[_Keywords],
+) -> DryRun: ...
+
+
+@overload
+def oneshot(
+    pruner: BaseUpdater,
+    fn: ModelFn,
+    params: str | os.PathLike[str],
+    batches: Iterable[PyTree],
+    refit: AnyRefit | Sequence[AnyRefit] | None = ...,
+    sequential: bool = ...,
+    out: str | os.PathLike[str] | None = ...,
+    *,
+    dry_run: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[PyTree, Masks, Report]: ...
+
+
 @overload
 def oneshot(
     pruner: BaseUpdater,
@@ -65,13 +106,8 @@ def oneshot(
     sequential: bool = ...,
     out: str | os.PathLike[str] | None = ...,
     *,
-    row_weights: RowWeights | None = ...,
-    blocks: BlockNameFn | None = ...,
-    held: Iterable[PyTree] | None = ...,
-    metric: Callable[[PyTree], chex.Numeric] | None = ...,
-    donate: bool = ...,
-    progress: bool = ...,
     dry_run: Literal[False] = ...,
+    **options: Unpack[_Keywords],
 ) -> tuple[Tree, Masks, Report]: ...
 
 
@@ -85,14 +121,9 @@ def oneshot(
     sequential: bool = ...,
     out: str | os.PathLike[str] | None = ...,
     *,
-    row_weights: RowWeights | None = ...,
-    blocks: BlockNameFn | None = ...,
-    held: Iterable[PyTree] | None = ...,
-    metric: Callable[[PyTree], chex.Numeric] | None = ...,
-    donate: bool = ...,
-    progress: bool = ...,
-    dry_run: Literal[True],
-) -> DryRun: ...
+    dry_run: bool,
+    **options: Unpack[_Keywords],
+) -> tuple[Tree, Masks, Report] | DryRun: ...
 
 
 def oneshot(
