@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import sparsity
 from sparsity.calibration import ADMM, BlockRefit, open_checkpoint
+from sparsity.calibration.run.frames import Frame
 
 RNG = np.random.default_rng(0)
 NUM_LAYERS = 4
@@ -114,6 +115,32 @@ def test_donated_arrays_are_deleted_and_give_the_same_bits():
     assert_equal((pruned, masks), expected[:2])
     assert report.outputs == expected[2].outputs
     assert params["layers"]["up"].is_deleted()
+
+
+def test_no_weight_is_copied_to_be_transposed(monkeypatch):
+    params = {f"layers.{i}.w": draw(24, 16 if i == 0 else 24) for i in range(3)}
+    params["tied"] = draw(40, 16)
+    shapes = set()
+
+    def model(params, tokens):
+        x = params["tied"][tokens]
+        for i in range(3):
+            x = jnp.tanh(x @ params[f"layers.{i}.w"].T)
+        return x[:, :16] @ params["tied"].T
+
+    read_value = Frame.read_value
+
+    def read_and_look(frame, batch, value):
+        result = read_value(frame, batch, value)
+        shapes.update(x.shape for x in jax.live_arrays())
+        return result
+
+    monkeypatch.setattr(Frame, "read_value", read_and_look)
+    matrices = sparsity.Uniform(0.5, filter_fn=lambda path, _: path != ("tied",))
+    pruner = sparsity.WandaPruning(sparsity_distribution_fn=matrices)
+    sparsity.oneshot(pruner, model, params, [jnp.arange(9), jnp.arange(30, 40)])
+    assert (40, 16) in shapes
+    assert shapes.isdisjoint({(16, 40), (16, 24)})
 
 
 def test_bfloat16_and_shards_of_hugging_face_are_read_and_written(tmp_path):

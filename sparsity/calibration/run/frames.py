@@ -31,6 +31,7 @@ from sparsity.programs.program import Body, Equation, Program, Value
 ScanLayers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 Values: TypeAlias = dict[Value, jax.Array]
 _NARROW = (jnp.bfloat16, jnp.float16)
+_MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,8 +150,10 @@ class Frame:
         if not active:
             return
         inputs, _, needed = self.list_boundary(active)
+        moves = self._list_moves([x for x in inputs if x not in self.data[batches[0]]])
+        inputs = self.list_boundary([*moves, *active])[0]
         key, inside = (active[0], active[-1]), {*active}
-        run = _make_run(active, inputs, needed)
+        run = _make_run([*moves, *active], inputs, needed)
         compiled = self.lane.programs.setdefault(key, compile_at_call(run))
         for batch in batches:
             values = self.data[batch]
@@ -160,6 +163,15 @@ class Frame:
                 if self.last_uses.get(value) in inside:
                     values.pop(value, None)
             values.update(zip(needed, map(_put_on_host, outputs), strict=True))
+
+    def _list_moves(self, from_params: Sequence[Value]) -> list[Equation]:
+        """Returns the equations that move entries of parameters, which products need no copy of."""
+        moves = dict[Equation, None]()
+        for value in from_params:
+            equation = self.program.makers.get(value)
+            if equation is not None and equation.name in _MOVES:
+                moves |= dict.fromkeys((*self._list_moves(equation.inputs), equation))
+        return [*moves]
 
     def list_boundary(
         self, active: Sequence[Equation]

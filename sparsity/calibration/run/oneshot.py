@@ -357,11 +357,7 @@ class _Run:
         self._check_all_done()
         sums = OutputSums()
         if compares:
-            is_counted = held is None
-            for frame, batch, expected, returned in walk.iterate_outputs(is_counted):
-                row_weights = frame.lane.row_weights[batch]
-                spread = [frame.lane.spread(x, row_weights) for x in frame.program.outputs]
-                sums.add(expected, returned, spread)
+            walk.compare_outputs(held is None, sums.add)
         return self._finish(sums, dense_metric)
 
     def _open_folder(

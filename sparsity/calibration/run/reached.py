@@ -72,9 +72,10 @@ class ReachedWeight:
 
         program = compile_at_call(run)
         for batch, weights in enumerate(lane.row_weights):
-            inputs: PyTree = [self.frame.read_value(batch, x) for x in equation.inputs]
-            if not equation.inner_programs:  # the weight itself is no argument
-                inputs = {n: inputs[1 - use.operand] for n, use in uses.items()}
+            read, values = functools.partial(self.frame.read_value, batch), equation.inputs
+            inputs: PyTree = {n: read(values[1 - use.operand]) for n, use in uses.items()}
+            if equation.inner_programs:
+                inputs = [*map(read, values)]
             sums = program(inputs, indices, weights, matrices)
             yield lane.batches[batch], functools.reduce(add, [sums[n] for n in sorted(sums)])
 

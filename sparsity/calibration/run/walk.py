@@ -9,7 +9,7 @@ the dense ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import jax
@@ -91,20 +91,30 @@ class Walk:
         """Runs the model up to the last equation that a block needs."""
         self._run_program(self.frames, self.dense, "")
 
-    def iterate_outputs(self, is_counted: bool) -> Iterator[tuple[Frame, int, Arrays, Arrays]]:
-        """Yields (dense frame, batch, dense outputs, outputs of the pruned model), one by one.
+    def compare_outputs(
+        self,
+        is_counted: bool,
+        compare: Callable[[Arrays, Arrays, list[jax.Array | None]], None],
+    ) -> None:
+        """Calls `compare(dense outputs, outputs of the pruned model, row weights of each)`.
 
         Args:
-          is_counted: whether to yield those of batches that count in statistics, or of the others.
+          is_counted: whether to compare batches that count in statistics, or the others.
+          compare: is called for one batch after the other.
         """
         for frame, dense in zip(self.frames, self.dense, strict=True):
-            for batch in range(len(frame.data)) if frame.lane.is_counted == is_counted else ():
-                outputs = []
-                for each in (dense, frame):
-                    each.run(each.equations[self._tail :], [batch])
-                    outputs.append([each.read_value(batch, x) for x in each.program.outputs])
-                    each.data[batch].clear()
-                yield dense, batch, outputs[0], outputs[1]
+            lane, outputs = frame.lane, frame.program.outputs
+            for batch, weights in enumerate(lane.row_weights):
+                if lane.is_counted == is_counted:
+                    spread = [lane.spread(value, weights) for value in outputs]
+                    compare(self._run_tail(dense, batch), self._run_tail(frame, batch), spread)
+
+    def _run_tail(self, frame: Frame, batch: int) -> Arrays:
+        """Returns the outputs of the model for a batch, and drops all values."""
+        frame.run(frame.equations[self._tail :], [batch])
+        outputs = [frame.read_value(batch, x) for x in frame.program.outputs]
+        frame.data[batch].clear()
+        return outputs
 
     def _run_program(self, frames: list[Frame], dense: list[Frame], prefix: str) -> None:
         """Runs a program that has several blocks."""
