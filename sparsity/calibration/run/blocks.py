@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from sparsity.calibration.statistics.capture import Calibration
@@ -101,6 +101,20 @@ class BlockPlan:
         """Returns whether a program has scans that run layer by layer."""
         return any(map(self.is_layered, program.flat_equations()))
 
+    def measure_live(self, program: Program) -> list[int]:
+        """Returns the bytes of data that are live before each equation, and after the last."""
+        equations = [*program.flat_equations()]
+        last = {value: i for i, equation in enumerate(equations) for value in equation.inputs}
+        last |= dict.fromkeys(program.outputs, len(equations))
+        made = dict.fromkeys(program.inputs, 0)
+        made |= {x: i + 1 for i, equation in enumerate(equations) for x in equation.outputs}
+        live = [0] * (len(equations) + 1)
+        for value, start in made.items():
+            if self.calibration.graph.tracker.is_data(value):
+                for i in range(start, last.get(value, -1) + 1):
+                    live[i] += count_bytes(value)
+        return live
+
     def list_read_once(self) -> list[Path]:
         """Returns the parameters that one product reads, before the last block ends."""
         graph = self.calibration.graph
@@ -113,7 +127,7 @@ class BlockPlan:
 
     def _split(self, program: Program) -> list[Span]:
         equations = [*program.flat_equations()]
-        live = _measure_cuts(program, equations, self.calibration.graph.tracker.is_data)
+        live = self.measure_live(program)
         spans, start, name, last_stop = list[Span](), 0, "", -1
         for index, equation in enumerate(equations):
             if self.is_layered(equation):
@@ -137,16 +151,6 @@ class BlockPlan:
         return [*spans, Span(start, end, name), *([tail] if end < tail.stop else [])]
 
 
-def _measure_cuts(
-    program: Program, equations: Sequence[Equation], is_data: Callable[[Value], bool]
-) -> list[int]:
-    """Returns the entries of data that are live before each equation, and after the last."""
-    last = {value: i for i, equation in enumerate(equations) for value in equation.inputs}
-    last |= dict.fromkeys(program.outputs, len(equations))
-    made = dict.fromkeys(program.inputs, 0)
-    made |= {x: i + 1 for i, equation in enumerate(equations) for x in equation.outputs}
-    live = [0] * (len(equations) + 1)
-    for value, start in made.items():
-        for i in range(start, last.get(value, -1) + 1 if is_data(value) else 0):
-            live[i] += value.size
-    return live
+def count_bytes(value: Value) -> int:
+    """Returns the bytes of a value."""
+    return value.size * int(value.dtype.itemsize)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from sparsity.calibration.refits.block import BlockRefit
-from sparsity.calibration.run.blocks import BlockPlan
+from sparsity.calibration.run.blocks import BlockPlan, Span, count_bytes
 from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras
 from sparsity.programs.program import Equation, Program, Value
 
-_LAYER_COPIES = 5  # dense, effective, pruned and refitted weights, and scores, in float32
-_GRAM_COPIES = 2  # the sums so far and those of a batch; or the matrix and its factor
+_LAYER_COPIES = 5  # of a weight in float32: dense, scores, pruned, refitted, lost
+_STATISTIC_COPIES = 2  # the sums so far and those of a batch; or the matrix and its factor
 _TRAINING_COPIES = 5  # weights in float32, gradients, two moments, the best step
 
 
@@ -24,30 +22,27 @@ class BlockBytes(NamedTuple):
     """Bytes of a block.
 
     Attributes:
-      name: its name; of a scan that of all its steps, which are alike.
+      name: its name; a scan stands for all its steps, which are alike.
       params: its parameters, each once.
-      activations: the values of all batches that enter the block and leave it.
-      statistics: the Gram matrix or the sums of squares of its largest weight.
+      statistics: the Gram matrices or the sums of squares of its largest weight.
       work: solving its largest weight, or training all of them.
+      activations: the values of all batches where most of them wait for a weight.
+      resident: all that is held at once, besides activations.
     """
 
     name: str
     params: int
-    activations: int
     statistics: int
     work: int
-
-    @property
-    def resident(self) -> int:
-        """Bytes besides activations, with the parameters of the block before."""
-        return 2 * self.params + self.statistics + self.work
+    activations: int
+    resident: int
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """Bytes of a one-shot run that streams. Made by `oneshot(..., dry_run=True)`.
 
-    They leave out values within a block for one batch, and what XLA takes to compile.
+    They leave out values between two weights for one batch, and what XLA takes to compile.
 
     Attributes:
       model: bytes of all parameters, which a run holds if they are in memory.
@@ -72,10 +67,7 @@ class DryRun:
         columns = ("params", "statistics", "work", "activations", "resident, MB")
         table = extras.make_table(("block",), columns)
         for block in self.blocks:
-            sizes = (
-                block.params, block.statistics, block.work, block.activations, block.resident
-            )  # fmt: skip
-            table.add_row(block.name, *(f"{size / 1e6:,.1f}" for size in sizes))
+            table.add_row(block.name, *(f"{size / 1e6:,.1f}" for size in block[1:]))
         return extras.as_text(table)
 
     def __str__(self) -> str:
@@ -98,7 +90,7 @@ class DryRun:
           copies: the lanes of each batch, the pruned and the dense one.
         """
         meter = _Meter(task, plan, batches * copies, refit)
-        meter.follow(task.graph.model.program, [])
+        meter.follow(task.graph.model.program, 0)
         model = sum(param.size * param.dtype.itemsize for param in task.graph.parameters)
         return DryRun(model, tuple(meter.blocks))
 
@@ -111,45 +103,55 @@ class _Meter:
         self._is_data = task.graph.tracker.is_data
         self.blocks: list[BlockBytes] = []
 
-    def follow(self, program: Program, around: Sequence[Value]) -> None:
-        """Adds the blocks of a program; `around` are values that live meanwhile."""
-        equations = [*program.flat_equations()]
+    def follow(self, program: Program, around: int) -> None:
+        """Adds the blocks of a program; `around` are bytes of data that live meanwhile."""
+        equations, live = [*program.flat_equations()], self._plan.measure_live(program)
         for span in self._plan.split(program):
-            inside = equations[span.start : span.stop]
-            if span.is_scan and self._plan.is_nested(body := inside[0].list_bodies()[0].program):
-                self.follow(body, [*around, *inside[0].inputs, *inside[0].outputs])
+            if not span.is_scan:
+                self._add(span, program, around)
                 continue
-            reads = [x for equation in inside for x in equation.inputs]
-            if span.is_scan:
-                body = inside[0].list_bodies()[0].program
-                around_scan = [*around, *inside[0].inputs, *inside[0].outputs]
-                self._add(span.name, body, [*body.flat_equations()], around_scan)
+            body = equations[span.start].list_bodies()[0].program
+            outside = around + max(live[span.start : span.stop + 1])
+            if self._plan.is_nested(body):
+                self.follow(body, outside)
             else:
-                self._add(span.name or "(no weights)", program, inside, [*around, *reads])
+                self._add(span._replace(start=0, stop=len([*body.flat_equations()])), body, outside)
 
-    def _add(
-        self, name: str, program: Program, equations: Sequence[Equation], live: Iterable[Value]
-    ) -> None:
-        params = {x for equation in equations for x in self._list_params(program, equation)}
-        outputs = [x for equation in equations[-1:] for x in equation.outputs]
-        values = {x for x in (*live, *outputs) if self._is_data(x)}
-        statistics = work = trained = 0
-        needs, uses = self._task.needs, self._plan.calibration.uses
-        for equation in equations:
-            for use in (uses[n] for n in self._plan.list_uses(equation)):
-                alignment = self._plan.calibration.alignments[
-                    next(n for n, other in uses.items() if other is use)
-                ]
-                size, inputs = math.prod(alignment.shape), max(use.num_inputs, 1)
-                trained += 4 * size
-                slices = math.prod(alignment.axes.read_batch_shape(alignment.shape))
-                gram = 4 * inputs * slices * (inputs if needs.has_grams else 1)
-                statistics = max(statistics, gram * (_GRAM_COPIES if needs.has_grams else 2))
-                work = max(work, 4 * size * _LAYER_COPIES)
+    def _add(self, span: Span, program: Program, around: int) -> None:
+        """Adds a block, which holds what it reads until a weight is pruned, and all that is new."""
+        equations, live = [*program.flat_equations()], self._plan.measure_live(program)
+        loaded, params = set[Value](), set[Value]()
+        resident = statistics = work = parts = trained = 0
+        stops = [span.start, span.stop]
+        for index in range(span.start, span.stop):
+            read = self._list_params(program, equations[index])
+            loaded, params = loaded | read, params | read
+            for use_index in self._plan.list_uses(equations[index]):
+                size, nbytes, sums = self._measure(use_index)
+                solving = 4 * size * _LAYER_COPIES
+                resident = max(resident, _sum_bytes(loaded) + parts + sums + solving)
+                statistics, work = max(statistics, sums), max(work, solving)
+                loaded, parts, trained = set(), parts + nbytes + size, trained + 4 * size
+                stops.append(index)
         if self._refit:
             work = max(work, self._refit.window * trained * _TRAINING_COPIES)
-        size = self._copies * sum(map(_count_bytes, values))
-        self.blocks.append(BlockBytes(name, sum(map(_count_bytes, params)), size, statistics, work))
+        name, total = span.name or "(no weights)", _sum_bytes(params)
+        resident = max(resident, total + parts + (work if self._refit else 0))
+        activations = self._copies * (around + max(live[i] for i in stops))
+        if not span.name and program is self._task.graph.model.program:
+            # Outputs of the model are compared batch by batch.
+            activations = self._copies * live[span.start] + 2 * live[span.stop]
+        self.blocks.append(BlockBytes(name, total, statistics, work, activations, resident))
+
+    def _measure(self, use_index: int) -> tuple[int, int, int]:
+        """Returns the entries of a weight, its bytes, and the bytes of its statistics."""
+        calibration, kind = self._plan.calibration, self._task.needs
+        alignment, use = calibration.alignments[use_index], calibration.uses[use_index]
+        size, inputs = math.prod(alignment.shape), max(use.num_inputs, 1)
+        slices = math.prod(alignment.axes.read_batch_shape(alignment.shape))
+        sums = 4 * slices * inputs * (inputs if kind.has_grams else 1) * _STATISTIC_COPIES
+        (dtype,) = {x.dtype for x in self._task.graph.parameters if x.path == use.path}
+        return size, size * dtype.itemsize, sums
 
     def _list_params(self, program: Program, equation: Equation) -> set[Value]:
         """Returns the inputs of a program of parameters alone that an equation needs."""
@@ -165,5 +167,5 @@ class _Meter:
         return params
 
 
-def _count_bytes(value: Value) -> int:
-    return math.prod(value.shape) * int(jnp.dtype(value.dtype).itemsize)
+def _sum_bytes(values: Iterable[Value]) -> int:
+    return sum(map(count_bytes, values))

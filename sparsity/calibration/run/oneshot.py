@@ -421,6 +421,7 @@ class _Run:
             losses = sum_losses(places, *layer.list_weights_and_losses())
             layer = layer._replace(output_squares=losses)
         self._take_layer(path, index, layer, started)
+        self.weights.forget()
 
     def _take_layer(
         self, path: Path, index: LayerIndex, layer: PrunedLayer, started: float
