@@ -121,6 +121,29 @@ def batches_that_are_sharded_give_what_one_device_gives(devices):
         np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 
 
+def blocks_are_refitted_to_what_one_device_gives(devices):
+    keys = jax.random.split(jax.random.key(0), 4)
+    first, layers = (
+        jax.random.normal(k, s) for k, s in zip(keys, [(6, 8), (2, 8, 8)], strict=False)
+    )
+    params = {"first": first, "layers": layers / 3}
+    batches = [jax.random.normal(key, (16, 6)) for key in keys[2:]]
+    updater = sparsity.WandaPruning(sparsity_distribution_fn=half)
+    refits = (sparsity.ADMM(), sparsity.BlockRefit(steps=8, learning_rate=1e-2))
+    expected = sparsity.oneshot(updater, network, params, batches, refits)
+    with jax.set_mesh(devices.mesh):
+        placed = {name: devices.put(x) for name, x in params.items()}
+        sharded = [devices.put(x, "a") for x in batches]
+        actual = sparsity.oneshot(updater, network, placed, sharded, refits)
+    jax.tree.map(np.testing.assert_array_equal, actual[1], expected[1])
+    for name, leaf in actual[0].items():
+        np.testing.assert_allclose(leaf, expected[0][name], atol=1e-4)
+        assert leaf.sharding.is_equivalent_to(placed[name].sharding, leaf.ndim), name
+    assert any(after < before for before, after in expected[2].blocks.values())
+    for name, errors in actual[2].blocks.items():
+        np.testing.assert_allclose(errors, expected[2].blocks[name], rtol=1e-3)
+
+
 def multiply(params, x):
     return x @ params
 
@@ -213,6 +236,7 @@ _BOTH = [
     training_updates_masks_by_statistics,
     statistics_that_are_constants_serve_inside_shard_map,
     batches_that_are_sharded_give_what_one_device_gives,
+    blocks_are_refitted_to_what_one_device_gives,
     meshes_that_are_not_in_use_give_what_one_device_gives,
     each_device_solves_a_part_of_a_weight_that_lies_on_all,
     experts_give_what_one_device_gives_wherever_they_lie,
