@@ -31,13 +31,14 @@ from tqdm import trange
 import sparsity
 from sparsity.calibration import BlockRefit
 
+BLOCKS = BlockRefit(steps=64, learning_rate=2e-3)
 METHODS: dict[str, tuple[type[sparsity.BaseUpdater], Any]] = {
     "magnitude": (sparsity.MagnitudePruning, None),
     "Wanda": (sparsity.WandaPruning, None),
     "SparseGPT": (sparsity.SparseGPTPruning, None),
     "Wanda, ADMM": (sparsity.WandaPruning, sparsity.ADMM()),
-    "Wanda, BlockRefit": (sparsity.WandaPruning, BlockRefit()),
-    "Wanda, ADMM, BlockRefit": (sparsity.WandaPruning, (sparsity.ADMM(), BlockRefit())),
+    "Wanda, BlockRefit": (sparsity.WandaPruning, BLOCKS),
+    "Wanda, ADMM, BlockRefit": (sparsity.WandaPruning, (sparsity.ADMM(), BLOCKS)),
 }
 KINDS = {"50 %": 0.5, "60 %": 0.6, "2:4": 0.5}
 CALIBRATION = (512, 8)  # tokens of a window, windows
