@@ -18,7 +18,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 
 _COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
 _MAX_PROGRAMS = 256  # programs; then the oldest is dropped
-_MAX_CONSTANT_BYTES = 1 << 16  # bytes of a constant of a program that is kept
+_MAX_CONSTANT_BYTES = 1 << 16  # of a constant; programs with larger ones are not shared
 
 
 def compile_or_reuse(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
@@ -50,18 +50,14 @@ def compile_or_reuse(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., 
         return [x for x in leaves if is_traced(x)]
 
     closed = jax.make_jaxpr(run_flat)(*args)
-    arrays = _list_constants(closed)
-    if arrays is None or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays):
-        return fn  # keys of random numbers have no bytes to compare
-    constants = [np.asarray(x) for x in arrays]
-    if any(x.nbytes > _MAX_CONSTANT_BYTES for x in constants):
-        return fn
-    key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
-    compiled = _COMPILED.get(key)
+    key = _make_key(closed)
+    compiled = _COMPILED.get(key) if key is not None else None
     if compiled is None:
+        compiled = jax.jit(jaxpr_as_fun(closed))
+    if key is not None and key not in _COMPILED:
         if len(_COMPILED) >= _MAX_PROGRAMS:
             _COMPILED.pop(next(iter(_COMPILED)), None)
-        _COMPILED[key] = compiled = jax.jit(jaxpr_as_fun(closed))
+        _COMPILED[key] = compiled
 
     def call(*args: PyTree) -> PyTree:
         outputs = iter(compiled(*jax.tree.leaves(args)))
@@ -90,6 +86,17 @@ def compile_at_call(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return compiled[types](*args)
 
     return call
+
+
+def _make_key(closed: PyTree) -> tuple[str, ...] | None:
+    """Returns what tells a traced function from others; `None` if only the function itself does."""
+    arrays = _list_constants(closed)
+    if arrays is None or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays):
+        return None  # keys of random numbers have no bytes to compare
+    constants = [np.asarray(x) for x in arrays]
+    if any(x.nbytes > _MAX_CONSTANT_BYTES for x in constants):
+        return None
+    return str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
 
 
 def _list_constants(closed: PyTree) -> list[jax.Array | np.ndarray] | None:

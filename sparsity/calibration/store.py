@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 import types
 import weakref
@@ -36,7 +37,9 @@ from sparsity.core.checkpoints import (
 )
 from sparsity.core.extras import reading, replacing
 from sparsity.core.trees import PyTree
+from sparsity.programs.program import Program, Value
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of objects, which differs by process
 _CHUNK = 1 << 24  # bytes that are copied at once
 # The folders that this process writes; a new object for a folder closes the one before.
 _OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
@@ -111,6 +114,12 @@ class RunFolder:
             )
         self.is_finished = "finished" in lines[-1]
         self.done = {line["block"]: line["record"] for line in lines[1:] if "block" in line}
+        for kind in ("model", "masks"):
+            if not self._find(kind).exists():
+                raise ValueError(
+                    f"out = {folder} holds a run, and its {kind}.safetensors is missing. Give "
+                    "another folder."
+                )
         self._places = {kind: read_header(self._find(kind)) for kind in ("model", "masks")}
         if self.is_finished:
             self._close()
@@ -254,6 +263,19 @@ def copy_metadata(source: PyTree, folder: str | os.PathLike[str]) -> None:
         if is_kept and not path.name.endswith((".index.json", "report.json")):
             with replacing(target) as new:
                 shutil.copyfile(path, new)
+
+
+def describe_program(program: Program) -> PyTree:
+    """Returns what a program computes: its equations with what they read, hold and do."""
+    numbers: dict[Value, PyTree] = {value: i for i, value in enumerate(program.inputs)}
+    equations = []
+    for equation in program.flat_equations():
+        inputs = [numbers.get(x, x.constant) for x in equation.inputs]
+        params = {name: _ADDRESS.sub("", repr(x)) for name, x in equation.params.items()}
+        bodies = [*map(describe_program, equation.inner_programs)]
+        equations.append((equation.name, inputs, {} if bodies else params, bodies))
+        numbers |= {x: len(numbers) + i for i, x in enumerate(equation.outputs)}
+    return equations, [numbers.get(x, x.constant) for x in program.outputs]
 
 
 def digest(tree: PyTree) -> str:

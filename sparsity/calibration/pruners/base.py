@@ -206,8 +206,9 @@ class StatisticsPruning(BaseUpdater):
             if np.ndim(target):
                 raise ValueError(
                     f"{type(self).__name__} solves all slices of {site.name!r} at one sparsity, "
-                    f"got {np.shape(target)} of them. Give one, or prune with sparsity.oneshot, "
-                    "which takes the layers of a scan one by one."
+                    f"got {np.shape(target)} of them. Give one, or prune with "
+                    "sparsity.oneshot(..., sequential=True), which takes the layers of a scan one "
+                    "by one."
                 )
             if not param.size:
                 weights[key_path], masks[key_path] = param, jnp.ones(param.shape, jnp.uint8)

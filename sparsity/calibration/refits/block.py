@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity.calibration.reuse import compile_at_call
@@ -36,6 +37,11 @@ class Batch(NamedTuple):
     inputs: Arrays
     targets: Arrays
     row_weights: Sequence[jax.Array | None]
+
+    def has_rows(self) -> bool:
+        """Returns whether a row counts."""
+        pairs = zip(self.targets, self.row_weights, strict=True)
+        return any(y.size and (weights is None or np.any(weights)) for y, weights in pairs)
 
 
 class Trained(NamedTuple):
@@ -105,6 +111,17 @@ class BlockRefit:
         check_function("filter_fn", self.filter_fn, "(path, array)", optional=True)
         check_kind("optimizer", self.optimizer, optax.GradientTransformation | None, "an optimizer")
 
+    def check(self, params: Mapping[Path, PyTree]) -> list[Path]:
+        """Returns the parameters that `filter_fn` chooses, and tries the optimizer on shapes.
+
+        Args:
+          params: arrays or shapes by path.
+        """
+        shapes = {n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in params.items()}
+        if self.optimizer is not None:
+            jax.eval_shape(self.optimizer.init, shapes)
+        return [path for path, array in params.items() if self.trains(path, array)]
+
     def trains(self, path: Path, array: jax.Array) -> bool:
         """Returns whether a parameter without a mask is trained."""
         is_inexact = jnp.issubdtype(array.dtype, jnp.floating)
@@ -121,9 +138,10 @@ class BlockRefit:
           others: all other parameters that the block reads, by place.
           batches: batches, one or more; those of one `call` have one shape.
         """
+        batches = [batch for batch in batches if batch.has_rows()]
         num_held = min(max(round(self.held * len(batches)), 1), len(batches) - 1)
         trained, held = batches[: len(batches) - num_held], batches[len(batches) - num_held :]
-        trained = trained or held
+        trained, held = trained or held, held or trained
         masters = {key: x.astype(promote(x.dtype, jnp.float32)) for key, x in weights.items()}
         dtypes = {key: x.dtype for key, x in weights.items()}
         losses = _make_losses(dtypes, batches)
@@ -186,6 +204,8 @@ def sum_losses(
             dtype = promote(y.dtype, jnp.float32)
             y, target = y.astype(dtype), target.astype(dtype)
             scale = 1 if weights is None else weights.astype(jnp.float32)
+            if weights is not None:  # rows that count nothing may be NaN
+                y, target = jnp.where(scale > 0, y, 0), jnp.where(scale > 0, target, 0)
             lost += jnp.sum(jnp.square(jnp.abs(y - target)) * scale).astype(jnp.float32)
             total += jnp.sum(jnp.square(jnp.abs(target)) * scale).astype(jnp.float32)
     return lost, total

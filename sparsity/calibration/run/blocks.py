@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from sparsity.calibration.statistics.capture import Calibration
@@ -52,10 +52,11 @@ class BlockPlan:
     Args:
       calibration: the uses of the weights to prune.
       name_block: returns the name of the block of a parameter.
+      window: the number of blocks in a row that are refitted and written together.
     """
 
-    def __init__(self, calibration: Calibration, name_block: BlockNameFn) -> None:
-        self.calibration, self._name_block = calibration, name_block
+    def __init__(self, calibration: Calibration, name_block: BlockNameFn, window: int = 1) -> None:
+        self.calibration, self.window, self._name_block = calibration, window, name_block
         products = calibration.graph.tracker.products
         self._layered = {scan for use in products for scan in use.view.scans}
         self._spans: dict[Program, list[Span]] = {}
@@ -79,10 +80,10 @@ class BlockPlan:
     def split(self, program: Program) -> list[Span]:
         """Returns the spans of a program in order; those of a step of a scan are one block."""
         if program not in self._spans:
-            self._spans[program] = self._split(program)
+            self._spans[program] = self._join_windows(_make_names_unique(self._split(program)))
         return self._spans[program]
 
-    def count_blocks(self, program: Program, window: int) -> int:
+    def count_blocks(self, program: Program) -> int:
         """Counts the blocks that a run finishes."""
         equations = [*program.flat_equations()]
         count = 0
@@ -90,9 +91,10 @@ class BlockPlan:
             if span.is_scan:
                 (body,) = equations[span.start].list_bodies()
                 length = equations[span.start].length
-                is_nested = self.is_nested(body.program)
-                inner = self.count_blocks(body.program, window) if is_nested else 1
-                count += length * inner if is_nested else -(-length // window)
+                if self.is_nested(body.program):
+                    count += length * self.count_blocks(body.program)
+                else:
+                    count += -(-length // self.window)
             else:
                 count += bool(span.name)
         return count
@@ -115,15 +117,62 @@ class BlockPlan:
                     live[i] += count_bytes(value)
         return live
 
+    def list_params(self, program: Program, values: Iterable[Value]) -> set[Value]:
+        """Returns the inputs of a program that values need which no data changes."""
+        pending, params = [*values], set[Value]()
+        while pending:
+            value = pending.pop()
+            if self.calibration.graph.tracker.is_data(value):
+                continue
+            if value in program.makers:
+                pending += program.makers[value].inputs
+            elif value in program.inputs:
+                params.add(value)
+        return params
+
     def list_read_once(self) -> list[Path]:
-        """Returns the parameters that one product reads, before the last block ends."""
-        graph = self.calibration.graph
-        program = graph.model.program
-        equations = [*program.flat_equations()]
-        last = {n for x in equations[self.split(program)[-1].start :] for n in self.list_uses(x)}
-        late = {self.calibration.uses[n].path for n in last}
-        counts = Counter(use.path for use in graph.uses)
-        return [path for path, count in counts.items() if count == 1 and path not in late]
+        """Returns the parameters that one block reads, and not what follows the blocks."""
+        model = self.calibration.graph.model
+        program, counts = model.program, self._count_readers(model.program)
+        equations = [*program.flat_equations()][self.split(program)[-1].start :]
+        read_late = [value for equation in equations for value in equation.inputs]
+        late = self.list_params(program, [*read_late, *program.outputs])
+        return [
+            parameter.path
+            for value, parameter in model.parameter_inputs.items()
+            if counts[value] == 1 and value not in late
+        ]
+
+    def _count_readers(self, program: Program) -> Counter[Value]:
+        """Counts the equations with data that read each input; several blocks are two at least."""
+        counts = Counter[Value]()
+        for equation in program.flat_equations():
+            if not any(map(self.calibration.graph.tracker.is_data, equation.outputs)):
+                continue
+            if not self.is_layered(equation):
+                counts.update(self.list_params(program, equation.inputs))
+                continue
+            (body,) = equation.list_bodies()
+            inner, stacks = self._count_readers(body.program), body.split(body.program.inputs)[2]
+            for value, inside in zip(body.inputs, body.program.inputs, strict=True):
+                times = 1 if inside in stacks else equation.length
+                for param in self.list_params(program, [value]):
+                    counts[param] += times * inner[inside]
+        return counts
+
+    def _join_windows(self, spans: Sequence[Span]) -> list[Span]:
+        """Returns the spans with `window` blocks in a row as one."""
+        joined, count = list[Span](), 0
+        for span in spans:
+            is_row = bool(joined and joined[-1].name and span.name)
+            is_row = is_row and not (joined[-1].is_scan or span.is_scan)
+            if is_row and count < self.window:
+                name, count = f"{joined[-1].name}, {span.name}", count + 1
+                joined[-1] = Span(joined[-1].start, span.stop, name)
+            else:
+                joined.append(span)
+                count = 1
+        return joined
 
     def _split(self, program: Program) -> list[Span]:
         equations = [*program.flat_equations()]
@@ -149,6 +198,16 @@ class BlockPlan:
             end = min(range(last_stop + 1, end + 1), key=lambda i: (live[i], i))
         tail = Span(end, len(equations))
         return [*spans, Span(start, end, name), *([tail] if end < tail.stop else [])]
+
+
+def _make_names_unique(spans: Sequence[Span]) -> list[Span]:
+    """Returns spans with a number behind names that came before."""
+    counts, unique = Counter[str](), list[Span]()
+    for span in spans:
+        counts[span.name] += bool(span.name)
+        number = f" ({counts[span.name]})" if counts[span.name] > 1 else ""
+        unique.append(span._replace(name=span.name + number))
+    return unique
 
 
 def count_bytes(value: Value) -> int:

@@ -11,7 +11,7 @@ from sparsity.calibration.refits.block import BlockRefit
 from sparsity.calibration.run.blocks import BlockPlan, Span, count_bytes
 from sparsity.calibration.run.task import PruningTask
 from sparsity.core import extras
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Program, Value
 
 _LAYER_COPIES = 5  # of a weight in float32: dense, scores, pruned, refitted, lost
 _STATISTIC_COPIES = 2  # the sums so far and those of a batch; or the matrix and its factor
@@ -100,7 +100,6 @@ class _Meter:
         self, task: PruningTask, plan: BlockPlan, copies: int, refit: BlockRefit | None
     ) -> None:
         self._task, self._plan, self._copies, self._refit = task, plan, copies, refit
-        self._is_data = task.graph.tracker.is_data
         self.blocks: list[BlockBytes] = []
 
     def follow(self, program: Program, around: int) -> None:
@@ -124,7 +123,7 @@ class _Meter:
         resident = statistics = work = parts = trained = 0
         stops = [span.start, span.stop]
         for index in range(span.start, span.stop):
-            read = self._list_params(program, equations[index])
+            read = self._plan.list_params(program, equations[index].inputs)
             loaded, params = loaded | read, params | read
             for use_index in self._plan.list_uses(equations[index]):
                 size, nbytes, sums = self._measure(use_index)
@@ -134,7 +133,8 @@ class _Meter:
                 loaded, parts, trained = set(), parts + nbytes + size, trained + 4 * size
                 stops.append(index)
         if self._refit:
-            work = max(work, self._refit.window * trained * _TRAINING_COPIES)
+            steps = 1 if program is self._task.graph.model.program else self._plan.window
+            work = max(work, steps * trained * _TRAINING_COPIES)
         name, total = span.name or "(no weights)", _sum_bytes(params)
         resident = max(resident, total + parts + (work if self._refit else 0))
         activations = self._copies * (around + max(live[i] for i in stops))
@@ -152,19 +152,6 @@ class _Meter:
         sums = 4 * slices * inputs * (inputs if kind.has_grams else 1) * _STATISTIC_COPIES
         (dtype,) = {x.dtype for x in self._task.graph.parameters if x.path == use.path}
         return size, size * dtype.itemsize, sums
-
-    def _list_params(self, program: Program, equation: Equation) -> set[Value]:
-        """Returns the inputs of a program of parameters alone that an equation needs."""
-        pending, params = [*equation.inputs], set[Value]()
-        while pending:
-            value = pending.pop()
-            if self._is_data(value):
-                continue
-            if value in program.makers:
-                pending += program.makers[value].inputs
-            elif value in program.inputs:
-                params.add(value)
-        return params
 
 
 def _sum_bytes(values: Iterable[Value]) -> int:

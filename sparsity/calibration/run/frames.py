@@ -25,7 +25,7 @@ from sparsity.calibration.statistics.row_axes import (
 )
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import Params, Path, PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.programs.program import Body, Equation, Program, Value
 
 ScanLayers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
@@ -295,7 +295,6 @@ def _put_on_host(array: PyTree) -> PyTree:
 
 def make_lanes(
     task: PruningTask,
-    params: Params,
     batches: Sequence[PyTree],
     row_weights: RowWeights | None,
     is_counted: bool = True,
@@ -305,6 +304,7 @@ def make_lanes(
     Raises:
       ValueError: batches differ in structure, lead to other programs, or have other row weights.
     """
+    label = "batches" if is_counted else "held"
     groups: dict[object, list[int]] = {}
     for index, batch in enumerate(batches):
         check_structure(batch, batches[0], index)
@@ -313,11 +313,15 @@ def make_lanes(
     lanes = []
     for indices in groups.values():
         first = batches[indices[0]]
-        graph = task.graph.retrace(params, first)
+        try:
+            graph = task.graph.retrace(task.like, first)
+        except Exception as error:
+            error.add_note(f"This is {label}[{indices[0]}].")
+            raise
         if list_equations(graph.model.program) != list_equations(task.graph.model.program):
             raise ValueError(
-                f"Batch {indices[0]} makes the model run another program than batch 0, not only "
-                "other shapes. Give batches that take the same way through the model, or "
+                f"{label}[{indices[0]}] makes the model run another program than batches[0], not "
+                "only other shapes. Give batches that take the same way through the model, or "
                 "sequential=False."
             )
         weights = [read_row_weights(row_weights, batches[i], i) for i in indices]
@@ -327,7 +331,8 @@ def make_lanes(
         arrays = [trees.split_arrays(batches[i])[0] for i in indices]
         lanes.append((lane, [dict(zip(inputs, x, strict=True)) for x in arrays]))
     if lanes:
-        check_any_counts(weights for lane, _ in lanes for weights in lane.row_weights)
+        all_weights = (weights for lane, _ in lanes for weights in lane.row_weights)
+        check_any_counts(all_weights, label)
     return lanes
 
 

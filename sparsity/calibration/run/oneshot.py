@@ -5,22 +5,26 @@ A run visits the blocks of the model in order, holds one, and writes it when it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import canonicalize_dtype
 
-from sparsity.calibration.refits.block import Batch, BlockRefit
+from sparsity.calibration.refits.block import BlockRefit
 from sparsity.calibration.refits.layers import BiasRefit, Refit
+from sparsity.calibration.run.block_refit import refit_block
 from sparsity.calibration.run.blocks import BlockNameFn, BlockPlan, name_block
 from sparsity.calibration.run.dry_run import DryRun
-from sparsity.calibration.run.frames import Lane, list_equations, make_frame, make_lanes
+from sparsity.calibration.run.frames import Lane, make_frame, make_lanes
 from sparsity.calibration.run.prune import check_pruner_and_refit
 from sparsity.calibration.run.reached import ReachedWeight, sum_losses, sum_statistic
 from sparsity.calibration.run.report import LayerReport, OutputSums, Report, read_metric
@@ -31,12 +35,18 @@ from sparsity.calibration.run.weights import (
     ModelWeights,
     Part,
     Place,
-    put_parts,
+    overlaps,
     read_layer,
 )
 from sparsity.calibration.statistics.capture import calibrate, sum_losses as sum_model_losses
 from sparsity.calibration.statistics.row_axes import RowWeights
-from sparsity.calibration.store import RunFolder, copy_metadata, digest, open_checkpoint
+from sparsity.calibration.store import (
+    RunFolder,
+    copy_metadata,
+    describe_program,
+    digest,
+    open_checkpoint,
+)
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import (
     check_bool,
@@ -222,26 +232,15 @@ def _start(
     like, leaves = _read_leaves(tree)
     task = make_task(pruner, matrix_refit, options.fn, like, batches[0])
     if options.dry_run:
-        plan = BlockPlan(task.make_calibration(), options.blocks)
+        window = block_refit.window if block_refit else 1
+        plan = BlockPlan(task.make_calibration(), options.blocks, window)
         return DryRun.measure(task, plan, len(batches), block_refit)
-    return _Run(task, block_refit, like, batches, options).run(params, leaves)
-
-
-class _Bar:
-    """A bar of the blocks, with the time that the others will take."""
-
-    def __init__(self, plan: BlockPlan, refit: BlockRefit | None) -> None:
-        program = plan.calibration.graph.model.program
-        total = plan.count_blocks(program, refit.window if refit else 1)
-        self._bar = extras.load("tqdm.auto", "progress").tqdm(
-            total=total, desc="oneshot", unit="block"
-        )
-
-    def advance(self, text: str) -> None:
-        self._bar.set_postfix_str(text)
-        self._bar.update(1)
-        if self._bar.n >= self._bar.total:
-            self._bar.close()
+    names = {path: options.blocks(path) for path in task.sites}
+    for path, name in names.items():
+        check_kind(f"blocks({path!r})", name, str, "the name of a block")
+    if block_refit:
+        block_refit.check(leaves)
+    return _Run(task, block_refit, batches, options, names).run(params, leaves)
 
 
 def _split_refits(
@@ -280,9 +279,10 @@ def _check_arguments(
         )
     for name, flag in flags.items():
         check_bool(name, flag)
-    check_iterable("batches", batches)
-    if held is not None:
-        check_iterable("held", held)
+    for name, value in {"batches": batches, "held": () if held is None else held}.items():
+        check_iterable(name, value)
+        if isinstance(value, str | bytes | Mapping):
+            raise ValueError(f"{name} must be a list or an iterator of batches, got {value!r}.")
     check_function("metric", metric, "params", optional=True)
     check_function("blocks", blocks, "path", optional=True)
     check_kind("out", out, str | os.PathLike | None, "a path or None")
@@ -309,56 +309,94 @@ class _Run:
     Attributes:
       task: what to prune.
       block_refit: trains blocks, or `None`.
-      like: the tree of parameters, with shapes in place of lazily read arrays.
       batches: the batches.
       options: the arguments of `oneshot`.
+      names: the name of the block of each parameter to prune.
       reports: reports of the layers that are done, by place.
       blocks: held-out errors of refitted blocks, by name.
     """
 
     task: PruningTask
     block_refit: BlockRefit | None
-    like: Params
     batches: Sequence[PyTree]
     options: _Options
+    names: Mapping[Path, str]
     reports: dict[Place, LayerReport] = dataclasses.field(default_factory=dict)
     blocks: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     lanes: Sequence[Lane] = ()
     folder: RunFolder | None = None
-    bar: _Bar | None = None
+    bar: PyTree = None  # of tqdm
     weights: ModelWeights = dataclasses.field(init=False)
+    is_stale: bool = False  # whether a weight was read before it was pruned
+    _reads: dict[Path, dict[tuple[int, ...], int]] = dataclasses.field(default_factory=dict)
+    _block: int = 0  # the number of the block that runs
 
     def run(self, source: PyTree, leaves: Mapping[Path, PyTree]) -> tuple[PyTree, Masks, Report]:
         """Prunes all parameters, and returns the results of `oneshot`."""
         task, options, held = self.task, self.options, self.options.held
-        lanes = make_lanes(task, self.like, self.batches, self.options.row_weights)
+        lanes = make_lanes(task, self.batches, options.row_weights)
         if held is not None and (held := list(held)):
-            lanes += make_lanes(task, self.like, held, self.options.row_weights, is_counted=False)
+            lanes += make_lanes(task, held, options.row_weights, is_counted=False)
         self.lanes = [lane for lane, _ in lanes]
         if options.out is not None:
             self.folder = self._open_folder(options.out, source, leaves)
-        plan = BlockPlan(lanes[0][0].calibration, self.options.blocks)
-        donated = plan.list_read_once() if options.donate else ()
+        window = self.block_refit.window if self.block_refit else 1
+        plan = BlockPlan(lanes[0][0].calibration, self.options.blocks, window)
+        owners = Counter(map(id, leaves.values()))
+        donated = [x for x in plan.list_read_once() if options.donate and owners[id(leaves[x])] < 2]
         self.weights = weights = ModelWeights(leaves, self.folder, donated)
-        self.bar = _Bar(plan, self.block_refit) if options.progress else None
+        if options.progress:
+            total = plan.count_blocks(task.graph.model.program)
+            tqdm = extras.load("tqdm.auto", "progress").tqdm
+            self.bar = tqdm(total=total, desc="oneshot", unit="block")
         compares = held is None or bool(held)
         has_dense = compares or self.block_refit is not None
-        frames = [make_frame(lane, data, weights.read) for lane, data in lanes]
+        frames = [make_frame(lane, data, self._read) for lane, data in lanes]
         dense = [make_frame(lane, data, weights.read_dense) for lane, data in lanes]
-        window = self.block_refit.window if self.block_refit else 1
-        walk = Walk(plan, self, frames, dense if has_dense else [], window, bool(self.block_refit))
+        walk = Walk(plan, self, frames, dense if has_dense else [], bool(self.block_refit))
         dense_metric = None
         if options.metric is not None:
-            dense_metric = read_metric(options.metric, weights.load(self.like))
+            dense_metric = read_metric(options.metric, weights.load(task.like))
         if not options.sequential:
             self._prune_at_once()
         if options.sequential or compares:
-            walk.run()
+            with self._explaining():
+                walk.run()
         self._check_all_done()
         sums = OutputSums()
+        if compares and self.is_stale:
+            frames[:] = [make_frame(lane, data, weights.read) for lane, data in lanes]
+            Walk(plan, _Rerun(weights), frames, []).run()
         if compares:
             walk.compare_outputs(held is None, sums.add)
         return self._finish(sums, dense_metric)
+
+    def _read(self, path: Path, *layers: int) -> jax.Array:
+        """Returns a current parameter, and notes the block that reads it first."""
+        self._reads.setdefault(path, {}).setdefault(layers, self._block)
+        return self.weights.read(path, *layers)
+
+    def _was_read(self, place: Place, before: int) -> bool:
+        """Returns whether a block of a smaller number has read some of a parameter."""
+        reads = self._reads.get(place[0], {}).items()
+        return any(block < before and overlaps(place, layers) for layers, block in reads)
+
+    def _may_train(self, place: Place) -> bool:
+        """Returns whether a parameter without a mask may change with this block."""
+        return place[0] not in self.task.sites and not self._was_read(place, self._block)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Adds to an error how to go on."""
+        try:
+            yield
+        except Exception as error:
+            if self.folder:
+                error.add_note(
+                    f"out = {self.options.out} keeps the {len(self.folder.done)} finished blocks: "
+                    "the same call continues after them."
+                )
+            raise
 
     def _open_folder(
         self,
@@ -370,24 +408,40 @@ class _Run:
         task, named = self.task, {trees.join_names(path): x for path, x in leaves.items()}
         if len(named) < len(leaves):
             raise ValueError("out: two parameters have one name when '/' joins their paths.")
+        for path, leaf in leaves.items():
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+            if is_key or (path in task.sites and leaf.dtype != canonicalize_dtype(leaf.dtype)):
+                raise ValueError(
+                    f"out: {trees.join_names(path)!r} is {leaf.dtype}, which a file or jax cannot "
+                    "hold. Leave random keys out of the params; cast float64, or set "
+                    "jax_enable_x64."
+                )
         fields = dict(vars(task.pruner))
         for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes"):
             fields.pop(name, None)
         sites = [(path, repr(x.pattern), x.batch_axes) for path, x in task.sites.items()]
         identity = {
             "pruner": digest((type(task.pruner).__qualname__, fields)),
-            "refit": digest((task.refit, self.block_refit)),
+            "refit": digest((task.refit, self._describe_refit(leaves))),
             "sparsities": digest((sites, [np.asarray(task.targets[path]) for path in task.sites])),
             "params": digest(named),
             "batches": digest([trees.split_arrays(batch)[0] for batch in self.batches]),
-            "row_weights": digest(self.options.row_weights),
-            "model": digest(list_equations(task.graph.model.program)),
+            "row_weights": digest([x.row_weights for x in self.lanes if x.is_counted]),
+            "blocks": digest([*self.names.items()]),
+            "model": digest(describe_program(task.graph.model.program)),
             "sequential": str(self.options.sequential),
             "version": f"{_VERSION}, jax {jax.__version__}",
         }
         folder = RunFolder(out, identity, named, [*map(trees.join_names, task.sites)])
-        copy_metadata(source, out)
+        if not (folder.done or folder.is_finished):
+            copy_metadata(source, out)
         return folder
+
+    def _describe_refit(self, leaves: Mapping[Path, PyTree]) -> PyTree:
+        """Returns the fields of the refit of blocks, with the parameters that its filter takes."""
+        if self.block_refit is None:
+            return None
+        return vars(self.block_refit) | {"filter_fn": self.block_refit.check(leaves)}
 
     # Hooks of the walk.
 
@@ -400,18 +454,21 @@ class _Run:
 
     def on_start(self, name: str) -> None:
         """Takes over a block that an earlier call has written."""
+        self._block += 1
         record = self.folder.done.get(name) if self.folder else None
         if record is not None:
             places = [((*path,), tuple(map(tuple, index))) for path, index in record["places"]]
             reports = [LayerReport(**fields) for fields in record["reports"]]
             self.reports.update(zip(places, reports, strict=True))
             self.weights.mark_committed([((*p,), tuple(map(tuple, i))) for p, i in record["parts"]])
+            self.is_stale |= record["is_stale"]
             if record["refit"]:
                 self.blocks[name] = record["refit"][0], record["refit"][1]
 
     def on_weight(self, path: Path, index: LayerIndex, places: Sequence[ReachedWeight]) -> None:
         """Prunes a parameter, or one of its layers, by its inputs at the places that read it."""
         started, task = time.perf_counter(), self.task
+        self.is_stale |= self._was_read((path, index), self._block + 1)
         statistic = sum_statistic(places, task.name_layer(path, index))
         calibration = places[0].frame.lane.calibration
         statistic = calibration.add_multiplier(statistic, path, self.weights.read, dict(index))
@@ -440,81 +497,42 @@ class _Run:
     def on_block(self, block: RunBlock) -> bool:
         """Refits a block, writes its parts, and returns whether the refit changed them."""
         parts, errors = self.weights.parts, None
-        if self.folder and block.name in self.folder.done:
-            self._advance(block)
-            return False
-        if self.block_refit and any(part.mask is not None for part in parts.values()):
-            errors = self.blocks[block.name] = self._refit_block(block, self.block_refit)
+        if not (self.folder and block.name in self.folder.done):
+            if self.block_refit and any(part.mask is not None for part in parts.values()):
+                errors = self.blocks[block.name] = refit_block(
+                    self.block_refit, block, self.lanes, self.weights, self._may_train
+                )
+            self._commit(block.name, errors)
+        self._advance(block.name)
+        return errors is not None and errors[1] < errors[0]
+
+    def _commit(self, name: str, errors: tuple[float, float] | None = None) -> None:
+        """Writes the parts of a block, and its errors before and after a refit."""
+        parts = self.weights.parts
         places = [place for place, part in parts.items() if part.mask is not None]
         record = {
             "places": places,
             "parts": [*parts],
             "reports": [dataclasses.asdict(self.reports[place]) for place in places],
             "refit": errors,
+            "is_stale": self.is_stale,
         }
         self.weights.commit()
         if self.folder:
-            self.folder.commit(block.name, record)
-        self._advance(block)
-        return errors is not None and errors[1] < errors[0]
+            self.folder.commit(name, record)
 
-    def _advance(self, block: RunBlock) -> None:
+    def _advance(self, name: str) -> None:
         if self.bar is not None:
-            self.bar.advance(f"{block.name}, {len(self.batches)} batches")
-
-    def _refit_block(self, block: RunBlock, refit: BlockRefit) -> tuple[float, float]:
-        """Trains the weights of a block, and returns its held-out errors before and after."""
-        parts, weights = self.weights.parts, self.weights
-        counted = [i for i, lane in enumerate(self.lanes) if lane.is_counted]
-        requested = dict[Place, None]()
-
-        def record(path: Path, *layers: int) -> jax.Array:
-            requested[path, tuple(enumerate(layers))] = None
-            return weights.read(path, *layers)
-
-        first = block.list_inputs(counted[0], False)[0]
-        jax.eval_shape(functools.partial(block.call, counted[0], record), first)
-        trained = {place: part.weights for place, part in parts.items()}
-        others = {
-            place: weights.read(place[0], *(layer for _, layer in place[1]))
-            for place in requested
-            if place not in trained
-        }
-        masks = {place: part.mask for place, part in parts.items() if part.mask is not None}
-        for place in [x for x in others if refit.trains(x[0], others[x])]:
-            trained[place] = others.pop(place)
-        batches = []
-        for lane in counted:
-            call = functools.partial(_call_block, block, lane)
-            values, frame = block.list_output_values(lane), self.lanes[lane]
-            inputs = block.list_inputs(lane, refit.inputs == "dense")
-            pairs = zip(inputs, block.list_outputs(lane, True), frame.row_weights, strict=True)
-            for arrays, targets, row_weights in pairs:
-                spread = [frame.spread(value, row_weights) for value in values]
-                if row_weights is not None and any(x is None for x in spread):
-                    raise ValueError(
-                        f"row_weights: the rows of the outputs of the block {block.name!r} cannot "
-                        "be told apart. Give weights of the axes that all its outputs have, or no "
-                        "BlockRefit."
-                    )
-                batches.append(Batch(call, arrays, targets, spread))
-        result = refit.train(trained, masks, others, batches)
-        if not np.isfinite(result.before):
-            raise ValueError(
-                f"The outputs of the block {block.name!r} are not finite on the held-out batches: "
-                "an activation is NaN or infinite. Compute in a wider dtype, or leave these "
-                "batches out."
-            )
-        if result.after < result.before:
-            for place, array in result.weights.items():
-                mask = parts[place].mask if place in parts else None
-                parts[place] = Part(sharding.place_like(trained[place], array), mask)
-        return result.before, result.after
+            self.bar.set_postfix_str(f"{name}, {len(self.batches)} batches")
+            self.bar.update(1)
 
     def _prune_at_once(self) -> None:
         """Prunes all parameters by their inputs in the dense model."""
         task, weights, started = self.task, self.weights, time.perf_counter()
-        params, kind = weights.make_tree(self.like), task.needs.statistics_kind
+        self.on_start("(all)")
+        if self.folder and "(all)" in self.folder.done:
+            return
+        params, kind = weights.load(task.like), task.needs.statistics_kind
         statistics = calibrate(
             task.fn,
             params,
@@ -534,7 +552,7 @@ class _Run:
             layers = {n: x._replace(output_squares=losses[n]) for n, x in layers.items()}
         for path, layer in layers.items():
             self._take_layer(path, (), layer, started)
-        weights.commit()
+        self._commit("(all)")
 
     def _check_all_done(self) -> None:
         """Raises a ValueError if the batches have not reached a parameter."""
@@ -552,26 +570,32 @@ class _Run:
             by_path.setdefault(path, []).append(layer)
         report = Report({path: LayerReport.combine(x) for path, x in by_path.items()})
         report.blocks = self.blocks
-        if self.folder:
-            self.folder.finish()
-        masks = self.weights.make_masks(self.like, self.task.pruner.use_packed_masks)
-        tree, metric = self.weights.make_tree(self.like), None
+        metric = None
         if self.options.metric is not None:
-            metric = read_metric(self.options.metric, self.weights.load(self.like))
+            metric = read_metric(self.options.metric, self.weights.load(self.task.like))
         report.outputs = sums.make_report(dense_metric, metric)
-        return tree, masks, report
+        if self.folder:
+            self.folder.finish(report.to_json())
+        if self.bar is not None:
+            self.bar.close()
+        masks = self.weights.make_masks(self.task.like, self.task.pruner.use_packed_masks)
+        return self.weights.make_tree(self.task.like), masks, report
 
 
-def _call_block(
-    block: RunBlock, lane: int, trained: Mapping[Place, jax.Array], others: PyTree, inputs: PyTree
-) -> list[jax.Array]:
-    """Returns the outputs of a block with trained weights in their places."""
-    parts = {place: Part(array) for place, array in trained.items()}
+class _Rerun(NamedTuple):
+    """Hooks of a walk with weights that are all done."""
 
-    def read(path: Path, *layers: int) -> jax.Array:
-        def look_up(path: Path, *layers: int) -> jax.Array:
-            return others[path, tuple(enumerate(layers))]
+    weights: ModelWeights
 
-        return put_parts(look_up, parts, path, layers)
+    def is_done(self, path: Path, index: LayerIndex) -> bool:
+        return True
 
-    return block.call(lane, read, inputs)
+    def on_weight(self, path: Path, index: LayerIndex, places: Sequence[ReachedWeight]) -> None:
+        raise AssertionError(path)
+
+    def on_start(self, name: str) -> None:
+        pass
+
+    def on_block(self, block: RunBlock) -> bool:
+        self.weights.forget()
+        return False

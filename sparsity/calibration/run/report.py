@@ -83,7 +83,7 @@ class OutputSums:
         sums = _sum_outputs(*chosen)
         lost, total, axis_sums = jax.device_get(sums)
         self._lost, self._total = self._lost + float(lost), self._total + float(total)
-        self._batches += 1
+        self._batches += bool(kept)
         for i, (axis_sum, rows) in zip(kept, axis_sums, strict=True):
             before, count = self._sums.get((i, axis_sum.size), (0, 0.0))
             wide = axis_sum.astype(np.result_type(axis_sum, np.float64))
@@ -117,6 +117,7 @@ def _sum_outputs(
     for y, weights in zip(expected, row_weights, strict=True):
         wide = jnp.atleast_1d(y.astype(promote(y.dtype, jnp.float32)))
         scale = jnp.broadcast_to(1 if weights is None else weights, wide.shape)
+        wide = jnp.where(scale > 0, wide, 0)
         axes = tuple(range(max(wide.ndim - 1, 1)))[: wide.ndim]
         axes = axes if wide.ndim > 1 else ()
         rows = jnp.sum(scale, axis=axes, dtype=jnp.float32)
@@ -200,6 +201,13 @@ class Report(dict[Path, LayerReport]):
             )
         text = extras.as_text(table)
         return text if self.outputs is None else f"{text}\n\n{self.outputs}"
+
+    def to_json(self) -> dict[str, PyTree]:
+        """Returns the report as numbers and texts, `None` for NaN."""
+        layers = {trees.join_names(path): dataclasses.asdict(row) for path, row in self.items()}
+        outputs = self.outputs and dataclasses.asdict(self.outputs)
+        numbers = {"layers": layers, "blocks": {**self.blocks}, "outputs": outputs}
+        return jax.tree.map(lambda x: x if math.isfinite(x) else None, numbers)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the relative output error of each parameter: light before a refit, dark after it.

@@ -20,7 +20,7 @@ from sparsity.calibration.statistics.alignment import describe_function, meets_d
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.grams import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.validation import warn_of_zeros
+from sparsity.calibration.statistics.validation import is_finite, warn_of_zeros
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, warn
 from sparsity.core.trees import Params, Path, PyTree
@@ -141,6 +141,11 @@ class PruningTask:
                 "of weight 0, or the model takes other branches. Give batches that reach it, or "
                 "keep it dense with filter_fn."
             )
+        if not is_finite(dense):
+            raise ValueError(
+                f"{self.name_layer(path, index)!r} has weights that are NaN or infinite. Repair "
+                "the checkpoint, or keep the parameter dense with filter_fn."
+            )
         warn_of_zeros(statistic, self.sites[path].name)
         site = self._make_layer_site(path, index, dense.ndim + len(index))
         target = self.targets[path]
@@ -199,7 +204,7 @@ class PruningTask:
             if axis in dict(index):
                 raise ValueError(
                     f"{site.pattern} of {site.name!r} lies along axis {axis}, whose layers are "
-                    "pruned one after the other. Give another axis, or sequential=False."
+                    "pruned one after the other. Give another axis."
                 )
             return shift_axis(axis) - batch_axes
 
@@ -257,7 +262,8 @@ def _list_unread_in_stacks(pruner: BaseUpdater, graph: Graph, paths: Collection[
     distribution: PyTree = pruner.sparsity_distribution_fn
     if getattr(distribution, "filter_fn", graph) is not None:
         return set()
-    scanned, chosen = graph.tracker.find_scanned_axes(), distribution.custom_sparsity_map or {}
+    scanned = graph.tracker.find_scanned_axes()
+    chosen = getattr(distribution, "custom_sparsity_map", None) or {}
     names = {key if isinstance(key, str) else trees.join_names(key) for key in chosen}
     return {
         path

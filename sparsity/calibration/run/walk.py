@@ -42,8 +42,8 @@ class RunBlock(Protocol):
     def list_outputs(self, lane: int, is_dense: bool) -> list[Arrays]:
         """Returns the values that leave the block, for each batch of a lane."""
 
-    def list_output_values(self, lane: int) -> list[Value]:
-        """Returns the values of the program that the outputs are."""
+    def list_values(self, lane: int) -> tuple[list[Value], list[Value]]:
+        """Returns the values of the program that the inputs and the outputs are."""
 
     def call(self, lane: int, read: ReadFn, inputs: Arrays) -> Arrays:
         """Returns the values that leave the block, for one batch; may be traced."""
@@ -74,7 +74,6 @@ class Walk:
       hooks: are called at weights and blocks.
       frames: the pruned lanes.
       dense: the same lanes with the dense parameters; empty if nothing needs them.
-      window: the number of blocks that are finished together.
       saves: whether blocks keep the values before them, for a refit.
     """
 
@@ -82,7 +81,6 @@ class Walk:
     hooks: Hooks
     frames: list[Frame]
     dense: list[Frame]
-    window: int = 1
     saves: bool = False
     _stack: list[list[Frame]] = dataclasses.field(default_factory=list)  # the outermost first
     _tail: int = 0  # the first equation that no block needs
@@ -120,7 +118,7 @@ class Walk:
         """Runs a program that has several blocks."""
         self._stack.append(frames)
         self._tail = self._tail if prefix else len(frames[0].equations)
-        spans = self._join_windows(self.plan.split(frames[0].program))
+        spans = self.plan.split(frames[0].program)
         for span in spans:
             name = _join(prefix, span.name)
             if span.is_scan:
@@ -134,21 +132,6 @@ class Walk:
                     frame.run(frame.equations[span.start : span.stop])
         self._stack.pop()
 
-    def _join_windows(self, spans: Sequence[Span]) -> list[Span]:
-        """Returns the spans with `window` blocks in a row as one."""
-        joined = list[Span]()
-        count = 0
-        for span in spans:
-            count = count + 1 if joined and span.name and not span.is_scan else 1
-            is_block = joined and joined[-1].name and not joined[-1].is_scan
-            if is_block and not span.is_scan and span.name and count <= self.window:
-                name = f"{joined[-1].name}, {span.name}"
-                joined[-1] = Span(joined[-1].start, span.stop, name)
-                continue
-            count = 1
-            joined.append(span)
-        return joined
-
     def _run_scan(self, frames: list[Frame], dense: list[Frame], span: Span, name: str) -> None:
         """Runs a scan layer by layer, several layers a block, or several blocks a layer."""
         scan = frames[0].equations[span.start]
@@ -161,8 +144,8 @@ class Walk:
                 for loop, step in zip((*loops[0], *loops[1]), (*steps[0], *steps[1]), strict=True):
                     loop.leave(step)
         else:
-            for start in range(0, len(layers), self.window):
-                chosen = layers[start : start + self.window]
+            for start in range(0, len(layers), self.plan.window):
+                chosen = layers[start : start + self.plan.window]
                 label = f"{name}[{', '.join(map(str, chosen))}]"
                 self._run_block(_Steps(loops[0], loops[1], chosen, label))
         for loop in (*loops[0], *loops[1]):
@@ -278,24 +261,20 @@ class _Rows:
             frame.data[:] = [{**values} for values in before]
 
     def list_inputs(self, lane: int, is_dense: bool) -> list[Arrays]:
-        inputs, _ = self._find_boundary(lane)
+        inputs, _ = self.list_values(lane)
         return [[values[x] for x in inputs] for values in self._before[is_dense][lane]]
 
     def list_outputs(self, lane: int, is_dense: bool) -> list[Arrays]:
-        _, outputs = self._find_boundary(lane)
+        _, outputs = self.list_values(lane)
         return [[values[x] for x in outputs] for values in self._lanes[is_dense][lane].data]
 
-    def list_output_values(self, lane: int) -> list[Value]:
-        return self._find_boundary(lane)[1]
-
     def call(self, lane: int, read: ReadFn, inputs: Arrays) -> Arrays:
-        values, outputs = self._find_boundary(lane)
+        values, outputs = self.list_values(lane)
         frame = self._lanes[0][lane].rebind(read, [dict(zip(values, inputs, strict=True))])
         frame.run(frame.equations[self._span.start : self._span.stop])
         return [frame.read_value(0, value) for value in outputs]
 
-    def _find_boundary(self, lane: int) -> tuple[list[Value], list[Value]]:
-        """Returns the values that enter and leave the block."""
+    def list_values(self, lane: int) -> tuple[list[Value], list[Value]]:
         frame, before = self._lanes[0][lane], self._before[0][lane][0]
         equations = frame.equations[self._span.start : self._span.stop]
         inputs, _, outputs = frame.list_boundary(frame.find_active(equations, before))
@@ -343,10 +322,11 @@ class _Steps:
             for carry, steps in zip(loop.carry, stacked, strict=True)
         ]
 
-    def list_output_values(self, lane: int) -> list[Value]:
+    def list_values(self, lane: int) -> tuple[list[Value], list[Value]]:
         loop = self._loops[0][lane]
         outputs, count = loop.body.program.outputs, len(loop.carry[0])
-        return [*outputs[:count], *outputs[count:] * len(self._layers)]
+        inputs = [*loop.body.split(loop.body.program.inputs)[1], *self._list_values(lane)]
+        return inputs, [*outputs[:count], *outputs[count:] * len(self._layers)]
 
     def call(self, lane: int, read: ReadFn, inputs: Arrays) -> Arrays:
         original, values = self._loops[0][lane], self._list_values(lane)

@@ -71,7 +71,7 @@ class ModelWeights:
         if self._folder is not None:
             placed = {place for place in self._committed if place[0] == path}
             stored = {
-                place: self._read_stored(place) for place in placed if _overlaps(place, layers)
+                place: self._read_stored(place) for place in placed if overlaps(place, layers)
             }
             return put_parts(self.read_dense, stored | self.parts, path, layers)
         if self._current[path] is self._dense[path] and path not in self._copied:
@@ -168,7 +168,7 @@ def put_parts(
     here = [
         (tuple((axis - len(layers), layer) for axis, layer in index if axis >= len(layers)), part)
         for (other, index), part in parts.items()
-        if other == path and _overlaps((other, index), layers)
+        if other == path and overlaps((other, index), layers)
     ]
     # A part without an index is a parameter that must lose its first layers, too.
     for (other, index), part in parts.items():
@@ -193,7 +193,7 @@ def _list_indices(index: LayerIndex, array: PyTree) -> tuple[int | slice, ...]:
     return tuple(layers.get(axis, slice(None)) for axis in range(len(array.shape))) if index else ()
 
 
-def _overlaps(place: Place, layers: tuple[int, ...]) -> bool:
+def overlaps(place: Place, layers: tuple[int, ...]) -> bool:
     """Returns whether a place has entries among the first layers of its parameter."""
     return all(layers[axis] == layer for axis, layer in place[1] if axis < len(layers))
 

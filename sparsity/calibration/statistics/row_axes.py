@@ -53,10 +53,10 @@ def read_row_weights(row_weights: RowWeights | None, batch: PyTree, index: int) 
     return array
 
 
-def check_any_counts(weights: Iterable[PyTree]) -> None:
+def check_any_counts(weights: Iterable[PyTree], label: str = "batches") -> None:
     """Raises a ValueError if the row weights of all batches are 0."""
     if not any(x is None or np.any(x) for x in weights):
-        raise ValueError("row_weights are 0 for all rows of all batches: give rows that count.")
+        raise ValueError(f"row_weights are 0 for all rows of all {label}: give rows that count.")
 
 
 class RowAxes(Flow[Axes]):
