@@ -123,8 +123,6 @@ class StatisticsPruning(BaseUpdater):
     Attributes:
       statistics_kind: class attribute: the kind of statistics that `solve` needs, the `kind` of
         `sparsity.calibrate`.
-      gram_copies: class attribute: arrays of the size of a Gram matrix that `solve` holds at once,
-        the matrix included; at least 2, as while the sums of batches are added up.
       corrects: class attribute: names the values that change besides the masks, so that no step of
         an optimizer can prune along a schedule; `None` if only masks change.
 
@@ -144,7 +142,6 @@ class StatisticsPruning(BaseUpdater):
     """
 
     statistics_kind: ClassVar[StatisticsKind] = "gram"
-    gram_copies: ClassVar[int] = 2
     corrects: ClassVar[str | None] = "weights"
 
     def check_fields(self) -> None:

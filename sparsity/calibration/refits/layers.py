@@ -41,8 +41,6 @@ class Refit(Protocol):
 
     A class may state more:
 
-    - `gram_copies`, which `StatisticsPruning` explains, and `count_bytes(outputs, inputs)`, the
-      bytes of a solution besides one Gram matrix, for the estimate of memory;
     - `statistics_kind`, 'gram' by default; without a Gram matrix no refitted weights are compared
       with those of the pruner;
     - `damping`, which the warning of a singular Gram matrix names.

@@ -149,7 +149,7 @@ class Frame:
         active = self.find_active(equations, self.data[batches[0]])
         if not active:
             return
-        inputs, _, needed = self.list_boundary(active)
+        inputs, needed = self.list_boundary(active)
         moves = self._list_moves([x for x in inputs if x not in self.data[batches[0]]])
         inputs = self.list_boundary([*moves, *active])[0]
         key, inside = (active[0], active[-1]), {*active}
@@ -173,15 +173,13 @@ class Frame:
                 moves |= dict.fromkeys((*self._list_moves(equation.inputs), equation))
         return [*moves]
 
-    def list_boundary(
-        self, active: Sequence[Equation]
-    ) -> tuple[list[Value], list[Value], list[Value]]:
-        """Returns the values that equations read, make, and make for others."""
+    def list_boundary(self, active: Sequence[Equation]) -> tuple[list[Value], list[Value]]:
+        """Returns the values that equations read, and those that they make for others."""
         made = [*dict.fromkeys(value for equation in active for value in equation.outputs)]
         reads = dict.fromkeys(value for equation in active for value in equation.inputs)
         inputs, inside = [x for x in reads if x not in {*made} and not _is_literal(x)], {*active}
         needed = [x for x in made if x in self.last_uses and self.last_uses[x] not in inside]
-        return inputs, made, needed
+        return inputs, needed
 
 
 class Loop:

@@ -17,9 +17,10 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype
 
 from sparsity.calibration.refits.block import BlockRefit
+from sparsity.calibration.refits.layers import BiasRefit
 from sparsity.calibration.run.block_refit import refit_block
 from sparsity.calibration.run.blocks import BlockNameFn, BlockPlan
-from sparsity.calibration.run.frames import Lane, make_frame, make_lanes
+from sparsity.calibration.run.frames import Frame, Lane, make_frame, make_lanes
 from sparsity.calibration.run.reached import ReachedWeight, sum_losses, sum_statistic
 from sparsity.calibration.run.report import LayerReport, OutputSums, Report, read_metric
 from sparsity.calibration.run.task import PrunedLayer, PruningTask
@@ -85,6 +86,7 @@ class Run:
     reports: dict[Place, LayerReport] = dataclasses.field(default_factory=dict)
     blocks: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     lanes: Sequence[Lane] = ()
+    frames: Sequence[Frame] = ()
     folder: RunFolder | None = None
     bar: PyTree = None  # of tqdm
     weights: ModelWeights = dataclasses.field(init=False)
@@ -112,7 +114,7 @@ class Run:
             self.bar = tqdm(total=total, desc="oneshot", unit="block")
         compares = held is None or bool(held)
         has_dense = compares or self.block_refit is not None
-        frames = [make_frame(lane, data, self._read) for lane, data in lanes]
+        self.frames = frames = [make_frame(lane, data, self._read) for lane, data in lanes]
         dense = [make_frame(lane, data, weights.read_dense) for lane, data in lanes]
         walk = Walk(plan, self, frames, dense if has_dense else [], bool(self.block_refit))
         dense_metric = None
@@ -221,7 +223,7 @@ class Run:
             places = [((*path,), tuple(map(tuple, index))) for path, index in record["places"]]
             reports = [LayerReport(**fields) for fields in record["reports"]]
             self.reports.update(zip(places, reports, strict=True))
-            self.weights.mark_committed([((*p,), tuple(map(tuple, i))) for p, i in record["parts"]])
+            self.weights.committed |= {((*p,), tuple(map(tuple, i))) for p, i in record["parts"]}
             self.is_stale |= record["is_stale"]
             if record["refit"]:
                 self.blocks[name] = record["refit"][0], record["refit"][1]
@@ -251,7 +253,11 @@ class Run:
         bias = self.task.find_bias(path, index)
         if bias is not None:
             array = read_layer(self.weights.read(bias[0]), bias[1])
-            shifted = self.task.shift_bias(path, array, layer, self.weights.read)
+            refit, frame = self.task.refit, self.frames[0]
+            assert isinstance(refit, BiasRefit)  # others have no biases
+            frame.forget_params()
+            leaves = array, layer.dense, layer.refitted, layer.statistic
+            shifted = refit.shift(self.task.biases[path], *leaves, frame.read_from_params)
             self.weights.parts[bias] = Part(shifted)
         self.weights.parts[path, index] = Part(weights, mask)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -76,22 +76,6 @@ class PrunedLayer(NamedTuple):
         return [self.statistic.to_matrices(x) for x in (self.dense, *losses)]
 
 
-class _Reader(Mapping[Path, jax.Array]):
-    """The current parameters by path, read when they are asked for."""
-
-    def __init__(self, read: Callable[[Path], jax.Array], graph: Graph) -> None:
-        self._read, self._paths = read, [param.path for param in graph.parameters]
-
-    def __getitem__(self, path: Path) -> jax.Array:
-        return self._read(path)
-
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-
 @dataclasses.dataclass(frozen=True)
 class PruningTask:
     """Describes the parameters of a run, their target sparsities, and the methods that solve them.
@@ -102,7 +86,7 @@ class PruningTask:
       graph: the graph of the model.
       sites: sites of the parameters to prune, by path.
       targets: sparsities of these parameters, by path.
-      needs: the statistics and the memory that pruner and refit need.
+      needs: the statistics that pruner and refit need.
       biases: the biases that a `BiasRefit` changes, by path of the parameter.
       fn: the model.
       like: the tree of parameters, with shapes in place of lazily read arrays.
@@ -176,15 +160,6 @@ class PruningTask:
         bias = self.biases[path].path
         axes = self.graph.tracker.find_scanned_axes().get(bias, ())
         return bias, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
-
-    def shift_bias(
-        self, path: Path, bias: jax.Array, layer: PrunedLayer, read: Callable[[Path], jax.Array]
-    ) -> jax.Array:
-        """Returns the bias of a parameter after the refit."""
-        assert isinstance(self.refit, BiasRefit)  # other refits look for no biases
-        reader = self.graph.model.make_reader(_Reader(read, self.graph))
-        leaves = layer.dense, layer.refitted, layer.statistic
-        return self.refit.shift(self.biases[path], bias, *leaves, reader)
 
     def _make_layer_site(self, path: Path, index: LayerIndex, ndim: int) -> Site:
         """Returns the site of a parameter of `ndim` axes, or of one of its layers.

@@ -277,7 +277,7 @@ class _Rows:
     def list_values(self, lane: int) -> tuple[list[Value], list[Value]]:
         frame, before = self._lanes[0][lane], self._before[0][lane][0]
         equations = frame.equations[self._span.start : self._span.stop]
-        inputs, _, outputs = frame.list_boundary(frame.find_active(equations, before))
+        inputs, outputs = frame.list_boundary(frame.find_active(equations, before))
         return [value for value in inputs if value in before], outputs
 
 

@@ -42,6 +42,7 @@ class ModelWeights:
 
     Attributes:
       parts: new weights and masks by place, until `commit`.
+      committed: the places whose parts the folder holds.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ModelWeights:
         self.masks: dict[Path, jax.Array] = {}
         self._dense, self._current, self._folder = leaves, dict(leaves), folder
         self._donated, self._copied = {*donated}, set[Path]()
-        self._committed: set[Place] = set()  # places in the folder
+        self.committed: set[Place] = set()
         self._loaded: dict[tuple[Path, tuple[int, ...]], jax.Array] = {}
 
     def read_dense(self, path: Path, *layers: int) -> jax.Array:
@@ -69,7 +70,7 @@ class ModelWeights:
     def read(self, path: Path, *layers: int) -> jax.Array:
         """Returns a current parameter or one of its first layers, unaffected by later changes."""
         if self._folder is not None:
-            placed = {place for place in self._committed if place[0] == path}
+            placed = {place for place in self.committed if place[0] == path}
             stored = {
                 place: self._read_stored(place) for place in placed if overlaps(place, layers)
             }
@@ -108,7 +109,7 @@ class ModelWeights:
                 self._folder.write("model", name, indices, np.asarray(part.weights))
                 if part.mask is not None:
                     self._folder.write("masks", name, indices, np.asarray(part.mask))
-                self._committed.add((path, index))
+                self.committed.add((path, index))
             else:
                 self._replace(path, index, part)
         self.parts.clear()
@@ -117,10 +118,6 @@ class ModelWeights:
     def forget(self) -> None:
         """Forgets what was read from files."""
         self._loaded.clear()
-
-    def mark_committed(self, places: Iterable[Place]) -> None:
-        """Notes places whose parts an earlier call has written to the folder."""
-        self._committed.update(places)
 
     def _replace(self, path: Path, index: LayerIndex, part: Part) -> None:
         """Puts a layer into a parameter, in time that does not grow with a stack."""
@@ -165,21 +162,19 @@ def put_parts(
     read: ReadFn, parts: Mapping[Place, Part], path: Path, layers: tuple[int, ...]
 ) -> jax.Array:
     """Returns a parameter or one of its first layers, with new parts in their places."""
-    here = [
-        (tuple((axis - len(layers), layer) for axis, layer in index if axis >= len(layers)), part)
-        for (other, index), part in parts.items()
-        if other == path and overlaps((other, index), layers)
-    ]
-    # A part without an index is a parameter that must lose its first layers, too.
+    inner: list[tuple[LayerIndex, jax.Array]] = []
     for (other, index), part in parts.items():
-        if other == path and not index:
+        if other != path or not overlaps((other, index), layers):
+            continue
+        if not index:  # all of the parameter
             return part.weights[layers] if layers else part.weights
-    exact = [part.weights for index, part in here if not index]
-    if exact:
-        return exact[0]
+        rest = tuple((axis - len(layers), layer) for axis, layer in index if axis >= len(layers))
+        if not rest:
+            return part.weights
+        inner.append((rest, part.weights))
     array = read(path, *layers)
-    for index, part in here:
-        array = _put(array, part.weights, index)
+    for rest, weights in inner:
+        array = _put(array, weights, rest)
     return array
 
 
