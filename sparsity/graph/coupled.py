@@ -22,10 +22,23 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.arrays import promote, scale_for_sums, scale_to_one
-from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
+from sparsity.core.checks import (
+    DataclassBase,
+    check_bool,
+    check_fraction,
+    check_int,
+    check_kind,
+    is_traced,
+)
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.graph import Graph
-from sparsity.graph.groups import ChannelGroup, PlanLike, resize_groups, solve_sizes
+from sparsity.graph.groups import (
+    ChannelGroup,
+    PlanLike,
+    find_matching,
+    resize_groups,
+    solve_sizes,
+)
 from sparsity.graph.traced_model import Parameter
 from sparsity.masks import BatchAxes, PatternChoice, Site, Sites, TopkFn, TreeScope
 from sparsity.masks.budgets import Cost, best_that_fit
@@ -33,6 +46,7 @@ from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis, Variable, count_entries, list_variables
 from sparsity.selection import Candidates, move_units, num_kept, topk_masks
 
+GroupChoice: TypeAlias = str | Collection[str] | Callable[[ChannelGroup], bool]
 Leaves: TypeAlias = Mapping[KeyPath, jax.Array]  # of one tree, by key path
 ChannelCounts: TypeAlias = Sequence[chex.Numeric]  # of channels, by group
 
@@ -79,6 +93,7 @@ class PlacedGroup:
       sparsity: the sparsity of the group, the largest among its members.
       target: the same at the end of a ramp.
       widths: axes of weights of which the group is all or a factor.
+      has_rate: whether `rates` gives its sparsity.
       excluded: members that the user leaves out, which keep all channels.
     """
 
@@ -90,6 +105,7 @@ class PlacedGroup:
     sparsity: chex.Numeric
     target: chex.Numeric
     widths: list[Width]
+    has_rate: bool
     excluded: list[KeyPath]
 
 
@@ -112,6 +128,11 @@ class Coupled(DataclassBase):
 
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
+      groups: the groups of which channels may go, others stay whole: kinds, names, or patterns of
+        names such as 'layers/*/mlp', one or several; or a function of a `ChannelGroup`. By default
+        the groups of `rates`, or all without `rates`.
+      rates: sparsities of groups by the same keys, in place of those of their parameters; the last
+        key that fits counts.
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
       normalize: divide the score of a member by its number of entries in a channel.
@@ -142,6 +163,8 @@ class Coupled(DataclassBase):
 
     graph: Graph
     _: dataclasses.KW_ONLY
+    groups: GroupChoice | None = None
+    rates: Mapping[str, float] | None = None
     order: int = 1
     normalize: bool = False
     across: bool | Literal["nbytes"] = False
@@ -160,6 +183,14 @@ class Coupled(DataclassBase):
     def __post_init__(self) -> None:
         if not isinstance(self.graph, Graph):
             raise ValueError(f"graph must be made by sparsity.trace, got {self.graph!r}.")
+        check_kind("rates", self.rates, Mapping | None, "a dict {group: sparsity}")
+        for key, rate in (self.rates or {}).items():
+            check_fraction(f"rates[{key!r}]", rate)
+        if self.groups is not None and not callable(self.groups):
+            for key in _list_keys(self.groups):
+                find_matching(self.graph.groups, key, "groups")
+        for key in self.rates or {}:
+            find_matching(self.graph.groups, key, "rates")
         check_int("order", self.order, 1, 2)
         check_bool("normalize", self.normalize)
         is_nbytes = isinstance(self.across, str) and self.across == "nbytes"
@@ -274,7 +305,8 @@ class Coupled(DataclassBase):
           ValueError: the user leaves parameters of all groups out, or no group is left for a
             sparsity above 0.
         """
-        groups = self.list_groups(tree, sparsities)
+        listed = self.list_groups(tree, sparsities)
+        groups = [group for group in listed if self.chooses(group.full)]
         cut = [group for group in groups if not group.excluded]
         if groups and not cut:
             names = {trees.path_string(x): None for group in groups for x in group.excluded}
@@ -286,8 +318,21 @@ class Coupled(DataclassBase):
             )
         rates = trees.leaves_by_path(sparsities).values()
         if not cut and any(is_traced(rate) or jax.device_get(rate) > 0 for rate in rates):
-            self.check_grouped(groups, sparsities)
+            self.check_grouped(listed, sparsities)
         return cut
+
+    def chooses(self, group: ChannelGroup) -> bool:
+        """Returns whether channels of a group may go."""
+        if self.groups is None:
+            return self.rates is None or self._find_rate(group) is not None
+        if callable(self.groups):
+            return bool(self.groups(group))
+        return any(group.matches(key) for key in _list_keys(self.groups))
+
+    def _find_rate(self, group: ChannelGroup) -> float | None:
+        """Returns the sparsity that `rates` gives a group."""
+        fitting = [rate for key, rate in (self.rates or {}).items() if group.matches(key)]
+        return fitting[-1] if fitting else None
 
     def list_groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, also those that excluded members keep whole."""
@@ -323,10 +368,13 @@ class Coupled(DataclassBase):
                 rate = _find_largest([rates[x] for x in asking])
                 has_ramp = self.targets is not None
                 target = _find_largest([targets[x] for x in asking]) if has_ramp else rate
+                own_rate = self._find_rate(full)
+                if own_rate is not None:
+                    rate, target = _scale_ramp(own_rate, rate, target), own_rate
                 group_widths = [x for x in widths if full.variable in x.variables]
                 kept_full = [excluded[x] for x in full.paths if x in excluded]
                 placed = group, full, members, scored, num_entries, rate, target, group_widths
-                groups.append(PlacedGroup(*placed, kept_full))
+                groups.append(PlacedGroup(*placed, own_rate is not None, kept_full))
         return groups
 
     def _find_excluded(self, rates: Collection[KeyPath]) -> dict[Path, KeyPath]:
@@ -466,6 +514,7 @@ class Coupled(DataclassBase):
         }
         # A group that is all of some axis keeps as many channels as its sparsity says.
         alone = {factors[0] for factors in widths.values() if len(factors) == 1}
+        alone |= {group.full.variable for group in groups if group.has_rate}
         counts: dict[Variable, PyTree] = {}
         for width, factors in sorted(widths.items(), key=lambda pair: len(pair[1])):
             if alone.issuperset(factors):
@@ -512,6 +561,20 @@ _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
 def _is_inexact(parameter: Parameter) -> bool:
     """Returns whether a parameter can have a mask."""
     return jnp.issubdtype(parameter.dtype, jnp.inexact)
+
+
+def _list_keys(keys: str | Collection[str]) -> Collection[str]:
+    return [keys] if isinstance(keys, str) else keys
+
+
+def _scale_ramp(final: float, sparsity: chex.Numeric, target: chex.Numeric) -> chex.Numeric:
+    """Returns a sparsity as far along its ramp to `final` as another along that to its target."""
+    if sparsity is target:
+        return final
+    xp = _namespace(sparsity, target)
+    share = xp.float32(sparsity) / xp.maximum(xp.float32(target), np.finfo(np.float32).tiny)
+    ramped: chex.Numeric = xp.where(xp.float32(target) > 0, xp.float32(final) * share, 0)
+    return ramped
 
 
 def _namespace(*numbers: PyTree) -> ModuleType:

@@ -483,6 +483,34 @@ class Graph:
         """The channels that can be removed, in the order of the parameters."""
         return self.removal.channels.groups
 
+    def group_table(self) -> str:
+        """Returns a table of the groups by kind: channels, and what half of them would save.
+
+        The last columns are shares of the multiply-adds of a call and of the bytes of all
+        parameters, if half of the channels go and all other groups stay whole.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> params = {"up": jnp.ones((3, 8)), "down": jnp.ones((8, 2))}
+          >>> model = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+          >>> graph = trace(model, params, jnp.ones((5, 3)))
+          >>> graph.group_table().split()[-5:]
+          ['up:1', '8', '1', '50.0%', '50.0%']
+        """
+        columns = ("channels", "layers", "MACs saved", "bytes saved")
+        table = extras.make_table(("kind", "group"), columns)
+        paths = {parameter.path for parameter in self.parameters}
+        count_macs = self.costs.count_small_macs
+        count_bytes = functools.partial(self.costs.count_small_bytes, paths=paths)
+        for kind in dict.fromkeys(group.kind for group in self.groups):
+            for group in (group for group in self.groups if group.kind == kind):
+                half = {group.variable: Fraction(group.size, 2)}
+                shares = [1 - f(half) / max(f({}), 1) for f in (count_macs, count_bytes)]
+                sizes = f"{group.size:,}", str(group.layers or 1)
+                table.add_row(kind, group.name, *sizes, *(f"{float(x):.1%}" for x in shares))
+            table.add_section()
+        return extras.as_text(table)
+
     @property
     def refused(self) -> list[Refusal]:
         """The axes that cannot lose channels, in the order of the parameters.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import fnmatch
 import types
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from sparsity.core import trees
+from sparsity.core.checks import check_kind
+from sparsity.core.names import suggest
 from sparsity.core.trees import Path
 from sparsity.graph.traced_model import Parameter
 from sparsity.programs.axes import (
@@ -27,6 +30,8 @@ from sparsity.programs.axes import (
 
 AxisSizes: TypeAlias = dict[Variable, int]
 AxisArrays: TypeAlias = Mapping[Path, Mapping[AxisIndex, np.ndarray]]  # {path: {axis: array}}
+
+GroupKind: TypeAlias = Literal["experts", "heads", "head_channels", "stream", "channels", "hidden"]
 
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
@@ -46,6 +51,9 @@ class ChannelGroup:
       variable: the axis of the channels.
       layers: number of layers of a scan that may keep different channels; the stacked axis is the
         first axis of every member. 0 if all layers keep the same channels.
+      kind: what the channels are, as the program uses them: 'heads' of attention and their
+        'head_channels', the residual 'stream', 'experts', 'channels' of convolutions, or other
+        'hidden' units. Queries that share keys are heads of a group of their own.
     """
 
     name: str
@@ -54,11 +62,36 @@ class ChannelGroup:
     positions: tuple[np.ndarray, ...]
     variable: Variable = dataclasses.field(repr=False)
     layers: int = 0
+    kind: GroupKind = "hidden"
 
     @property
     def paths(self) -> list[Path]:
         """The parameters of the members, each once."""
         return list(dict.fromkeys(path for path, _ in self.members))
+
+    def matches(self, key: str) -> bool:
+        """Returns whether a key is the kind, the name, or a pattern of the name or its beginning.
+
+        Example:
+          >>> group = ChannelGroup("layers/3/mlp/up:1", 8, (), (), Axis(8), kind="hidden")
+          >>> [group.matches(key) for key in ("hidden", "layers/*/mlp", "layers/4")]
+          [True, True, False]
+        """
+        patterns = (key, *(f"{key}{mark}*" for mark in "/.:"))
+        return key == self.kind or any(fnmatch.fnmatchcase(self.name, x) for x in patterns)
+
+
+def find_matching(groups: Sequence[ChannelGroup], key: str, argument: str) -> list[ChannelGroup]:
+    """Returns the groups that a key names; raises a ValueError that names the argument if none."""
+    check_kind(f"each key of {argument}", key, str, "a kind, a name or a pattern of groups")
+    if matching := [group for group in groups if group.matches(key)]:
+        return matching
+    kinds = trees.listed([*dict.fromkeys(group.kind for group in groups)])
+    names = [group.name for group in groups]
+    raise ValueError(
+        f"{argument}: {key!r} is no group of the model. Its kinds are {kinds}. "
+        f"{suggest(key, names)}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +131,7 @@ def find_channels(
     output_axes: Mapping[Path, set[AxisIndex]],
     window_axes: Mapping[Path, set[AxisIndex]],
     num_layers: Mapping[Variable, int],
+    kinds: Mapping[Variable, GroupKind],
 ) -> Channels:
     """Returns the groups that can be removed, and the refused axes.
 
@@ -107,6 +141,7 @@ def find_channels(
       output_axes: {path: the axes of the parameter that become outputs of a product}.
       window_axes: {path: the axes of the parameter that are windows of a convolution}.
       num_layers: {variable: number of layers} where layers may keep different entries.
+      kinds: {variable: kind} of channels that are not 'hidden'.
     """
     refusals = _find_refusals(parameters, unproven)
     groups, refused = [], list[Refusal]()
@@ -130,6 +165,7 @@ def find_channels(
                 tuple(find_positions(axis, variable) for _, _, axis in members),
                 variable,
                 num_layers.get(variable, 0),
+                kinds.get(variable, "hidden"),
             )
         )
     return Channels(groups, list(dict.fromkeys(refused)))

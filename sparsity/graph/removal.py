@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.groups import Channels, find_channels
+from sparsity.graph.kinds import find_kinds
 from sparsity.graph.traced_model import Model, Parameter
 from sparsity.graph.uses import Use
 from sparsity.programs import entrywise
@@ -496,8 +497,9 @@ class Removal:
             window_axes.setdefault(use.path, set()).update(window)
         unproven = self.find_unproven(self._maskable_entries)
         num_layers = _find_layered_variables(self._model.program, self.coupling)
+        kinds = find_kinds(self._model.program, self.coupling, self._products)
         return find_channels(
-            self.list_parameter_axes(), unproven, output_axes, window_axes, num_layers
+            self.list_parameter_axes(), unproven, output_axes, window_axes, num_layers, kinds
         )
 
 
