@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 Rows = list[dict[str, Any]]
 
@@ -71,9 +71,12 @@ def draw(rows: Rows) -> Figure:
         right.semilogy(range(1, len(errors) + 1), errors, marker=marker, markersize=4)
     left.set(title="Perplexity of the handbook", xlabel="sparsity of the layers")
     left.xaxis.set_major_formatter(PercentFormatter(1))
+    others = [row["perplexity"]["handbook"] for row in rows if row["method"] != "magnitude"]
+    left.set_ylim(top=1.5 * max(others))  # magnitudes leave the picture
     for axis, form in ((left.yaxis, "{x:g}"), (right.yaxis, "{x:.0%}")):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(form)
-        axis.set_minor_formatter(form)
+        axis.set_minor_locator(NullLocator())
     right.set(title="Relative error after each layer at 50 %", xlabel="layer")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
