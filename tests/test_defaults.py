@@ -95,8 +95,8 @@ summarize_sparsity(only_total_sparsity=False)
 IDENTITY = """
 Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
 Frame KeptArray KeptParameter Lane Model
-Program SharedEntry Small StoredParameter Use
-Value Walk Width _CutParameter _Run _SlotMap _Trainer
+Program Run SharedEntry Small StoredParameter Use
+Value Walk Width _CutParameter _SlotMap _Trainer
 """
 
 
@@ -155,7 +155,7 @@ def test_dataclasses_are_frozen_but_updaters_and_parts_of_programs():
     kinds = [kind for kind in list_dataclasses() if not kind.__dataclass_params__.frozen]
     names = {kind.__name__ for kind in kinds if not issubclass(kind, BaseUpdater)}
     expected = {"Axis", "ComparedByFields", "Equation", "Program", "UpdaterHooks", "Value"}
-    assert names == {*expected, "Walk", "_Run"}
+    assert names == {*expected, "Walk", "Run"}
 
 
 def test_objects_that_hold_arrays_or_programs_equal_themselves_alone():

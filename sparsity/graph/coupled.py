@@ -368,13 +368,13 @@ class Coupled(DataclassBase):
                 rate = _find_largest([rates[x] for x in asking])
                 has_ramp = self.targets is not None
                 target = _find_largest([targets[x] for x in asking]) if has_ramp else rate
-                own_rate = self._find_rate(full)
-                if own_rate is not None:
-                    rate, target = _scale_ramp(own_rate, rate, target), own_rate
+                group_rate = self._find_rate(full)
+                if group_rate is not None:
+                    rate, target = _scale_ramp(group_rate, rate, target), group_rate
                 group_widths = [x for x in widths if full.variable in x.variables]
                 kept_full = [excluded[x] for x in full.paths if x in excluded]
                 placed = group, full, members, scored, num_entries, rate, target, group_widths
-                groups.append(PlacedGroup(*placed, own_rate is not None, kept_full))
+                groups.append(PlacedGroup(*placed, group_rate is not None, kept_full))
         return groups
 
     def _find_excluded(self, rates: Collection[KeyPath]) -> dict[Path, KeyPath]:

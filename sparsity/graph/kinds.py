@@ -86,20 +86,20 @@ def _read_product(
     product, summed = read_product(equation), set[Variable]()
     axes = [coupling.axes(value) for value in equation.inputs[:2]]
 
-    def list_of(operand: int, indices: Iterable[int]) -> set[Variable]:
+    def list_axis_variables(operand: int, indices: Iterable[int]) -> set[Variable]:
         return {v for i in indices for v in list_variables(axes[operand][i])}
 
     for operand, roles in enumerate(product.operands):
-        summed |= list_of(operand, roles.contracted)
+        summed |= list_axis_variables(operand, roles.contracted)
         if product.kind == "convolution":
             channels = (axis for axis in range(len(axes[operand])) if axis not in roles.window)
-            by_kind["channels"].update(list_of(operand, channels) if use else ())
+            by_kind["channels"].update(list_axis_variables(operand, channels) if use else ())
         elif use is not None:
-            by_kind["experts"].update(list_of(operand, (*roles.batch, *roles.experts)))
+            by_kind["experts"].update(list_axis_variables(operand, (*roles.batch, *roles.experts)))
         elif multiplies_activations:
-            by_kind["heads"].update(list_of(operand, roles.batch))
-            by_kind["head_channels"].update(list_of(operand, roles.contracted))
-            free.update(list_of(operand, roles.free))
+            by_kind["heads"].update(list_axis_variables(operand, roles.batch))
+            by_kind["head_channels"].update(list_axis_variables(operand, roles.contracted))
+            free.update(list_axis_variables(operand, roles.free))
     return summed
 
 

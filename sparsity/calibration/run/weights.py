@@ -168,13 +168,15 @@ def put_parts(
             continue
         if not index:  # all of the parameter
             return part.weights[layers] if layers else part.weights
-        rest = tuple((axis - len(layers), layer) for axis, layer in index if axis >= len(layers))
-        if not rest:
+        inner_index = tuple(
+            (axis - len(layers), layer) for axis, layer in index if axis >= len(layers)
+        )
+        if not inner_index:
             return part.weights
-        inner.append((rest, part.weights))
+        inner.append((inner_index, part.weights))
     array = read(path, *layers)
-    for rest, weights in inner:
-        array = _put(array, weights, rest)
+    for inner_index, weights in inner:
+        array = _put(array, weights, inner_index)
     return array
 
 
