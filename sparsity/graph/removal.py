@@ -477,6 +477,17 @@ class Removal:
         return {parameters[i].path for n, i in pairs if program.outputs[n] is not program.inputs[i]}
 
     @functools.cached_property
+    def never_empty(self) -> set[Variable]:
+        """Variables of which an entry must stay: sums and maxima run over them, or groups are."""
+        axes: list[Axis] = [*self.coupling.feature_groups.values()]
+        for program in self._model.program.nested_programs():
+            for equation in program.flat_equations():
+                if equation.name in REDUCTIONS:
+                    values = [self.coupling.axes(value) for value in equation.inputs]
+                    axes += [x[i] for x in values if x for i in equation.params["axes"]]
+        return {variable for axis in axes for variable in list_variables(axis)}
+
+    @functools.cached_property
     def _maskable_entries(self) -> dict[Path, set[tuple[AxisIndex, Variable]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {

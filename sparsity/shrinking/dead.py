@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.programs.axes import AxisIndex, KeptIndices, Variable
+from sparsity.programs.axes import AxisIndex, KeptIndices, Variable, list_variables
 
 Members: TypeAlias = frozenset[int]  # indices of members of a group
 Evidence: TypeAlias = Mapping[Path, Mapping[AxisIndex, Sequence[np.ndarray]]]  # as in `Plan`
@@ -29,8 +29,8 @@ def find_dead(
 ) -> tuple[dict[Variable, np.ndarray], Evidence]:
     """Returns the channels that stay of each group that loses some, and the evidence of the cut.
 
-    Layers of a scan that choose for themselves keep equally many channels, and every group keeps
-    one: where more channels are dead, the first are removed.
+    Layers of a scan that choose for themselves keep equally many channels: where more are dead, the
+    first are removed. A group keeps one channel where the model reduces over all of them.
 
     Args:
       graph: the graph of the model.
@@ -48,7 +48,8 @@ def find_dead(
     groups = [group for group in graph.groups if any(path in live for path, _ in group.members)]
     masked = {group: _find_masked(group, live) for group in groups}
     for group in groups:
-        _check_alive(group, masked[group], live)
+        if group.variable in graph.removal.never_empty:
+            _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
     evidence: dict[Path, dict[AxisIndex, np.ndarray]] = {}
@@ -57,7 +58,8 @@ def find_dead(
         dead = proofs.find_removable(masked)
         changed_paths = set()
         for group in masked:
-            removable = _choose_removable(dead[group], removed[group])
+            least = int(group.variable in graph.removal.never_empty)
+            removable = _choose_removable(dead[group], removed[group], least)
             if removable.any():
                 _note_evidence(group, masked[group] & removable[..., None], graph, evidence)
                 removed[group] |= removable
@@ -99,7 +101,18 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> Ch
                 is_masked[..., member_index] = is_noted if is_layered else is_noted.all(axis=0)
             cases[group] = is_masked & removed[group][..., None]
     dead = _Proofs(graph).find_removable(cases)
-    return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
+    in_use = [group for group in cases if (removed[group] & ~dead[group]).any()]
+    proven = [group for group in cases if group not in in_use]
+    # Where all factors of an axis seem empty, one that is proven empty takes the others along.
+    empty = {group.variable for group in proven if not kept[group.variable].shape[-1]}
+    axes = {x.path: axes for x, axes in graph.removal.list_parameter_axes()} if empty else {}
+
+    def is_void(group: ChannelGroup) -> bool:
+        return not kept[group.variable].shape[-1] and all(
+            not empty.isdisjoint(list_variables(axes[path][axis])) for path, axis in group.members
+        )
+
+    return next((group for group in in_use if not (empty and is_void(group))), None)
 
 
 def mark_kept(index: np.ndarray, size: int) -> np.ndarray:
@@ -196,11 +209,11 @@ def _find_masked(group: ChannelGroup, live: LiveMasks) -> np.ndarray:
     return masked
 
 
-def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
+def _choose_removable(dead: np.ndarray, removed: np.ndarray, least: int) -> np.ndarray:
     """Returns bool[layers, channels]: dead channels to remove, equally many in each layer."""
     candidates = dead & ~removed
-    # One channel stays. Layers have lost equally many so far, so that one row tells.
-    max_count = dead.shape[1] - 1 - removed[0].sum()
+    # `least` channels stay. Layers have lost equally many so far, so that one row tells.
+    max_count = dead.shape[1] - least - removed[0].sum()
     count = min(candidates.sum(axis=1).min(), max_count)
     return candidates & (np.cumsum(candidates, axis=1) <= count)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 
 import numpy as np
@@ -36,7 +37,7 @@ class Plan:
 
     Raises:
       ValueError: a path has no shape, a parameter lacks an axis, indices are not as `kept`
-        describes (in range, ascending, none twice, at least one, a row for each layer), or
+        describes (in range, ascending, none twice, a row for each layer), or
         `evidence` has other axes or other numbers of rows.
 
     Example:
@@ -59,7 +60,8 @@ class Plan:
             for axis, index in axes.items():
                 fault = _find_fault(index, axis, self.shapes.get(path, ()))
                 rows = self.evidence.get(path, {}).get(axis, np.atleast_2d(index))
-                if not fault and (not isinstance(rows, Sized) or len(rows) != index[..., 0].size):
+                num_rows = math.prod(getattr(index, "shape", ())[:-1])
+                if not fault and (not isinstance(rows, Sized) or len(rows) != num_rows):
                     fault = (
                         f"evidence must have a row for each row of the indices, got {rows!r:.80}"
                     )
@@ -181,7 +183,7 @@ class Plan:
             if not all(isinstance(name, str) for path in leaves for name in path):
                 raise ValueError("a path has a name that is no text")
             return cls(
-                {path: _read_arrays(leaf["kept"], np.array) for path, leaf in leaves.items()},
+                {path: _read_arrays(leaf["kept"], _read_indices) for path, leaf in leaves.items()},
                 {path: tuple(leaf["shape"]) for path, leaf in leaves.items()},
                 {path: _read_arrays(leaf["evidence"], _read_rows) for path, leaf in leaves.items()},
             )
@@ -239,7 +241,7 @@ def _find_fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | N
     """Returns why an axis of a parameter cannot keep these indices; `None` if it can."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
-    if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu" or not index.size:
+    if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
         return f"{index!r}, not an array of indices, or of as many indices for each layer"
     if index.ndim == 2 and (axis == 0 or len(index) != shape[0]):
         return f"{len(index)} rows of indices, which are not the layers along axis 0"
@@ -255,6 +257,11 @@ def _are_ascending(index: np.ndarray, size: int) -> bool:
 
 def _read_arrays(stored: Mapping[str, PyTree], read: Callable[..., PyTree]) -> dict[int, PyTree]:
     return {int(axis): read(value) for axis, value in stored.items()}
+
+
+def _read_indices(stored: PyTree) -> np.ndarray:
+    index = np.array(stored)
+    return index if index.size else index.astype(np.int64)  # an empty list has no integers
 
 
 def _read_rows(stored: Sequence[Sequence[int]]) -> list[np.ndarray]:

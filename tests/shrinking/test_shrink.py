@@ -359,11 +359,15 @@ def test_channels_whose_removal_is_not_proven_stay_with_their_masks(mlp):
     assert _difference(small.apply(small.params, x), _mlp(masked, x)) == 0
 
 
-def test_a_group_does_not_vanish(mlp):
-    params, _, graph = mlp
+def test_a_group_that_a_norm_reads_does_not_vanish():
+    def model(params, x):
+        h = x @ params["up"]
+        return (h - h.mean(-1, keepdims=True)) @ params["down"]
+
+    params = {"up": jnp.ones((3, 8)), "down": jnp.ones((8, 2))}
     masks = jax.tree.map(jnp.zeros_like, params)
     with pytest.raises(ValueError, match=r"All 8 channels"):
-        shrink(graph, params, masks)
+        shrink(sparsity.trace(model, params, jnp.ones((1, 3))), params, masks)
 
 
 def test_masks_and_plans_of_another_model_are_refused(mlp):
