@@ -139,7 +139,8 @@ LAYER_BY_MODULE = {name: layer for layer, names in enumerate(LAYERS) for name in
 GRAPH_LAYERS = [
     ["traced_model"],
     ["uses", "coupling", "groups"],
-    ["affine", "readers", "removal"],
+    ["affine", "kinds", "readers"],
+    ["depth", "removal"],
     ["graph"],
     ["coupled"],
     ["budgets"],

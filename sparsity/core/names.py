@@ -8,11 +8,26 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
+_NUMBERED = re.compile(r"(?:^|.*?[/._])\d+(?=[/._]|$)")  # up to the first number of a path
 Key: TypeAlias = str | tuple[str, ...] | re.Pattern[str]  # names leaves; see `matches`
 # Values by key. A type checker rejects a dict of strings where a mapping of `Key` is meant.
 Named: TypeAlias = (
     Mapping[str, T] | Mapping[tuple[str, ...], T] | Mapping[re.Pattern[str], T] | Mapping[Key, T]
 )
+
+
+def name_block(path: tuple[str, ...]) -> str:
+    """Returns the name of the block of a parameter: its path up to the first number.
+
+    Example:
+      >>> name_block(("model.layers.3.mlp.up.weight",)), name_block(("Dense_0", "kernel"))
+      ('model.layers.3', 'Dense_0')
+      >>> name_block(("head", "kernel"))
+      'head/kernel'
+    """
+    name = "/".join(path)
+    numbered = _NUMBERED.match(name)
+    return numbered.group() if numbered else name
 
 
 def best_key(keys: Iterable[Key], name: str) -> Key | None:

@@ -27,6 +27,7 @@ from sparsity.core.checks import (
     check_bool,
     check_fraction,
     check_int,
+    check_iterable,
     check_kind,
     is_traced,
 )
@@ -187,6 +188,7 @@ class Coupled(DataclassBase):
         for key, rate in (self.rates or {}).items():
             check_fraction(f"rates[{key!r}]", rate)
         if self.groups is not None and not callable(self.groups):
+            check_iterable("groups", self.groups)
             for key in _list_keys(self.groups):
                 find_matching(self.graph.groups, key, "groups")
         for key in self.rates or {}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -9,19 +10,23 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import chex
+import jax
 import numpy as np
 
 from sparsity.core import extras, sharding, trees
-from sparsity.core.checks import check_values
+from sparsity.core.checks import check_iterable, check_kind, check_values
 from sparsity.core.extras import draw_bars, pick_axes
-from sparsity.core.trees import Masks, Params, Path, PyTree
+from sparsity.core.names import suggest
+from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.graph.affine import AffineFunctions
 from sparsity.graph.coupling import ANALYSED_PRIMITIVES
+from sparsity.graph.depth import ResidualBlock, compare_streams, find_blocks, measure_loss
 from sparsity.graph.groups import ChannelGroup, Refusal
 from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
 from sparsity.graph.removal import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters, trace_model
 from sparsity.graph.uses import Tracker, Use
+from sparsity.masks import apply_masks
 from sparsity.masks.budgets import Cost
 from sparsity.patterns import FanIn, NByM, SparsityType
 from sparsity.programs.axes import Axis, Variable, count_entries
@@ -510,6 +515,121 @@ class Graph:
                 table.add_row(kind, group.name, *sizes, *(f"{float(x):.1%}" for x in shares))
             table.add_section()
         return extras.as_text(table)
+
+    # Depth.
+
+    @functools.cached_property
+    def blocks(self) -> list[ResidualBlock]:
+        """The residual branches that may go, in blocks, in the order of the program.
+
+        A branch is a function that is added to the stream that it reads. Layers within a scan are
+        not among them.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> params = {f"layers/{i}": jnp.eye(4) for i in range(3)}
+          >>> def model(params, x):
+          ...     for i in range(3):
+          ...         x = x + jnp.tanh(x) @ params[f"layers/{i}"]
+          ...     return x
+          >>> graph = trace(model, params, jnp.ones((2, 4)))
+          >>> [block.name for block in graph.blocks]
+          ['layers/0', 'layers/1', 'layers/2']
+        """
+        return find_blocks(self.model, self.tracker.products, self.biases)
+
+    def drop(self, params: Tree, keys: str | Iterable[str]) -> Masks:
+        """Returns masks without which blocks or branches are 0: `sparsity.shrink` cuts them.
+
+        Args:
+          params: tree of parameters.
+          keys: names of blocks or branches, or patterns of names, such as 'layers.3' or '*attn*'.
+
+        Raises:
+          ValueError: a key is no block or branch of the model.
+        """
+        branches = [branch for block in self.blocks for branch in block.branches]
+        dropped = set[Path]()
+        check_iterable("keys", keys)
+        for key in [keys] if isinstance(keys, str) else keys:
+            check_kind("each of keys", key, str, "the name of a block or a branch")
+            chosen = [x for x in self.blocks if fnmatch.fnmatchcase(x.name, key)]
+            matching = [branch for block in chosen for branch in block.branches]
+            matching += [x for x in branches if fnmatch.fnmatchcase(x.name, key)]
+            if not matching:
+                names = [*(x.name for x in self.blocks), *(x.name for x in branches)]
+                raise ValueError(f"keys: {key!r} is no block of the model. {suggest(key, names)}")
+            dropped.update(path for branch in matching for path in branch.paths)
+        self.parameters.check_complete(params)
+        leaves = self.parameters.match(params)
+        return trees.map_matched(
+            lambda key_path, x: (
+                sharding.zeros_like(x, np.dtype(np.uint8))
+                if key_path in leaves and leaves[key_path].path in dropped
+                else None
+            ),
+            params,
+        )
+
+    def rank_blocks(
+        self,
+        params: Params,
+        batches: Iterable[PyTree],
+        by: Literal["cosine", "error"] = "cosine",
+    ) -> dict[str, float]:
+        """Returns how much each block changes the model, the least first.
+
+        Args:
+          params: tree of parameters. Where blocks are masked already, those score 0.
+          batches: second arguments of the model; scores are means over them.
+          by: "cosine": 1 - the cosine of the streams before and after the block, one pass for all;
+            "error": relative squared error of the outputs without the block, a pass for each.
+
+        Returns:
+          {name of the block: score}; `drop` takes the names.
+
+        Raises:
+          ValueError: the model has no blocks outside of loops, or there are no batches.
+
+        Source: Men et al. 2024, "ShortGPT: Layers in Large Language Models are More Redundant Than
+        You Expect", equation 1.
+        """
+        if by not in ("cosine", "error"):
+            raise ValueError(f"by must be 'cosine' or 'error', got by = {by!r}.")
+        check_iterable("batches", batches)
+        self.parameters.check_complete(params)
+        if not (listed := list(batches)):
+            raise ValueError("batches has no batch: give at least one.")
+        if not self.blocks:
+            raise ValueError(
+                "The model has no residual blocks outside of loops. Layers within a scan cannot go "
+                "one by one: write them as a loop of Python."
+            )
+        measure = self._measure_cosines if by == "cosine" else self._measure_errors
+        scores = [[*map(float, measure(params, batch))] for batch in listed]
+        means = [float(np.mean(x)) for x in zip(*scores, strict=True)]
+        pairs = zip((block.name for block in self.blocks), means, strict=True)
+        return dict(sorted(pairs, key=lambda pair: pair[1]))
+
+    def _measure_cosines(self, params: Params, batch: PyTree) -> list[jax.Array]:
+        graph = self.retrace(params, batch)
+        arrays = [*trees.split_arrays(params)[0], *trees.split_arrays(batch)[0]]
+        return graph._compare_streams(arrays)
+
+    @functools.cached_property
+    def _compare_streams(self) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+        return jax.jit(functools.partial(compare_streams, self.model, self.blocks))
+
+    def _measure_errors(self, params: Params, batch: PyTree) -> list[jax.Array]:
+        arrays, rebuild = trees.split_arrays((params, batch))
+
+        @jax.jit
+        def measure(arrays: list[jax.Array], masks: PyTree) -> jax.Array:
+            params, batch = rebuild(arrays)
+            outputs = self.model.fn(apply_masks(params, masks), batch)
+            return measure_loss(outputs, self.model.fn(params, batch))
+
+        return [measure(arrays, self.drop(params, block.name)) for block in self.blocks]
 
     @property
     def refused(self) -> list[Refusal]:

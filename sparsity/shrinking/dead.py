@@ -40,16 +40,10 @@ def find_dead(
       {variable: channels that stay}, [layers, indices] where layers choose for themselves; and the
       evidence, {path: {axis: indices for each layer}}: removed indices whose entries were all
       masked, or removed before.
-
-    Raises:
-      ValueError: masks remove all channels of a group.
     """
     live = {path: np.not_equal(mask, 0) for path, mask in masks.items()}
     groups = [group for group in graph.groups if any(path in live for path, _ in group.members)]
     masked = {group: _find_masked(group, live) for group in groups}
-    for group in groups:
-        if group.variable in graph.removal.never_empty:
-            _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
     evidence: dict[Path, dict[AxisIndex, np.ndarray]] = {}
@@ -188,16 +182,6 @@ def _list_members(
             layers = live[path] if group.layers else live[path][None]
             by_channel = np.moveaxis(layers, axis if group.layers else axis + 1, 1)
             yield member_index, path, positions, by_channel
-
-
-def _check_alive(group: ChannelGroup, masked: np.ndarray, live: LiveMasks) -> None:
-    """Raises a ValueError if masks remove all channels of a group, or of one of its layers."""
-    has_mask = [path in live for path, _ in group.members]
-    if masked[..., has_mask].all(axis=(1, 2)).any():
-        raise ValueError(
-            f"All {group.size} channels of the group {group.name!r} are masked. Let at least one "
-            "stay in the masks."
-        )
 
 
 def _find_masked(group: ChannelGroup, live: LiveMasks) -> np.ndarray:

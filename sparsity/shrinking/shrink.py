@@ -58,7 +58,7 @@ def shrink(
       params: the parameters, the tree that was traced, or a part of that tree.
       masks: masks of any pattern, not packed, `None` if dense; or a `Plan`. Layers of a scan keep
         equally many channels, dead ones included. A group that masks remove as a whole vanishes
-        with its branch, unless the model reduces over its channels.
+        with its branch; one channel stays where the model reduces over them.
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
@@ -71,7 +71,7 @@ def shrink(
 
     Raises:
       ValueError: params lack a parameter, masks are traced or of another model, hold other entries
-        than 0 and 1 or remove all that a norm runs over, the state cannot be cut, or no proof is found for `tx`.
+        than 0 and 1, the state cannot be cut, or no proof is found for `tx`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import ADMM, BlockRefit
-from sparsity.calibration.run.blocks import name_block
+from sparsity.core.names import name_block
 
 RNG = np.random.default_rng(0)
 

@@ -268,3 +268,38 @@ SMALL = {
     fn.__name__ if hasattr(fn, "__name__") else "resnet": fn
     for fn in (mlp, small_resnet, densenet, mobilenet, vit, scanned, language_model)
 }
+
+
+# A Llama without norms: grouped queries, gated units.
+WIDTH, INNER, GROUPS, QUERIES, SIZE = 16, 24, 2, 2, 4  # queries that share a key
+LLAMA_SHAPES = {
+    "self_attn.q_proj": (GROUPS * QUERIES * SIZE, WIDTH),
+    "self_attn.k_proj": (GROUPS * SIZE, WIDTH),
+    "self_attn.v_proj": (GROUPS * SIZE, WIDTH),
+    "self_attn.o_proj": (WIDTH, GROUPS * QUERIES * SIZE),
+    "mlp.gate_proj": (INNER, WIDTH),
+    "mlp.up_proj": (INNER, WIDTH),
+    "mlp.down_proj": (WIDTH, INNER),
+}
+LLAMA_TOKENS = jnp.arange(12).reshape(2, 6)
+
+
+def llama(params, tokens):
+    x = params["embed"][tokens]
+    for i in range(2):
+        w = {name: params[f"model.layers.{i}.{name}.weight"].T for name in LLAMA_SHAPES}
+        q, k, v = (x @ w[f"self_attn.{name}_proj"] for name in "qkv")
+        q = q.reshape(*x.shape[:2], GROUPS, QUERIES, SIZE)
+        k, v = (y.reshape(*x.shape[:2], GROUPS, SIZE) for y in (k, v))
+        scores = jax.nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
+        mixed = jnp.einsum("bghqk,bkgd->bqghd", scores, v).reshape(*x.shape[:2], -1)
+        x = x + mixed @ w["self_attn.o_proj"]
+        x = x + (jax.nn.silu(x @ w["mlp.gate_proj"]) * (x @ w["mlp.up_proj"])) @ w["mlp.down_proj"]
+    return x @ params["embed"].T
+
+
+def draw_llama():
+    shapes = {f"model.layers.{i}.{n}.weight": x for i in range(2) for n, x in LLAMA_SHAPES.items()}
+    keys = jax.random.split(jax.random.key(0), 20)
+    shapes["embed"] = (30, WIDTH)
+    return {n: jax.random.normal(k, x) / 4 for k, (n, x) in zip(keys, shapes.items(), strict=False)}

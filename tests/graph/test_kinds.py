@@ -9,45 +9,14 @@ import pytest
 from jax import lax
 
 import sparsity
+from tests.graph.models import LLAMA_TOKENS as TOKENS, draw_llama, llama
 
-WIDTH, INNER, GROUPS, QUERIES, SIZE = 16, 24, 2, 2, 4  # queries that share a key
-SHAPES = {
-    "self_attn.q_proj": (GROUPS * QUERIES * SIZE, WIDTH),
-    "self_attn.k_proj": (GROUPS * SIZE, WIDTH),
-    "self_attn.v_proj": (GROUPS * SIZE, WIDTH),
-    "self_attn.o_proj": (WIDTH, GROUPS * QUERIES * SIZE),
-    "mlp.gate_proj": (INNER, WIDTH),
-    "mlp.up_proj": (INNER, WIDTH),
-    "mlp.down_proj": (WIDTH, INNER),
-}
 STREAM = "layers.0.mlp.down_proj.weight:0"
-TOKENS = jnp.arange(12).reshape(2, 6)
-
-
-def llama(params, tokens):
-    x = params["embed"][tokens]
-    for i in range(2):
-        w = {name: params[f"model.layers.{i}.{name}.weight"].T for name in SHAPES}
-        q, k, v = (x @ w[f"self_attn.{name}_proj"] for name in "qkv")
-        q = q.reshape(*x.shape[:2], GROUPS, QUERIES, SIZE)
-        k, v = (y.reshape(*x.shape[:2], GROUPS, SIZE) for y in (k, v))
-        scores = jax.nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
-        mixed = jnp.einsum("bghqk,bkgd->bqghd", scores, v).reshape(*x.shape[:2], -1)
-        x = x + mixed @ w["self_attn.o_proj"]
-        x = x + (jax.nn.silu(x @ w["mlp.gate_proj"]) * (x @ w["mlp.up_proj"])) @ w["mlp.down_proj"]
-    return x @ params["embed"].T
-
-
-def make_params():
-    shapes = {f"model.layers.{i}.{n}.weight": x for i in range(2) for n, x in SHAPES.items()}
-    keys = jax.random.split(jax.random.key(0), 20)
-    shapes["embed"] = (30, WIDTH)
-    return {n: jax.random.normal(k, x) / 4 for k, (n, x) in zip(keys, shapes.items(), strict=False)}
 
 
 @pytest.fixture(scope="module")
 def language_model():
-    params = make_params()
+    params = draw_llama()
     return llama, params, sparsity.trace(llama, params, TOKENS)
 
 

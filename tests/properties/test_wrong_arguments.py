@@ -163,6 +163,10 @@ WRONG = {
     "update_freq": (2**31, *COUNT),
     "update_start_step": (2**31, *NATURAL),
     "updater": (None, 3, "x", ODD),
+    "by": (None, 3, "loss", ODD),
+    "groups": (3, "nothing", ["nothing"], [3], ODD),
+    "keys": (3, "nothing", ["nothing"], [3], ODD),
+    "rates": (3, "x", {"hidden": 2.0}, {"nothing": 0.5}, {3: 0.5}, ODD),
     "use_avg_pooling": BOOLEAN,
     "use_compact_state": BOOLEAN,
     "use_normalization": BOOLEAN,
@@ -302,7 +306,7 @@ def world():
     delta = sparsity.Delta.between(params, params | {"w": params["w"] + 1})
     return {
         "params": params, "x": x, "graph": graph, "masks": masks, "updater": updater,
-        "opt_state": opt_state, "sparse_state": opt_state, "fn": model, "batches": [x],
+        "opt_state": opt_state, "sparse_state": opt_state, "fn": model, "batches": [x], "keys": (),
         "tx": optax.adam(0.1), "inner": optax.adam(0.1), "apply": lambda v, x: x, "name": "test",
         "loss_fn": lambda params, x: jnp.sum(model(params, x) ** 2), "deltas": [delta, delta],
         "pruner": sparsity.WandaPruning(sparsity_distribution_fn=half), "hook": lambda self: self,

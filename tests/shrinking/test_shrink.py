@@ -365,9 +365,10 @@ def test_a_group_that_a_norm_reads_does_not_vanish():
         return (h - h.mean(-1, keepdims=True)) @ params["down"]
 
     params = {"up": jnp.ones((3, 8)), "down": jnp.ones((8, 2))}
-    masks = jax.tree.map(jnp.zeros_like, params)
-    with pytest.raises(ValueError, match=r"All 8 channels"):
-        shrink(sparsity.trace(model, params, jnp.ones((1, 3))), params, masks)
+    masks, x = jax.tree.map(jnp.zeros_like, params), jnp.ones((1, 3))
+    small = shrink(sparsity.trace(model, params, x), params, masks)
+    assert small.params["up"].shape == (3, 1)
+    np.testing.assert_array_equal(small.apply(small.params, x), [[0, 0]])
 
 
 def test_masks_and_plans_of_another_model_are_refused(mlp):

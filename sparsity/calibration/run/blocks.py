@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -13,21 +12,6 @@ from sparsity.core.trees import Path
 from sparsity.programs.program import Equation, Program, Value
 
 BlockNameFn: TypeAlias = Callable[[Path], str]
-_NUMBERED = re.compile(r"(?:^|.*?[/._])\d+(?=[/._]|$)")  # up to the first number of a path
-
-
-def name_block(path: Path) -> str:
-    """Returns the name of the block of a parameter: its path up to the first number.
-
-    Example:
-      >>> name_block(("model.layers.3.mlp.up.weight",)), name_block(("Dense_0", "kernel"))
-      ('model.layers.3', 'Dense_0')
-      >>> name_block(("head", "kernel"))
-      'head/kernel'
-    """
-    name = trees.join_names(path)
-    numbered = _NUMBERED.match(name)
-    return numbered.group() if numbered else name
 
 
 class Span(NamedTuple):

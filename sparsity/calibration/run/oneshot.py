@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity.calibration.refits.block import BlockRefit
 from sparsity.calibration.refits.layers import BiasRefit, Refit
-from sparsity.calibration.run.blocks import BlockNameFn, BlockPlan, name_block
+from sparsity.calibration.run.blocks import BlockNameFn, BlockPlan
 from sparsity.calibration.run.dry_run import DryRun
 from sparsity.calibration.run.one_pass import ModelFn, Options, Run
 from sparsity.calibration.run.prune import check_pruner_and_refit
@@ -33,6 +33,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
+from sparsity.core.names import name_block
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater

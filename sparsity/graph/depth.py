@@ -1,0 +1,196 @@
+"""Residual branches and blocks of a program: what may go as a whole, and what its removal changes.
+
+A branch is a function that is added to the stream which it reads: x + f(x), where products of
+parameters write f. Masks that remove these parameters leave x, and `sparsity.shrink` then cuts all
+that computes f. A block is the branches in a row whose parameters have one name up to its number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.core import trees
+from sparsity.core.arrays import promote
+from sparsity.core.names import name_block
+from sparsity.core.trees import Path, PyTree
+from sparsity.graph.readers import Bias
+from sparsity.graph.traced_model import Model
+from sparsity.graph.uses import Use
+from sparsity.programs.layout import LAYOUTS
+from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.walk import Interpreter
+
+_SUMS = ("add", "add_any")
+_KEEP_ZERO = (*_SUMS, "sub", "mul", "div", "neg", "convert_element_type", "copy")
+
+
+class ResidualBranch(NamedTuple):
+    """A function that is added to a stream.
+
+    Attributes:
+      name: the first parameter that writes the branch.
+      paths: the parameters that write it, and their biases; without them the branch is 0.
+      stream: the value that the branch is added to.
+      output: the sum.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    stream: Value
+    output: Value
+
+
+class ResidualBlock(NamedTuple):
+    """Branches in a row, such as the attention and the feed-forward layer of a transformer.
+
+    Attributes:
+      name: what the names of their parameters have in common, up to the first number.
+      branches: the branches.
+    """
+
+    name: str
+    branches: tuple[ResidualBranch, ...]
+
+
+def find_blocks(
+    model: Model, products: Sequence[Use], biases: Mapping[Path, Bias]
+) -> list[ResidualBlock]:
+    """Returns the blocks of a model in order, those outside of loops.
+
+    Args:
+      model: the model.
+      products: the products that read parameters.
+      biases: the parameters that shift the outputs of others.
+    """
+    readers: dict[Equation, list[Path]] = {}
+    for use in products:
+        readers.setdefault(use.equation, []).append(use.path)
+    streams: dict[Value, Value] = {}  # {sum of a stream and a branch: the stream before}
+    branches = []
+    for equation in model.program.flat_equations():
+        if equation.name not in _SUMS or equation.inputs[0].shape != equation.inputs[1].shape:
+            continue
+        for stream, branch in itertools.permutations(equation.inputs):
+            paths = _find_zeros(model, branch, readers, biases)
+            if paths and _reads(model.program, branch, _list_streams(stream, streams)):
+                name = trees.join_names(paths[0])
+                branches.append(ResidualBranch(name, tuple(paths), stream, equation.outputs[0]))
+                streams[equation.outputs[0]] = stream
+                break
+    grouped = itertools.groupby(branches, lambda branch: name_block(branch.paths[0]))
+    return [ResidualBlock(name, tuple(members)) for name, members in grouped]
+
+
+def _find_zeros(
+    model: Model,
+    value: Value,
+    readers: Mapping[Equation, Sequence[Path]],
+    biases: Mapping[Path, Bias],
+) -> list[Path]:
+    """Returns the parameters without which a value is 0: weights, then their biases.
+
+    Empty if there are none, or if the value is not 0 then.
+    """
+    shifts = set[Path]()
+
+    def find(value: Value) -> list[Path] | None:
+        if (parameter := model.parameter_inputs.get(value)) is not None:
+            shifts.add(parameter.path)
+            return []
+        equation = model.program.makers.get(value)
+        if equation is None:
+            return None  # a constant, or an input
+        if equation in readers:
+            return [*readers[equation]]
+        if equation.name not in _KEEP_ZERO and equation.name not in LAYOUTS:
+            return None
+        inputs = equation.inputs[:1] if equation.name == "div" else equation.inputs
+        parts = [find(x) for x in inputs]
+        if equation.name == "mul":  # a factor of 0 is enough
+            return next((part for part in parts if part), None)
+        return None if None in parts else [path for part in parts for path in part or ()]
+
+    weights = list(dict.fromkeys(find(value) or ()))
+    shifted = {biases[path].path for path in weights if path in biases}
+    return [*weights, *sorted(shifts)] if weights and shifts <= shifted else []
+
+
+def _list_streams(stream: Value, streams: Mapping[Value, Value]) -> set[Value]:
+    """Returns a stream, and the streams before the branches that were added to it."""
+    earlier = {stream}
+    while stream in streams:
+        stream = streams[stream]
+        earlier.add(stream)
+    return earlier
+
+
+def _reads(program: Program, branch: Value, streams: set[Value]) -> bool:
+    """Returns whether a branch is computed from one of some values."""
+    pending, seen = [branch], set[Value]()
+    while pending:
+        value = pending.pop()
+        if value in streams:
+            return True
+        if value not in seen and value in program.makers:
+            pending += program.makers[value].inputs
+        seen.add(value)
+    return False
+
+
+class _Recorder(Interpreter[jax.Array]):
+    """Runs a program, and keeps some of its values."""
+
+    def __init__(self, values: Iterable[Value]) -> None:
+        self._values = {*values}
+        self.arrays: dict[Value, jax.Array] = {}
+
+    def define(self, value: Value, array: jax.Array) -> jax.Array:
+        if value in self._values:
+            self.arrays[value] = array
+        return array
+
+    def enters(self, equation: Equation) -> bool:
+        return False
+
+
+def compare_streams(
+    model: Model, blocks: Sequence[ResidualBlock], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Returns 1 - the mean cosine of the streams before and after each block.
+
+    Args:
+      model: the model.
+      blocks: its blocks.
+      arrays: the leaves of its parameters and of its inputs.
+    """
+    ends = [(block.branches[0].stream, block.branches[-1].output) for block in blocks]
+    recorder = _Recorder(itertools.chain(*ends))
+    for value, array in zip(model.program.inputs, arrays, strict=True):
+        recorder.define(value, array)
+    model.run(recorder, arrays)
+
+    def compare(values: Iterable[Value]) -> jax.Array:
+        before, after = (
+            recorder.arrays[value].astype(promote(value.dtype, jnp.float32)) for value in values
+        )
+        product = jnp.sum(before * after, axis=-1)
+        norms = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
+        return 1 - jnp.mean(product / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
+
+    return [compare(values) for values in ends]
+
+
+def measure_loss(outputs: PyTree, expected: PyTree) -> jax.Array:
+    """Returns the relative squared error of all outputs that have fractions."""
+    lost = total = jnp.float32(0)
+    for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(jnp.result_type(y), jnp.inexact):
+            wide = promote(jnp.result_type(y), jnp.float32)
+            lost += jnp.sum(jnp.square(jnp.abs(x.astype(wide) - y.astype(wide))))
+            total += jnp.sum(jnp.square(jnp.abs(y.astype(wide))))
+    return lost / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

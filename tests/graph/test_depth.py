@@ -1,0 +1,187 @@
+"""Blocks and branches that may go: against the same model written without them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import sparsity
+from tests.graph.models import LLAMA_TOKENS as TOKENS, draw_llama, llama
+
+
+@pytest.fixture(scope="module")
+def model():
+    params = draw_llama()
+    return params, sparsity.trace(llama, params, TOKENS)
+
+
+def test_blocks_have_their_branches_in_order(model):
+    blocks = model[1].blocks
+    assert [block.name for block in blocks] == ["model.layers.0", "model.layers.1"]
+    assert [branch.name for block in blocks for branch in block.branches] == [
+        f"model.layers.{i}.{name}.weight"
+        for i in range(2)
+        for name in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+
+
+@pytest.mark.parametrize("keys", ["model.layers.0", ["*attn*"], ["*layers.1.mlp*", "*0.self*"]])
+def test_dropped_branches_vanish_from_the_smaller_model(model, keys):
+    params, graph = model
+    masks = graph.drop(params, keys)
+    masked = sparsity.masks.apply_masks(params, masks)
+    tx = optax.adam(1e-2)
+    state = tx.init(params)
+    small = sparsity.shrink(graph, params, masks, state, tx)
+    expected = llama(masked, TOKENS)
+    np.testing.assert_allclose(small.apply(small.params, TOKENS), expected, atol=1e-5)
+    empty = [name for name, array in small.params.items() if not array.size]
+    dropped = [name for name, mask in masks.items() if mask is not None]
+    assert {*dropped} < {*empty}
+    compiled = jax.jit(small.apply).lower(small.params, TOKENS).compile().as_text()
+    num_products = {"attn": 6, "mlp": 3}
+    gone = sum(num_products["attn" if "attn" in name else "mlp"] for name in dropped)
+    assert compiled.count(" dot(") == 19 - gone
+    # Gradients and the next step are those of the masked model.
+    loss = lambda fn: lambda params: jnp.sum(fn(params, TOKENS) ** 2)  # noqa: E731
+    grads = jax.grad(loss(small.apply))(small.params)
+    reference = jax.grad(loss(llama))(masked)
+    for name, array in grads.items():
+        if array.shape == reference[name].shape:
+            np.testing.assert_allclose(array, reference[name], rtol=1e-3, atol=1e-4)
+    updates, _ = small.tx.update(grads, small.opt_state, small.params)
+    optax.apply_updates(small.params, updates)
+    again = sparsity.shrink(graph, params, sparsity.Plan.from_json(small.plan.to_json()))
+    assert jax.tree.map(jnp.shape, again.params) == jax.tree.map(jnp.shape, small.params)
+    assert small.graph.macs() == small.macs() < graph.macs()
+    assert len(small.graph.blocks) <= len(graph.blocks)
+
+
+def test_a_dropped_block_is_the_model_without_it(model):
+    params, graph = model
+    small = sparsity.shrink(graph, params, graph.drop(params, "model.layers.0"))
+
+    def one_layer(params, tokens):
+        shifted = {name.replace("layers.1", "layers.0"): x for name, x in params.items()}
+        zeros = {name: 0 * x for name, x in params.items() if "layers.1" in name}
+        return llama({**shifted, **zeros}, tokens)
+
+    np.testing.assert_allclose(
+        small.apply(small.params, TOKENS), one_layer(params, TOKENS), atol=1e-5
+    )
+
+
+class PostNorm(nn.Module):
+    """With biases, and norms after the sums."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        for i in range(2):
+            x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(2, name=f"attention_{i}")(x))
+            h = nn.gelu(nn.Dense(20, name=f"up_{i}")(x))
+            x = nn.LayerNorm()(x + 0.5 * nn.Dense(8, name=f"down_{i}")(h))
+        return nn.Dense(3)(x)
+
+
+def test_biases_go_with_their_branch():
+    module, x = PostNorm(), jax.random.normal(jax.random.key(1), (2, 5, 4))
+    params = module.init(jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda p: p + 0.1, params)  # biases of zeros would hide in the sums
+    fn = lambda params, x: module.apply({"params": params}, x)  # noqa: E731
+    graph = sparsity.trace(fn, params, x)
+    names = [branch.name for block in graph.blocks for branch in block.branches]
+    assert names == [
+        f"{n}_{i}/{end}"
+        for i in range(2)
+        for n, end in (("attention", "out/kernel"), ("down", "kernel"))
+    ]
+    masks = graph.drop(params, "down_0/*")
+    assert masks["down_0"]["bias"] is not None
+    small = sparsity.shrink(graph, params, masks)
+    assert small.params["up_0"]["kernel"].shape == (8, 0)
+    masked = sparsity.masks.apply_masks(params, masks)
+    np.testing.assert_allclose(small.apply(small.params, x), fn(masked, x), atol=1e-5)
+
+
+def test_parallel_branches_and_low_ranks_are_branches_and_other_sums_are_not():
+    def model(params, x):
+        h = jnp.tanh(x @ params["up"])
+        x = x + h @ params["down"] + h @ params["a"] @ params["b"]  # in parallel
+        x = x + jax.nn.sigmoid(x @ params["gate"]) * 3.0  # not 0 without its weight
+        x = x + params["shift"]
+        return x + jnp.tanh(x) @ params["last"]
+
+    shapes = {"up": (4, 6), "down": (6, 4), "a": (6, 2), "b": (2, 4), "gate": (4, 4)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    params |= {"shift": jnp.ones(4), "last": jnp.eye(4)}
+    graph = sparsity.trace(model, params, jnp.ones((3, 4)))
+    assert [branch.name for block in graph.blocks for branch in block.branches] == [
+        "down",
+        "b",
+        "last",
+    ]
+
+
+def test_a_branch_with_a_norm_inside_is_cut_as_far_as_the_norm_allows():
+    def model(params, x):
+        h = x @ params["up"]
+        h = (h - h.mean(-1, keepdims=True)) / (1 + h.std(-1, keepdims=True))
+        return (x + h @ params["down"]) @ params["head"]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "up": jax.random.normal(keys[0], (4, 6)),
+        "down": jax.random.normal(keys[1], (6, 4)),
+        "head": jax.random.normal(keys[2], (4, 2)),
+    }
+    x = jax.random.normal(keys[3], (3, 4))
+    graph = sparsity.trace(model, params, x)
+    masks = graph.drop(params, "down")
+    small = sparsity.shrink(graph, params, masks)
+    expected = model(sparsity.masks.apply_masks(params, masks), x)
+    np.testing.assert_allclose(small.apply(small.params, x), expected, atol=1e-5)
+
+
+def test_scores_are_those_of_the_streams_and_of_the_outputs(model):
+    params, graph = model
+    batches = [TOKENS, TOKENS + 5]
+    errors = {}
+    for i in range(2):
+        masked = sparsity.masks.apply_masks(params, graph.drop(params, f"model.layers.{i}"))
+        pairs = [(llama(masked, x), llama(params, x)) for x in batches]
+        errors[f"model.layers.{i}"] = np.mean(
+            [jnp.sum((y - z) ** 2) / jnp.sum(z**2) for y, z in pairs]
+        )
+    ranked = graph.rank_blocks(params, batches, by="error")
+    assert [*ranked] == sorted(ranked, key=ranked.get)
+    for name, error in errors.items():
+        np.testing.assert_allclose(ranked[name], error, rtol=1e-4)
+    stream = params["embed"][TOKENS]
+    masked = sparsity.masks.apply_masks(params, graph.drop(params, "model.layers.1"))
+    # The stream after the first block, by the inverse of what follows it.
+    after = llama({**masked, "embed": params["embed"]}, TOKENS) @ np.linalg.pinv(params["embed"]).T
+    cosine = jnp.sum(stream * after, -1) / (
+        jnp.linalg.norm(stream, axis=-1) * jnp.linalg.norm(after, axis=-1)
+    )
+    scores = graph.rank_blocks(params, [TOKENS])
+    np.testing.assert_allclose(scores["model.layers.0"], 1 - cosine.mean(), rtol=1e-3)
+
+
+def test_blocks_within_loops_and_unknown_names_are_refused(model):
+    params, graph = model
+    with pytest.raises(ValueError, match=r"'model\.layers\.7' is no block"):
+        graph.drop(params, "model.layers.7")
+    with pytest.raises(ValueError, match="by must be"):
+        graph.rank_blocks(params, [TOKENS], by="loss")
+    with pytest.raises(ValueError, match="no batch"):
+        graph.rank_blocks(params, [])
+    stack = {"w": jnp.ones((3, 4, 4))}
+    scanned = lambda params, x: lax.scan(lambda x, w: (x + x @ w, None), x, params["w"])[0]  # noqa: E731
+    scan = sparsity.trace(scanned, stack, jnp.ones((2, 4)))
+    assert scan.blocks == []
+    with pytest.raises(ValueError, match="no residual blocks outside of loops"):
+        scan.rank_blocks(stack, [jnp.ones((2, 4))])
