@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias, TypeVar
 
+from sparsity.core.trees import join_names
+
 T = TypeVar("T")
 _NUMBERED = re.compile(r"(?:^|.*?[/._])\d+(?=[/._]|$)")  # up to the first number of a path
 Key: TypeAlias = str | tuple[str, ...] | re.Pattern[str]  # names leaves; see `matches`
@@ -25,7 +27,7 @@ def name_block(path: tuple[str, ...]) -> str:
       >>> name_block(("head", "kernel"))
       'head/kernel'
     """
-    name = "/".join(path)
+    name = join_names(path)
     numbered = _NUMBERED.match(name)
     return numbered.group() if numbered else name
 

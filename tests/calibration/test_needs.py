@@ -6,7 +6,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Means, prune
-from sparsity.calibration.run.prune import combine_needs, read_needs
+from sparsity.calibration.run.prune import combine_kinds, read_kind
 
 HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
 MAGNITUDE, GPT = sparsity.MagnitudePruning(**HALF), sparsity.SparseGPTPruning(**HALF)
@@ -39,16 +39,12 @@ class Squares(Own):
     ],
 )
 def test_a_run_has_gram_matrices_if_its_pruner_or_its_refit_needs_them(pruner, refit, kind):
-    assert combine_needs(pruner, refit).statistics_kind == kind
+    assert combine_kinds(pruner, refit) == kind
 
 
 def test_a_class_that_states_nothing_has_the_defaults():
-    assert read_needs(MAGNITUDE).statistics_kind == "squares"
-    assert read_needs(lambda dense, pruned, mask, statistic, select: (pruned, mask)) == (
-        "gram",
-        None,
-    )
-    assert read_needs(Own()).damping == 0.5
+    assert read_kind(MAGNITUDE) == "squares"
+    assert read_kind(lambda dense, pruned, mask, statistic, select: (pruned, mask)) == "gram"
 
 
 @pytest.mark.parametrize("kind", ["gramm", None, ["gram"]])

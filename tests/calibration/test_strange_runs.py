@@ -239,8 +239,9 @@ def test_refusals_come_before_a_layer_is_pruned(tmp_path):
     for batches in ("abc", {"x": draw(4, 8)}):
         with pytest.raises(ValueError, match="batches must be a list"):
             sparsity.oneshot(WANDA, chain, params, batches)
-    with pytest.raises(ValueError, match=r"blocks\(\('l.0',\)\) must be the name of a block"):
-        sparsity.oneshot(WANDA, chain, params, [draw(4, 8)], blocks=lambda path: None)
+    for name in (None, ""):
+        with pytest.raises(ValueError, match=r"blocks\(\('l.0',\)\) must be the name of a block"):
+            sparsity.oneshot(WANDA, chain, params, [draw(4, 8)], blocks=lambda path, n=name: n)
     with pytest.raises(TypeError) as failure:
         sparsity.oneshot(WANDA, chain, params, [draw(4, 8), draw(4, 7)])
     assert "batches[1]" in "".join(failure.value.__notes__)

@@ -145,11 +145,11 @@ class _Meter:
 
     def _measure(self, use_index: int) -> tuple[int, int, int]:
         """Returns the entries of a weight, its bytes, and the bytes of its statistics."""
-        calibration, kind = self._plan.calibration, self._task.needs
+        calibration, kind = self._plan.calibration, self._task.kind
         alignment, use = calibration.alignments[use_index], calibration.uses[use_index]
         size, inputs = math.prod(alignment.shape), max(use.num_inputs, 1)
         slices = math.prod(alignment.axes.read_batch_shape(alignment.shape))
-        sums = 4 * slices * inputs * (inputs if kind.has_grams else 1) * _STATISTIC_COPIES
+        sums = 4 * slices * inputs * (inputs if kind == "gram" else 1) * _STATISTIC_COPIES
         (dtype,) = {x.dtype for x in self._task.graph.parameters if x.path == use.path}
         return size, size * dtype.itemsize, sums
 

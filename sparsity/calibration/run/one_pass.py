@@ -237,7 +237,7 @@ class Run:
         statistic = calibration.add_multiplier(statistic, path, self.weights.read, dict(index))
         dense = self.weights.read_place(path, index)
         layer = task.prune_layer(dense, path, index, statistic)
-        if not task.needs.has_grams:
+        if task.kind != "gram":
             losses = sum_losses(places, *layer.list_weights_and_losses())
             layer = layer._replace(output_squares=losses)
         self._take_layer(path, index, layer, started)
@@ -299,7 +299,7 @@ class Run:
         self.on_start("(all)")
         if self.folder and "(all)" in self.folder.done:
             return
-        params, kind = weights.load(task.like), task.needs.statistics_kind
+        params, kind = weights.load(task.like), task.kind
         statistics = calibrate(
             task.fn,
             params,
@@ -311,7 +311,7 @@ class Run:
         layers = {}
         for path in task.sites:
             layers[path] = task.prune_layer(weights.read_dense(path), path, (), statistics[path])
-        if not task.needs.has_grams:
+        if task.kind != "gram":
             matrices = {path: layer.list_weights_and_losses() for path, layer in layers.items()}
             losses = sum_model_losses(
                 task.fn, params, self.batches, matrices, self.options.row_weights

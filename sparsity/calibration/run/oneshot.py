@@ -198,7 +198,7 @@ def _start(
         return DryRun.measure(task, plan, len(batches), block_refit)
     names = {path: options.blocks(path) for path in task.sites}
     for path, name in names.items():
-        check_kind(f"blocks({path!r})", name, str, "the name of a block")
+        check_kind(f"blocks({path!r})", name or None, str, "the name of a block")
     if block_refit:
         block_refit.check(leaves)
     return Run(task, block_refit, batches, options, names).run(params, leaves)

@@ -1,14 +1,13 @@
 """Pruning and refitting of a tree by statistics: the step that one-shot pruning repeats.
 
-Needs of pruners and refits are attributes that their classes state, with defaults for all others: a
-refit is any object with the method of `Refit` or `BiasRefit`, and a pruner any updater.
+A refit is any object with the method of `Refit` or `BiasRefit`, and a pruner any updater; both may
+state the kind of statistics that they need.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import chex
 import jax
@@ -36,32 +35,19 @@ from sparsity.masks import ScoredSite, Site, are_kept, has_statement, pack_masks
 from sparsity.training.base_updater import BaseUpdater
 
 
-class Needs(NamedTuple):
-    """Attributes that a pruner or a refit may state; `StatisticsPruning` and `Refit` tell more."""
-
-    statistics_kind: StatisticsKind
-    damping: float | None = None
-
-    @property
-    def has_grams(self) -> bool:
-        """True if the statistics are Gram matrices."""
-        return self.statistics_kind == "gram"
-
-
-def combine_needs(pruner: object, refit: object | None) -> Needs:
-    """Returns the needs of a run, which always takes means, for centred errors.
+def combine_kinds(pruner: object, refit: object | None) -> StatisticsKind:
+    """Returns the kind of statistics of a run, which always takes means, for centred errors.
 
     Raises:
       ValueError: no kind of statistics gives the sums of both the pruner and the refit.
     """
     methods = [pruner] if refit is None else [pruner, refit]
-    stated = [*map(read_needs, methods)]
-    fields = {"sums"}.union(*(FIELDS_BY_KIND[needs.statistics_kind] for needs in stated))
+    fields = {"sums"}.union(*(FIELDS_BY_KIND[read_kind(method)] for method in methods))
     kinds = [kind for kind, fields_of_kind in FIELDS_BY_KIND.items() if fields <= fields_of_kind]
     if not kinds:
         names = " and ".join(map(method_name, methods))
         raise ValueError(f"{names}: no statistics_kind gives {sorted(fields)}, which a run needs.")
-    return stated[-1]._replace(statistics_kind=kinds[0])
+    return kinds[0]
 
 
 def method_name(method: object) -> str:
@@ -76,19 +62,17 @@ def method_name(method: object) -> str:
     return type(method).__name__ if name is None else f"the function {name}"
 
 
-def read_needs(method: object) -> Needs:
-    """Returns the needs of a pruner or a refit.
+def read_kind(method: object) -> StatisticsKind:
+    """Returns the `statistics_kind` that a pruner or a refit states.
 
     By default a pruner needs sums of squares, for errors and not for masks; a refit needs Gram
     matrices, and means for biases.
     """
-    kind = "moments" if isinstance(method, BiasRefit) else "gram"
-    kind = "squares" if isinstance(method, BaseUpdater) else kind
-    names = (name for name in Needs._fields if hasattr(method, name))
-    stated: PyTree = {name: getattr(method, name) for name in names}
-    needs = Needs(**{"statistics_kind": kind, **stated})
-    check_statistics_kind(needs.statistics_kind, method_name(method))
-    return needs
+    default = "moments" if isinstance(method, BiasRefit) else "gram"
+    default = "squares" if isinstance(method, BaseUpdater) else default
+    kind: PyTree = getattr(method, "statistics_kind", default)
+    check_statistics_kind(kind, method_name(method))
+    return kind
 
 
 def prune(
@@ -223,10 +207,10 @@ def _refit_layer(
     """
     if not dense.size:
         return pruned_layer
-    needs, label = read_needs(refit), method_name(refit)
-    statistic = look_up_statistic(statistics, site, dense.shape, needs.statistics_kind, label)
-    if needs.has_grams:
-        check_solvable(statistic, dense, site.name, needs.damping)
+    kind, label = read_kind(refit), method_name(refit)
+    statistic = look_up_statistic(statistics, site, dense.shape, kind, label)
+    if kind == "gram":
+        check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
     select = _make_select(pruner, site, statistic, target)
     solution = _call_refit(refit, dense, *pruned_layer, statistic, select)
     check_solution(solution, label, site.name, dense)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity.calibration.rates import Rates, Sensitivity
 from sparsity.calibration.refits.block import sum_losses
-from sparsity.calibration.run.prune import check_pruner_and_refit, prune, read_needs
+from sparsity.calibration.run.prune import check_pruner_and_refit, prune, read_kind
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import extras, trees
 from sparsity.core.arrays import promote
@@ -268,7 +268,7 @@ class Report(dict[Path, LayerReport]):
                     "rates must be above 0, at which nothing is lost, got a rate of 0."
                 )
         batch_list = list(batches)
-        kind = read_needs(pruner).statistics_kind
+        kind = read_kind(pruner)
         statistics = calibrate(fn, params, batch_list, kind, lambda path, _: path in self)
         dense = [_list_outputs(fn, params, batch) for batch in batch_list]
         norm = sum(float(sum_losses(y, y, [None] * len(y))[1]) for y in dense)

@@ -13,13 +13,14 @@ import numpy as np
 
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.refits.layers import BiasRefit, Refit, holds_outputs
-from sparsity.calibration.run.prune import Needs, combine_needs, method_name, prune_and_refit
+from sparsity.calibration.run.prune import combine_kinds, method_name, prune_and_refit
 from sparsity.calibration.run.report import LayerReport
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.alignment import describe_function, meets_data
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.grams import output_error, ratio, squared_means
 from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.calibration.statistics.sums import StatisticsKind
 from sparsity.calibration.statistics.validation import is_finite, warn_of_zeros
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, warn
@@ -86,7 +87,7 @@ class PruningTask:
       graph: the graph of the model.
       sites: sites of the parameters to prune, by path.
       targets: sparsities of these parameters, by path.
-      needs: the statistics that pruner and refit need.
+      kind: the kind of statistics that pruner and refit need.
       biases: the biases that a `BiasRefit` changes, by path of the parameter.
       fn: the model.
       like: the tree of parameters, with shapes in place of lazily read arrays.
@@ -97,15 +98,15 @@ class PruningTask:
     graph: Graph
     sites: Mapping[Path, Site]
     targets: Mapping[Path, float]
-    needs: Needs
+    kind: StatisticsKind
     biases: Mapping[Path, Bias]
     fn: Callable[[PyTree, PyTree], PyTree]
     like: Params
 
     def make_calibration(self, graph: Graph | None = None) -> Calibration:
         """Returns the sums of the inputs of all parameters to prune, in this or another graph."""
-        kind = self.needs.statistics_kind
-        return Calibration(graph or self.graph, kind, lambda path, _: path in self.sites)
+        chooses = self.sites.__contains__
+        return Calibration(graph or self.graph, self.kind, lambda path, _: chooses(path))
 
     def name_layer(self, path: Path, index: LayerIndex) -> str:
         """Returns the name of a parameter, or of one of its layers."""
@@ -210,7 +211,7 @@ def make_task(
         graph,
         sites,
         targets={path: targets[site.key_path] for path, site in sites.items()},
-        needs=combine_needs(pruner, refit),
+        kind=combine_kinds(pruner, refit),
         biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
         fn=fn,
         like=params,

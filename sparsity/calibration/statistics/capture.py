@@ -308,7 +308,7 @@ def _collect_sums(
             if not finite_sums:
                 name = trees.join_names(calibration.uses[use_index].path)
                 raise make_not_finite_error(name, index)
-        total = add_batch(total or None, sums)
+        total = {n: add_batch(total.get(n), x) for n, x in sums.items()}
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     check_any_counts(all_weights)

@@ -226,37 +226,18 @@ _add_in_place: Callable[[PyTree, PyTree], PyTree] = jax.jit(add, donate_argnums=
 
 
 def add_batch(total: PyTree | None, sums: PyTree) -> PyTree:
-    """Adds the sums of a batch to those before, in place; counts add up on the host.
+    """Adds the sums of a batch, a `Statistic` or an array, to those before, in place.
 
-    There integers have 64 bits, and so never become negative.
+    Counts add up on the host, where integers have 64 bits, and so never become negative.
     """
-    counts, arrays = _split_counts(sums)
+    if not isinstance(sums, Statistic):
+        return sums if total is None else _add_in_place(total, sums)
+    rows = np.asarray(sums.count)
+    rows = rows.astype(np.float64 if rows.dtype.kind == "f" else np.int64)
     if total is not None:
-        counts_before, arrays_before = _split_counts(total)
-        counts = [one + other for one, other in zip(counts_before, counts, strict=True)]
-        arrays = _add_in_place(arrays_before, arrays)
-    rows = iter(counts)
-    return jax.tree.map(
-        lambda x: dataclasses.replace(x, count=next(rows)) if isinstance(x, Statistic) else x,
-        arrays,
-        is_leaf=_is_statistic,
-    )
-
-
-def _split_counts(sums: PyTree) -> tuple[list[np.ndarray], PyTree]:
-    """Returns the counts of statistics on the host, and the statistics without counts."""
-    leaves = jax.tree.leaves(sums, is_leaf=_is_statistic)
-    counts = [np.asarray(x.count) for x in leaves if isinstance(x, Statistic)]
-    wide = [x.astype(np.float64 if x.dtype.kind == "f" else np.int64) for x in counts]
-    return wide, jax.tree.map(
-        lambda x: dataclasses.replace(x, count=0) if isinstance(x, Statistic) else x,
-        sums,
-        is_leaf=_is_statistic,
-    )
-
-
-def _is_statistic(x: object) -> bool:
-    return isinstance(x, Statistic)
+        rows = total.count + rows
+        sums = _add_in_place(*(dataclasses.replace(x, count=0) for x in (total, sums)))
+    return dataclasses.replace(sums, count=rows)
 
 
 class Uses(dict[int, Use]):
