@@ -163,9 +163,10 @@ def oneshot(
       >>> oneshot(pruner, lambda params, x: x @ params, params, [x])[0].T
       Array([[4., 0.]], dtype=float32)
     """
-    flags = {"sequential": sequential, "donate": donate, "progress": progress, "dry_run": dry_run}
-    _check_arguments(pruner, batches, held, metric, out, blocks, flags)
-    options = Options(fn, out, row_weights, blocks or name_block, held, metric, **flags)
+    blocks = name_block if blocks is None else blocks
+    flags = sequential, donate, progress, dry_run
+    options = Options(fn, out, row_weights, blocks, held, metric, *flags)
+    _check_arguments(pruner, batches, options)
     return _start(pruner, params, [*batches], refit, options)
 
 
@@ -220,15 +221,7 @@ def _split_refits(
     return next(iter(others), None), next(iter(block_refits), None)
 
 
-def _check_arguments(
-    pruner: BaseUpdater,
-    batches: object,
-    held: object,
-    metric: object,
-    out: object,
-    blocks: object,
-    flags: Mapping[str, bool],
-) -> None:
+def _check_arguments(pruner: BaseUpdater, batches: object, options: Options) -> None:
     """Raises a ValueError for other types, and if parameters compete with each other."""
     check_pruner_and_refit(pruner)
     if not has_statement(pruner.scope, "per_slice"):
@@ -238,15 +231,16 @@ def _check_arguments(
             "statistics=statistics). A scope of your own that does not compare parameters says "
             "`per_slice = True`."
         )
-    for name, flag in flags.items():
-        check_bool(name, flag)
-    for name, value in {"batches": batches, "held": () if held is None else held}.items():
+    for name in ("sequential", "donate", "progress", "dry_run"):
+        check_bool(name, getattr(options, name))
+    held = () if options.held is None else options.held
+    for name, value in {"batches": batches, "held": held}.items():
         check_iterable(name, value)
         if isinstance(value, str | bytes | Mapping):
             raise ValueError(f"{name} must be a list or an iterator of batches, got {value!r}.")
-    check_function("metric", metric, "params", optional=True)
-    check_function("blocks", blocks, "path", optional=True)
-    check_kind("out", out, str | os.PathLike | None, "a path or None")
+    check_function("metric", options.metric, "params", optional=True)
+    check_function("blocks", options.blocks, "path")
+    check_kind("out", options.out, str | os.PathLike | None, "a path or None")
 
 
 def _read_leaves(params: Params) -> tuple[Params, dict[Path, PyTree]]:

@@ -202,21 +202,12 @@ def make_task(
     Raises:
       ValueError: a parameter to prune can have no statistic.
     """
+    kind = combine_kinds(pruner, refit)
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
-    task = PruningTask(
-        pruner,
-        refit,
-        graph,
-        sites,
-        targets={path: targets[site.key_path] for path, site in sites.items()},
-        kind=combine_kinds(pruner, refit),
-        biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
-        fn=fn,
-        like=params,
-    )
-    summed = {use.path for use in task.make_calibration().uses.values()}
+    uses = Calibration(graph, kind, lambda path, _: path in sites).uses.values()
+    summed = {use.path for use in uses}
     if unread := _list_unread_in_stacks(pruner, graph, {*sites} - summed):
         names = [site.name for path, site in sites.items() if path in unread]
         warn(
@@ -224,13 +215,20 @@ def make_task(
             "scanned layers. Choose parameters with filter_fn=graph.is_weight."
         )
         sites = {path: site for path, site in sites.items() if path not in unread}
-        task = dataclasses.replace(
-            task, sites=sites, targets={path: task.targets[path] for path in sites}
-        )
     for path, site in sites.items():
         if path not in summed:
             raise ValueError(_explain_unread(graph, path, site.name))
-    return task
+    return PruningTask(
+        pruner,
+        refit,
+        graph,
+        sites,
+        targets={path: targets[site.key_path] for path, site in sites.items()},
+        kind=kind,
+        biases=_find_biases(refit, graph, sites) if isinstance(refit, BiasRefit) else {},
+        fn=fn,
+        like=params,
+    )
 
 
 def _list_unread_in_stacks(pruner: BaseUpdater, graph: Graph, paths: Collection[Path]) -> set[Path]:
