@@ -308,7 +308,8 @@ class Coupled(DataclassBase):
             sparsity above 0.
         """
         listed = self.list_groups(tree, sparsities)
-        groups = [group for group in listed if self.chooses(group.full)]
+        # A group that has lost all of its channels is gone.
+        groups = [x for x in listed if x.channels.size and self.chooses(x.full)]
         cut = [group for group in groups if not group.excluded]
         if groups and not cut:
             names = {trees.path_string(x): None for group in groups for x in group.excluded}

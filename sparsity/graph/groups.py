@@ -179,7 +179,8 @@ def find_positions(
     assert entries is not None  # refused before
     # Entries of no channel, -1, are first in the order, and are left out.
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
-    return order.reshape(sizes.get(variable, variable.size), -1)
+    size = sizes.get(variable, variable.size)
+    return order.reshape(size, len(order) // max(size, 1))
 
 
 def resize_groups(
@@ -301,17 +302,26 @@ def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variabl
         keeps only some of the indices that belong together.
     """
     by_path = {parameter.path: (parameter, axes) for parameter, axes in parameters}
-    kept: dict[Variable, np.ndarray] = {}
-    for path, indices in cut.kept.items():
+    for path in cut.kept:
         shape = by_path[path][0].shape if path in by_path else None
         if shape != cut.shapes[path]:
             raise ValueError(
                 f"The plan is of another model: it has {trees.join_names(path)!r} of shape "
                 f"{cut.shapes[path]}, the graph has {shape or 'no such parameter'}."
             )
-        for axis_index, index in indices.items():
-            kept |= _find_kept_entries(by_path[path][1][axis_index], index)
-    kept = {v: entries for v, entries in kept.items() if entries.shape[-1] < v.size}
+    kept: dict[Variable, np.ndarray] = {}
+    full = set[Variable]()
+    for parameter, axes in parameters:
+        for axis_index, axis in enumerate(axes):
+            index = cut.kept.get(parameter.path, {}).get(axis_index)
+            if index is None:
+                full.update(list_variables(axis))
+                continue
+            for variable, entries in _find_kept_entries(axis, index).items():
+                # An axis without entries tells nothing of its factors: others do.
+                if variable not in kept or entries.shape[-1] > kept[variable].shape[-1]:
+                    kept[variable] = entries
+    kept = {v: x for v, x in kept.items() if x.shape[-1] < v.size and v not in full}
     implied = list_kept_indices(parameters, kept)
     for path in {**cut.kept, **implied}:
         one, other = cut.kept.get(path, {}), implied.get(path, {})
@@ -422,7 +432,9 @@ def _solve_axis(axis: Axis, unknowns: Sequence[Variable], sizes: AxisSizes, size
         length: int = count_entries(axis, sizes | dict.fromkeys(unknowns, n))
         return length
 
-    if len(unknowns) > 1 and size != measure(1):
+    is_ambiguous = size != measure(1) if len(unknowns) > 1 else measure(1) == 0
+    if is_ambiguous:
         return {}
-    solution = 1 + bisect.bisect_left(range(1, unknowns[0].size), size, key=measure)
-    return dict.fromkeys(unknowns, solution)
+    if len(unknowns) > 1:
+        return dict.fromkeys(unknowns, 1)
+    return {unknowns[0]: bisect.bisect_left(range(unknowns[0].size), size, key=measure)}

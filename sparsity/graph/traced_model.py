@@ -221,7 +221,7 @@ class Parameters:
         """Returns whether a parameter may have this shape in a smaller model."""
         cut = {axis for path, axis in self._list_removable() if path == parameter.path}
         return len(shape) == len(parameter.shape) and all(
-            size == full_size or (axis in cut and 0 < size < full_size)
+            size == full_size or (axis in cut and size < full_size)
             for axis, (size, full_size) in enumerate(zip(shape, parameter.shape, strict=True))
         )
 

@@ -185,3 +185,49 @@ def test_blocks_within_loops_and_unknown_names_are_refused(model):
     assert scan.blocks == []
     with pytest.raises(ValueError, match="no residual blocks outside of loops"):
         scan.rank_blocks(stack, [jnp.ones((2, 4))])
+
+
+# Arrays without entries.
+
+
+def attend(params, x):
+    q, k, v = ((x @ params[name]).reshape(*x.shape[:2], 4, 4) for name in "qkv")
+    if "norm" in params:
+        q, k = (
+            y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) * params["norm"] for y in (q, k)
+        )
+    shares = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(*x.shape[:2], -1)
+    return (x + mixed @ params["o"]) @ params["head"]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v", "o"])
+def test_a_projection_of_heads_without_weights_takes_what_it_alone_reads(name, norm):
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {n: jax.random.normal(k, (16, 16)) for n, k in zip("qkvo", keys, strict=False)}
+    params["head"] = jax.random.normal(keys[4], (16, 3))
+    params |= {"norm": jnp.ones(4)} if norm else {}
+    x = jax.random.normal(keys[5], (2, 5, 16))
+    graph = sparsity.trace(attend, params, x)
+    masks = dict.fromkeys(params) | {name: np.zeros((16, 16), np.uint8)}
+    small = sparsity.shrink(graph, params, masks)
+    expected = attend(sparsity.masks.apply_masks(params, masks), x)
+    np.testing.assert_allclose(small.apply(small.params, x), expected, atol=1e-5)
+    np.testing.assert_allclose(small.graph.model.fn(small.params, x[:1]), expected[:1], atol=1e-5)
+    assert small.params[name].size == 0 or norm
+    small.report()
+
+
+def test_an_updater_goes_on_without_the_groups_that_are_gone(model):
+    params, graph = model
+    pruner = sparsity.MagnitudePruning(
+        scope=sparsity.Coupled(graph, groups="hidden"),
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 3),
+    )
+    small = sparsity.shrink(graph, params, graph.drop(params, "*layers.0.mlp*"))
+    for updater in (small.updater(pruner), pruner):
+        masks = updater.instant_sparsify(small.params)[1]
+        assert masks["model.layers.0.mlp.up_proj.weight"] is None
+        assert masks["model.layers.1.mlp.up_proj.weight"][:, 0].sum() == 12

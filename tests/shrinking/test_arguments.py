@@ -210,7 +210,7 @@ def test_a_plan_of_a_model_that_needs_the_channels_is_refused():
 def test_a_plan_that_cuts_a_part_of_a_group_is_refused():
     params, x = mlp()
     graph = trace(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, x)
-    with pytest.raises(ValueError, match="'down' along axis 0 that do not belong"):
+    with pytest.raises(ValueError, match=r"'(up|down)' along axis [01] that do not belong"):
         shrink(graph, params, Plan({("up",): {1: np.array([0, 2])}}, {("up",): (5, 8)}))
 
 
